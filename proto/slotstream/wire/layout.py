@@ -1,0 +1,122 @@
+"""The one file format: plain safetensors, `hidden_states` [tokens, layers, hidden] then `token_ids` int64 [tokens].
+
+Rows are written in place before their number is final, so the header is reserved in full at the front of the file and
+padded with spaces, which the format allows. Format facts: https://github.com/huggingface/safetensors (README, "Format"):
+8 bytes little-endian header length, JSON header, then the tensors' bytes without gaps.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from slotstream.wire.dtypes import ELEMENT_BYTES
+from slotstream.wire.errors import Damaged
+
+HEADER_ALIGN = 4096  # Rows begin on a page.
+HEADER_BYTES_MAX = 4 << 20
+TOKEN_ID_BYTES = 8
+_LENGTH = struct.Struct("<Q")
+
+
+@dataclass(frozen=True, slots=True)
+class SampleHeader:
+    """What a sample file's header says. Offsets and sizes in bytes, from the start of the file."""
+
+    dtype: str
+    num_tokens: int
+    num_layers: int
+    hidden_size: int
+    metadata: dict[str, str]
+    header_bytes: int
+
+    @property
+    def row_bytes(self) -> int:
+        return ELEMENT_BYTES[self.dtype] * self.num_layers * self.hidden_size
+
+    @property
+    def token_ids_at(self) -> int:
+        return self.header_bytes + self.num_tokens * self.row_bytes
+
+    @property
+    def file_bytes(self) -> int:
+        return self.token_ids_at + self.num_tokens * TOKEN_ID_BYTES
+
+
+def encode_header(header: SampleHeader) -> bytes:
+    """The first `header.header_bytes` bytes of the file. Raises ValueError when they do not hold the header."""
+    body = _body(header)
+    room = header.header_bytes - _LENGTH.size
+    if len(body) > room:
+        raise ValueError(f"a header of {len(body)} bytes does not fit the {room} reserved for it")
+    return _LENGTH.pack(room) + body.ljust(room)
+
+
+def header_bytes_for(header: SampleHeader, spare_bytes: int = 0) -> int:
+    """Bytes to reserve for `header` (its own `header_bytes` ignored) plus `spare_bytes`, rounded up to whole pages."""
+    need = _LENGTH.size + len(_body(header)) + spare_bytes
+    return -(-need // HEADER_ALIGN) * HEADER_ALIGN
+
+
+def _body(header: SampleHeader) -> bytes:
+    rows = header.num_tokens * header.row_bytes
+    shape = [header.num_tokens, header.num_layers, header.hidden_size]
+    return json.dumps(
+        {
+            "__metadata__": header.metadata,
+            "hidden_states": {"dtype": header.dtype, "shape": shape, "data_offsets": [0, rows]},
+            "token_ids": {
+                "dtype": "I64",
+                "shape": [header.num_tokens],
+                "data_offsets": [rows, rows + header.num_tokens * TOKEN_ID_BYTES],
+            },
+        },
+        separators=(",", ":"),
+    ).encode()
+
+
+def header_length(first_bytes: bytes) -> int:
+    """Whole header's bytes, from the first 8 of a file. Raises Damaged."""
+    if len(first_bytes) < _LENGTH.size:
+        raise Damaged("the file is too short to be a safetensors file")
+    length = _LENGTH.size + int(_LENGTH.unpack(first_bytes[: _LENGTH.size])[0])
+    if length > HEADER_BYTES_MAX:
+        raise Damaged(f"the file's header claims {length} bytes, more than the {HEADER_BYTES_MAX} allowed")
+    return length
+
+
+def decode_header(raw: bytes) -> SampleHeader:
+    """The header of a sample file, from its first `header_length` bytes. Raises Damaged for anything that is not ours."""
+    try:
+        parsed = json.loads(raw[_LENGTH.size :])
+        tensor, ids = parsed["hidden_states"], parsed["token_ids"]
+        tokens, layers, hidden = (_count(n) for n in tensor["shape"])
+        metadata = parsed["__metadata__"]
+        header = SampleHeader(
+            dtype=tensor["dtype"],
+            num_tokens=tokens,
+            num_layers=layers,
+            hidden_size=hidden,
+            metadata=_strings(metadata),
+            header_bytes=len(raw),
+        )
+        canonical = json.loads(_body(header))
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise Damaged("the file's header is not that of a sample") from error
+    if canonical != parsed or ids["dtype"] != "I64":
+        raise Damaged("the file's header does not describe hidden_states followed by token_ids")
+    return header
+
+
+def _count(value: object) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 1 << 40:
+        raise ValueError(f"{value!r} is not a size")
+    return value
+
+
+def _strings(value: object) -> dict[str, str]:
+    if not isinstance(value, Mapping) or not all(isinstance(k, str) and isinstance(v, str) for k, v in value.items()):
+        raise ValueError("metadata must map strings to strings")
+    return dict(value)

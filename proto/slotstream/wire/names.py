@@ -1,0 +1,64 @@
+"""Names and limits: what a sample id, a namespace and tags may look like, and the bounds both ends hold each other to."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from slotstream.wire.errors import BadNamespace, BadSampleId, BadTags
+
+PROTOCOL_VERSION = 1
+DEFAULT_NAMESPACE = "default"
+DEFAULT_ADDRESS = "127.0.0.1:50151"
+
+MESSAGE_BYTES_MAX = 16 << 20  # One gRPC message: a chunk with its header, or a commit with its token ids.
+CHUNK_BYTES_MAX = 8 << 20
+WINDOW_BYTES = 32 << 20
+TAGS_MAX = 32
+TAG_BYTES_MAX = 256
+METADATA_BYTES_MAX = 16 << 10
+ROWS_MAX = 1 << 21  # Tokens in one sample.
+LAYERS_MAX = 1024
+SAMPLE_BYTES_MAX = 1 << 40
+
+_SAMPLE_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+_NAMESPACE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+
+
+def _shown(value: str) -> str:
+    """`value` for an error message: quoted, and cut where it is long."""
+    return repr(value if len(value) <= 40 else value[:40] + "…")
+
+
+def check_sample_id(value: object) -> str:
+    """`value`, if it is a sample id. Raises BadSampleId."""
+    if not isinstance(value, str) or not _SAMPLE_ID.fullmatch(value):
+        shown = _shown(value) if isinstance(value, str) else f"a {type(value).__name__}"
+        raise BadSampleId(f"sample id {shown} is not a letter or digit followed by up to 127 of [A-Za-z0-9._-]")
+    return value
+
+
+def check_namespace(value: object) -> str:
+    """`value`, if it is a namespace. Raises BadNamespace. Names that begin with "catalog." belong to the store."""
+    if not isinstance(value, str) or not _NAMESPACE.fullmatch(value):
+        shown = _shown(value) if isinstance(value, str) else f"a {type(value).__name__}"
+        raise BadNamespace(f"namespace {shown} is not a letter or digit followed by up to 63 of [A-Za-z0-9._-]")
+    if value.lower().startswith("catalog."):
+        raise BadNamespace(f"namespace {value!r} is reserved: names must not begin with 'catalog.'")
+    return value
+
+
+def check_tags(value: object) -> dict[str, str]:
+    """`value` as a dict, if it maps short strings to short strings. Raises BadTags."""
+    if not isinstance(value, Mapping):
+        raise BadTags(f"tags must map strings to strings, not be a {type(value).__name__}")
+    if len(value) > TAGS_MAX:
+        raise BadTags(f"{len(value)} tags are more than the {TAGS_MAX} allowed")
+    for key, text in value.items():
+        if not isinstance(key, str) or not isinstance(text, str):
+            raise BadTags("tags must map strings to strings")
+        if not key or len(key.encode(errors="replace")) > TAG_BYTES_MAX or len(text.encode(errors="replace")) > TAG_BYTES_MAX:
+            raise BadTags(f"tag {_shown(key)} is empty or longer than {TAG_BYTES_MAX} bytes, key or value")
+        if not (key + text).isprintable():
+            raise BadTags(f"tag {_shown(key)} holds characters that cannot be printed")
+    return dict(value)
