@@ -196,7 +196,7 @@ def _all_subclasses(cls: type[SlotStreamError]) -> list[type[SlotStreamError]]:
     return [s for direct in cls.__subclasses__() for s in (direct, *_all_subclasses(direct))]
 
 
-_BY_CODE: dict[str, type[SlotStreamError]] = {c.code: c for c in (SlotStreamError, *_all_subclasses(SlotStreamError))}
+_BY_CODE: dict[str, type[SlotStreamError]] = {c.code: c for c in _all_subclasses(SlotStreamError)}
 
 
 def error_from_code(code: str, message: str) -> SlotStreamError:

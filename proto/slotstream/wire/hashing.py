@@ -1,4 +1,7 @@
-"""The one hash of the wire and of the files: xxh3-64, seed 0 (42 GB/s a core; releases the GIL). It finds damage, not forgery."""
+"""The one hash of the wire and of the files: xxh3-64, seed 0. It finds damage, not forgery.
+
+42 GB/s a core, without the GIL.
+"""
 
 from __future__ import annotations
 

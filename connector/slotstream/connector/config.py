@@ -1,0 +1,149 @@
+"""Connector options, read once from vLLM's configuration; whatever is wrong stops vLLM at start, in one sentence."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any, Self
+
+from slotstream.wire.address import check_address
+from slotstream.wire.errors import BadNamespace, ConfigError
+from slotstream.wire.names import CHUNK_BYTES_MAX, DEFAULT_ADDRESS, DEFAULT_NAMESPACE, LAYERS_MAX, check_namespace
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+ON_FULL = ("wait", "fail_sample")
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectorOptions:
+    """`kv_connector_extra_config`, checked. The README's table of options is made of these fields."""
+
+    server: str = field(default=DEFAULT_ADDRESS, metadata={"help": "storage server: host:port or unix:/path"})
+    namespace: str = field(default=DEFAULT_NAMESPACE, metadata={"help": "namespace of requests that name none"})
+    capture: bool = field(default=True, metadata={"help": "capture requests that do not say; false: only those that ask"})
+    staging_bytes: int = field(default=512 << 20, metadata={"help": "host memory for rows on their way, allocated once"})
+    chunk_bytes: int = field(default=1 << 20, metadata={"help": "most bytes of rows a message carries"})
+    on_full: str = field(
+        default="wait", metadata={"help": "when staging is full: wait (up to wait_s_max a step) or fail_sample at once"}
+    )
+    wait_s_max: float = field(default=2.0, metadata={"help": "longest an engine step waits for staging, then samples fail"})
+    ack_timeout_s: float = field(default=30.0, metadata={"help": "without any answer for so long, the stream is given up"})
+    output_rows_per_chunk: int = field(default=32, metadata={"help": "output rows collected before they are read and sent"})
+
+    def __post_init__(self) -> None:
+        check_address(self.server)
+        try:
+            check_namespace(self.namespace)
+        except BadNamespace as error:
+            raise ConfigError(f"connector option namespace: {error}") from error
+        _check_number("staging_bytes", self.staging_bytes, int, 1 << 20, 1 << 40)
+        _check_number("chunk_bytes", self.chunk_bytes, int, 4096, CHUNK_BYTES_MAX)
+        _check_number("wait_s_max", self.wait_s_max, float, 0.0, 600.0)
+        _check_number("ack_timeout_s", self.ack_timeout_s, float, 0.1, 3600.0)
+        _check_number("output_rows_per_chunk", self.output_rows_per_chunk, int, 1, 1 << 16)
+        if not isinstance(self.capture, bool):
+            raise ConfigError(f"connector option capture must be true or false, not {self.capture!r}")
+        if self.on_full not in ON_FULL:
+            raise ConfigError(f"connector option on_full must be one of {list(ON_FULL)}, not {self.on_full!r}")
+        if self.chunk_bytes * 4 > self.staging_bytes:
+            raise ConfigError("connector option staging_bytes must be at least four times chunk_bytes")
+
+    @classmethod
+    def from_extra(cls, extra: Mapping[str, Any]) -> Self:
+        """Read `kv_connector_extra_config`. Raises ConfigError, naming what is unknown or malformed."""
+        known = [f.name for f in fields(cls)]
+        if unknown := sorted(extra.keys() - set(known)):
+            raise ConfigError(f"unknown connector options {unknown}; known: {sorted(known)}")
+        return cls(**extra)
+
+
+def _check_number(name: str, value: object, kind: type, low: float, high: float) -> None:
+    accepted = (int,) if kind is int else (int, float)
+    if not isinstance(value, accepted) or isinstance(value, bool) or not low <= value <= high:
+        what = "a whole number" if kind is int else "a number"
+        raise ConfigError(f"connector option {name} must be {what} from {low} to {high}, not {value!r}")
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectorConfig:
+    """Everything the connector needs to know of its engine, checked. `layer_ids` are in the order of the rows."""
+
+    options: ConnectorOptions
+    engine_id: str
+    model: str
+    layer_ids: tuple[int, ...]
+    hidden_size: int
+    dtype: str
+    metadata: Mapping[str, str]
+
+    @classmethod
+    def from_vllm(cls, vllm_config: VllmConfig) -> Self:
+        """Read and check vLLM's configuration. Raises ConfigError, in one sentence that says what to change."""
+        transfer = vllm_config.kv_transfer_config
+        assert transfer is not None, "vLLM makes no connector without a kv_transfer_config"
+        options = ConnectorOptions.from_extra(transfer.kv_connector_extra_config or {})
+        if not transfer.is_kv_producer:
+            raise ConfigError(f'slotstream only sends: set "kv_role": "kv_producer", not {transfer.kv_role!r}')
+        model_config = vllm_config.model_config
+        layer_ids = _layer_ids(vllm_config)
+        model = model_config.served_model_name
+        return cls(
+            options=options,
+            engine_id=str(transfer.engine_id),
+            model=str(model if isinstance(model, str) else model_config.model)[:1024],
+            layer_ids=layer_ids,
+            hidden_size=model_config.get_hidden_size(),
+            dtype=_dtype_name(model_config.dtype),
+            metadata={
+                "engine_id": str(transfer.engine_id),
+                "vllm_version": vllm_version(),
+                "slotstream_version": importlib.metadata.version("slotstream"),
+                "model_path": str(model_config.model)[:1024],
+                "model_revision": str(model_config.revision or ""),
+                "num_hidden_layers": str(model_config.get_total_num_hidden_layers()),
+                "final_norm_applied": "false",
+            },
+        )
+
+
+def vllm_version() -> str:
+    """The version of the vLLM that is running, whichever distribution brought it."""
+    import vllm
+
+    return str(vllm.__version__)
+
+
+def _layer_ids(vllm_config: VllmConfig) -> tuple[int, ...]:
+    speculative = vllm_config.speculative_config
+    if speculative is None or speculative.method != "extract_hidden_states":
+        raise ConfigError(
+            "slotstream needs vLLM to extract hidden states: add --speculative-config "
+            '\'{"method": "extract_hidden_states", "num_speculative_tokens": 1, '
+            '"draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 3]}}}\''
+        )
+    ids = getattr(speculative.draft_model_config.hf_config, "eagle_aux_hidden_state_layer_ids", None)
+    num_layers = vllm_config.model_config.get_total_num_hidden_layers()
+    if not ids:
+        raise ConfigError(
+            "no layers to extract: set eagle_aux_hidden_state_layer_ids in the speculative config's "
+            f"draft_model_config.hf_config to layer ids from 0 to {num_layers}"
+        )
+    if len(set(ids)) != len(ids) or not all(isinstance(i, int) and 0 <= i <= num_layers for i in ids):
+        raise ConfigError(
+            f"eagle_aux_hidden_state_layer_ids {list(ids)} must be different layer ids from 0 to {num_layers}, "
+            "the number of this model's layers"
+        )
+    if len(ids) > LAYERS_MAX:
+        raise ConfigError(f"{len(ids)} layer ids are more than the {LAYERS_MAX} allowed")
+    # vLLM captures layers in the order the model runs them, whatever the order they were given in.
+    return tuple(sorted(ids))
+
+
+def _dtype_name(dtype: object) -> str:
+    names = {"torch.bfloat16": "BF16", "torch.float16": "F16", "torch.float32": "F32"}
+    if str(dtype) not in names:
+        raise ConfigError(f"hidden states of dtype {dtype} cannot be stored; run the model in bfloat16, float16 or float32")
+    return names[str(dtype)]

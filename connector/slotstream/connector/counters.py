@@ -1,0 +1,70 @@
+"""The connector's numbers: one table with a sentence each, and thread-safe counts between two looks at them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+CODE_SEPARATOR = ":"
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One metric. In Prometheus `slotstream_<name>`, counters with `_total`; `by_code` adds the label `code`."""
+
+    name: str
+    kind: Literal["counter", "gauge"]
+    help: str
+    by_code: bool = False
+
+
+METRICS = (
+    Metric("rows", "counter", "Rows handed to the transport; a row is every captured layer of one token."),
+    Metric("bytes", "counter", "Bytes of rows handed to the transport."),
+    Metric("chunks", "counter", "Chunks handed to the transport."),
+    Metric("gathers", "counter", "Reads of the hidden-state cache; a step that captures nothing makes none."),
+    Metric("prefix_hit_rows", "counter", "Rows read through the block table, because an earlier request had computed them."),
+    Metric("samples_opened", "counter", "Samples announced to the server."),
+    Metric("samples_committed", "counter", "Samples that the server reported durable."),
+    Metric("samples_failed", "counter", "Samples that were not stored, by stable error code.", by_code=True),
+    Metric("stall_seconds", "counter", "Time that engine steps waited for room in staging."),
+    Metric("hook_faults", "counter", "Exceptions caught at the connector's hooks."),
+    Metric("samples_in_flight", "gauge", "Samples opened and neither committed nor failed."),
+    Metric("staging_bytes_in_use", "gauge", "Staging memory that holds rows on their way."),
+    Metric("staging_bytes_limit", "gauge", "Staging memory allocated."),
+    Metric("link_up", "gauge", "1 while the stream to the server is up."),
+)
+_COUNTERS = {m.name for m in METRICS if m.kind == "counter"}
+
+
+class Counters:
+    """Counts since the last `take`."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._counts: dict[str, float] = {}
+
+    def add(self, name: str, amount: float = 1, *, code: str = "") -> None:
+        """Count `amount` of metric `name`, under `code` where the metric has one."""
+        assert name in _COUNTERS, name
+        key = f"{name}{CODE_SEPARATOR}{code}" if code else name
+        with self._lock:
+            self._counts[key] = self._counts.get(key, 0) + amount
+
+    def take(self) -> dict[str, float]:
+        """The counts since the last call, by `name` or `name:code`; only what changed."""
+        with self._lock:
+            taken, self._counts = self._counts, {}
+        return taken
+
+
+def merge(into: dict[str, float], more: Mapping[str, float]) -> dict[str, float]:
+    """Add `more` to `into`: counters add up, a gauge takes its newest value."""
+    for key, value in more.items():
+        if key.partition(CODE_SEPARATOR)[0] in _COUNTERS:
+            into[key] = into.get(key, 0) + value
+        else:
+            into[key] = value
+    return into

@@ -1,0 +1,236 @@
+"""The class that vLLM makes, once in the engine core and once in each worker. It forwards; it decides nothing."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorWorkerMetadata,
+    SupportsHMA,
+)
+
+from slotstream.connector.config import ConnectorConfig, ConnectorOptions, vllm_version
+from slotstream.connector.fence import Fence
+from slotstream.connector.metrics import SlotStreamPromMetrics, SlotStreamStats
+from slotstream.connector.plan import EMPTY_PLAN, StepPlan
+from slotstream.connector.pump import SampleFault
+from slotstream.connector.scheduler import SchedulerHalf
+from slotstream.connector.watch import ServerWatch
+from slotstream.connector.worker import WorkerHalf
+from slotstream.transport.grpc import GrpcSink
+from slotstream.v1 import ingest_pb2
+from slotstream.wire.errors import ConfigError
+from slotstream.wire.names import PROTOCOL_VERSION
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.forward_context import ForwardContext
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class SlotStreamMetadata(KVConnectorMetadata):
+    """A step's plan, as vLLM carries it to the workers."""
+
+    plan: StepPlan
+
+
+@dataclass
+class SlotStreamWorkerMetadata(KVConnectorWorkerMetadata):
+    """Samples that failed in a worker, as vLLM carries them back."""
+
+    faults: list[SampleFault]
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> SlotStreamWorkerMetadata:
+        assert isinstance(other, SlotStreamWorkerMetadata)
+        return SlotStreamWorkerMetadata([*self.faults, *other.faults])
+
+
+class SlotStreamConnector(KVConnectorBase_V1, SupportsHMA):
+    """Streams the rows that `extract_hidden_states` caches to a slotstream server. See README.md for its options."""
+
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._config = ConnectorConfig.from_vllm(vllm_config)
+        self._fence = Fence(self._on_trip)
+        self._scheduler: SchedulerHalf | None = None
+        self._worker: WorkerHalf | None = None
+        self._watch: ServerWatch | None = None
+        self._capture_layer = ""
+        self._bound: StepPlan = EMPTY_PLAN
+        self._group = _hidden_state_group(kv_cache_config)
+        if role is KVConnectorRole.SCHEDULER:
+            self._watch = ServerWatch(self._config.options.server)
+            self._scheduler = SchedulerHalf(
+                self._config, self._group, vllm_config.model_config.max_model_len, self._watch.problem
+            )
+
+    # -- worker side
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        from vllm.config import get_layers_from_vllm_config
+        from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+        from vllm.model_executor.models.extract_hidden_states import CacheOnlyAttentionLayer
+
+        layers = list(get_layers_from_vllm_config(self._vllm_config, CacheOnlyAttentionLayer, list(kv_caches)))
+        # Rows are the same on every tensor-parallel rank, and only the last pipeline rank has any: one worker sends.
+        if not layers or get_tensor_model_parallel_rank() != 0 or self._worker is not None:
+            return
+        if len(layers) > 1:
+            raise ConfigError(f"expected one layer of hidden states, found {len(layers)}")
+        self._capture_layer = layers[0]
+        scheduler_config = self._vllm_config.scheduler_config
+        hello = ingest_pb2.Hello(
+            protocol=PROTOCOL_VERSION,
+            engine_id=self._config.engine_id,
+            worker_rank=self._vllm_config.parallel_config.rank,
+            vllm_version=vllm_version(),
+            slotstream_version=self._config.metadata["slotstream_version"],
+        )
+        options = self._config.options
+        self._worker = WorkerHalf(
+            self._config,
+            kv_caches[self._capture_layer],
+            GrpcSink(options.server, hello, ack_timeout_s=options.ack_timeout_s),
+            # Twice the requests: each may carry one draft token beside its own.
+            scheduler_config.max_num_batched_tokens + 2 * scheduler_config.max_num_seqs,
+        )
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        super().bind_connector_metadata(connector_metadata)
+        if self._worker is not None and isinstance(connector_metadata, SlotStreamMetadata):
+            self._bound = connector_metadata.plan
+            self._fence.run(self._worker.bind, None, connector_metadata.plan)
+
+    def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
+        return
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        return
+
+    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
+        if self._worker is not None and layer_name == self._capture_layer:
+            self._fence.run(self._remember, None, attn_metadata)
+
+    def _remember(self, attn_metadata: Any) -> None:
+        assert self._worker is not None
+        self._worker.remember_slot_mapping(attn_metadata.slot_mapping)
+
+    def wait_for_save(self) -> None:
+        if self._worker is not None:
+            self._fence.run(self._worker.execute, None)
+            self._bound = EMPTY_PLAN
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        if self._worker is None:
+            return None, None
+        return self._fence.run(self._worker.take_releases, set()) or None, None
+
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        if self._worker is None:
+            return None
+        faults = self._fence.run(self._worker.take_faults, [])
+        return SlotStreamWorkerMetadata(faults) if faults else None
+
+    def get_finished_count(self) -> int:
+        # One release a request: only one worker sends. Left at None, the scheduler would wait for every rank and never
+        # free the request's blocks.
+        return 1
+
+    # -- scheduler side
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        return 0, False
+
+    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        if self._scheduler is not None:
+            self._fence.run(self._scheduler.on_alloc, None, request, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        assert self._scheduler is not None, "vLLM asks its scheduler half only"
+        return SlotStreamMetadata(self._fence.run(self._scheduler.plan, EMPTY_PLAN, scheduler_output))
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        meta = getattr(connector_output, "kv_connector_worker_meta", None)
+        if self._scheduler is not None and isinstance(meta, SlotStreamWorkerMetadata):
+            self._fence.run(self._scheduler.on_faults, None, meta.faults)
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        assert self._scheduler is not None, "vLLM asks its scheduler half only"
+        return self._fence.run(self._finished, (False, None), request, block_ids)
+
+    def _finished(self, request: Request, block_ids: tuple[Sequence[int], ...]) -> tuple[bool, dict[str, Any] | None]:
+        assert self._scheduler is not None
+        # A request that never got blocks has no tables.
+        table = block_ids[self._group] if self._group < len(block_ids) else ()
+        return self._scheduler.on_finished(request, table)
+
+    # -- both
+
+    def get_kv_connector_stats(self) -> SlotStreamStats | None:
+        half = self._scheduler or self._worker
+        if half is None:
+            return None
+        data = self._fence.run(half.take_stats, {})
+        return SlotStreamStats(data) if data else None
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> SlotStreamStats:
+        return SlotStreamStats(data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: Any
+    ) -> SlotStreamPromMetrics:
+        return SlotStreamPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        # vLLM asks this in its front end, before any model is loaded: the earliest place to refuse wrong options.
+        ConnectorOptions.from_extra(extra_config or {})
+        return False
+
+    def shutdown(self) -> None:
+        if self._watch is not None:
+            self._fence.run(self._watch.close, None)
+        if self._worker is not None:
+            self._fence.run(self._worker.close, None)
+
+    def _on_trip(self, hook: str, error: Exception) -> None:
+        if self._scheduler is not None:
+            self._scheduler.count_fault()
+            self._scheduler.fail_all(type(error).__name__)
+        if self._worker is not None:
+            self._worker.count_fault()
+            self._worker.fail_plan(self._bound, type(error).__name__)
+
+
+def _hidden_state_group(kv_cache_config: KVCacheConfig) -> int:
+    """The KV-cache group that holds the hidden states. Raises ConfigError when it cannot be told."""
+    from vllm.v1.kv_cache_interface import HiddenStateCacheSpec
+
+    groups = kv_cache_config.kv_cache_groups
+    found = [i for i, group in enumerate(groups) if isinstance(group.kv_cache_spec, HiddenStateCacheSpec)]
+    if len(found) == 1:
+        return found[0]
+    if len(groups) == 1:  # A dense model's one group holds attention layers and hidden states alike.
+        return 0
+    raise ConfigError(
+        f"the hidden-state layer has no KV-cache group of its own among {len(groups)}: "
+        "this model cannot be captured (models with MLA attention are such)"
+    )

@@ -1,0 +1,120 @@
+"""The only device code: read rows out of the cache at given slots, into staging, ordered after the model's own writes.
+
+On an accelerator the gather runs on the model's stream (so it sees this step's rows and not the next step's), the copy to
+pinned memory on a side stream (so the model does not wait for it). On a CPU both happen at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from slotstream.connector.staging import StagingPool
+
+Slots = npt.NDArray[np.int64]
+INDEX_BYTES = 8
+
+
+class Ticket(Protocol):
+    """A copy under way."""
+
+    def wait(self) -> None:
+        """Return once every byte of the copy is in host memory."""
+
+
+class _Done:
+    def wait(self) -> None:
+        return
+
+
+@dataclass(frozen=True, slots=True)
+class _EventTicket:
+    event: torch.Event
+
+    def wait(self) -> None:
+        self.event.synchronize()
+
+
+@dataclass(frozen=True, slots=True)
+class Destination:
+    """The next `rows` gathered rows go to the front of staging slot `slot`."""
+
+    slot: int
+    rows: int
+
+
+@dataclass(frozen=True, slots=True)
+class SlotMappingCopy:
+    """A host copy of a step's slot mapping, int64 [tokens]; to be read after its ticket's `wait`."""
+
+    tensor: torch.Tensor
+
+    def numpy(self) -> Slots:
+        return self.tensor.numpy()
+
+
+class RowGather:
+    """Reads rows of one cache tensor [blocks, layers, block_size, hidden] (its strides may be any) into a staging pool."""
+
+    def __init__(self, cache: torch.Tensor, pool: StagingPool) -> None:
+        self._cache = cache
+        self._pool = pool
+        self.block_size = int(cache.shape[2])
+        self.row_bytes = int(cache.shape[1] * cache.shape[3] * cache.element_size())
+        self.on_cpu = cache.device.type == "cpu"
+        self._side = None if self.on_cpu else torch.Stream(device=cache.device)
+
+    def gather(self, slots: Slots, destinations: Sequence[Destination], scratch: int | None) -> Ticket:
+        """Start copying the rows at `slots` [n], in order, to `destinations` (their rows add up to n).
+
+        `scratch` is a staging slot of at least n * 8 bytes for the index, needed on an accelerator; it and the
+        destinations must stay leased until the ticket's `wait` returned.
+        """
+        if self._side is None:
+            self._copy(self._rows(torch.from_numpy(slots)), destinations)
+            return _Done()
+        assert scratch is not None, "an accelerator copies its index from pinned memory"
+        index = self._pool.tensor(scratch, slots.nbytes).view(torch.int64)
+        index.numpy()[:] = slots
+        rows = self._rows(index.to(self._cache.device, non_blocking=True))
+        return self._on_side(lambda: self._copy(rows, destinations), rows)
+
+    def copy_slot_mapping(self, slot_mapping: torch.Tensor, scratch: int | None) -> tuple[SlotMappingCopy, Ticket]:
+        """Start copying this step's slot mapping to the host: its buffer is used again in the next step."""
+        mapping = slot_mapping.flatten()
+        if self._side is None:
+            return SlotMappingCopy(mapping.to(torch.int64, copy=True)), _Done()
+        assert scratch is not None, "an accelerator copies into pinned memory"
+        snapshot = mapping.to(torch.int64, copy=True)
+        host = self._pool.tensor(scratch, snapshot.numel() * INDEX_BYTES).view(torch.int64)
+        ticket = self._on_side(lambda: host.copy_(snapshot, non_blocking=True), snapshot)
+        return SlotMappingCopy(host), ticket
+
+    def _rows(self, slots: torch.Tensor) -> torch.Tensor:
+        """Rows [n, layers, hidden], contiguous, of the cache."""
+        return self._cache[slots // self.block_size, :, slots % self.block_size].contiguous()
+
+    def _copy(self, rows: torch.Tensor, destinations: Sequence[Destination]) -> None:
+        flat = rows.view(torch.uint8).view(rows.shape[0], self.row_bytes)
+        at = 0
+        for to in destinations:
+            target = self._pool.tensor(to.slot, to.rows * self.row_bytes).view(to.rows, self.row_bytes)
+            target.copy_(flat[at : at + to.rows], non_blocking=True)
+            at += to.rows
+
+    def _on_side(self, copy: Callable[[], object], source: torch.Tensor) -> Ticket:
+        side = self._side
+        assert side is not None, "a CPU has no side stream"
+        side.wait_stream(torch.accelerator.current_stream())
+        with side:
+            copy()
+            done = torch.Event(device=self._cache.device)
+            done.record(side)
+        # The allocator must not hand the source's memory out again before the side stream has read it.
+        source.record_stream(side)
+        return _EventTicket(done)

@@ -1,0 +1,70 @@
+"""The connector's numbers as vLLM takes them: stats that cross its processes, Prometheus metrics, a line in its log."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from prometheus_client import Counter, Gauge
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+
+from slotstream.connector.counters import CODE_SEPARATOR, METRICS, merge
+
+
+@dataclass
+class SlotStreamStats(KVConnectorStats):
+    """Counts by `name` or `name:code` since the last report, and gauges (see `counters.METRICS`)."""
+
+    def reset(self) -> None:
+        self.data = {}
+
+    def aggregate(self, other: KVConnectorStats) -> SlotStreamStats:
+        merge(self.data, other.data)
+        return self
+
+    def is_empty(self) -> bool:
+        return not self.data
+
+    def reduce(self) -> dict[str, int | float]:
+        """The one-line summary of vLLM's periodic log."""
+        failed = sum(v for k, v in self.data.items() if k.startswith("samples_failed"))
+        return {
+            "slotstream samples committed": int(self.data.get("samples_committed", 0)),
+            "failed": int(failed),
+            "in flight": int(self.data.get("samples_in_flight", 0)),
+            "rows": int(self.data.get("rows", 0)),
+            "MiB": round(self.data.get("bytes", 0) / (1 << 20), 1),
+            "stalled s": round(self.data.get("stall_seconds", 0.0), 3),
+        }
+
+
+class SlotStreamPromMetrics(KVConnectorPromMetrics):
+    """`slotstream_*` in vLLM's own /metrics, with its labels, and `code` where a metric has one."""
+
+    def __init__(self, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: Any) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        classes = {"counter": metric_types[Counter], "gauge": metric_types[Gauge]}
+        self._metrics: dict[str, Any] = {}
+        self._by_code = {m.name for m in METRICS if m.by_code}
+        self._kinds = {m.name: m.kind for m in METRICS}
+        for metric in METRICS:
+            labels = [*labelnames, "code"] if metric.by_code else labelnames
+            self._metrics[metric.name] = classes[metric.kind](
+                name=f"slotstream_{metric.name}", documentation=metric.help, labelnames=labels
+            )
+        for metric in METRICS:
+            if not metric.by_code:  # So that every series is there, at zero, from the start.
+                for values in per_engine_labelvalues.values():
+                    self._metrics[metric.name].labels(*values)
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        values = self.per_engine_labelvalues[engine_idx]
+        for key, amount in transfer_stats_data.items():
+            name, _, code = key.partition(CODE_SEPARATOR)
+            if name not in self._metrics:
+                continue
+            child = self._metrics[name].labels(*values, *([code] if name in self._by_code else []))
+            if self._kinds[name] == "counter":
+                child.inc(amount)
+            else:
+                child.set(amount)

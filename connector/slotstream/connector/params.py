@@ -1,0 +1,86 @@
+"""Per-request parameters: `kv_transfer_params={"slotstream": {...}}` of a completion, checked."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from slotstream.wire.errors import BadParams, BadTokenRange
+from slotstream.wire.names import check_namespace, check_sample_id, check_tags
+
+_KNOWN = ("capture", "include_output_tokens", "namespace", "sample_id", "tags", "tokens")
+_NOT_IN_IDS = re.compile(r"[^A-Za-z0-9._-]")
+_ID_CHARS_MAX = 128
+
+
+@dataclass(frozen=True, slots=True)
+class CaptureParams:
+    """What one request asked for. `tokens` is [start, stop) in token positions; stop None means to the end."""
+
+    sample_id: str
+    namespace: str
+    capture: bool
+    include_output_tokens: bool
+    tokens: tuple[int, int | None]
+    tags: Mapping[str, str] = field(default_factory=dict)
+
+
+def parse_params(kv_transfer_params: Mapping[str, Any] | None, *, req_id: str, namespace: str, capture: bool) -> CaptureParams:
+    """Read a request's parameters; `namespace` and `capture` are the engine's defaults.
+
+    Keys beside `slotstream` belong to other connectors and are ignored, except vLLM's own `include_output_tokens`.
+    Raises BadParams, BadSampleId, BadNamespace, BadTags or BadTokenRange, in one sentence.
+    """
+    outer: Mapping[str, Any] = kv_transfer_params or {}
+    inner = outer.get("slotstream")
+    if inner is None:
+        inner = {}
+    if not isinstance(inner, Mapping):
+        raise BadParams(f"kv_transfer_params['slotstream'] must be an object, not a {type(inner).__name__}")
+    unknown = sorted(str(key)[:40] for key in inner if key not in _KNOWN)
+    if unknown:
+        raise BadParams(f"unknown slotstream params {unknown[:8]}; known: {list(_KNOWN)}")
+    outputs = inner.get("include_output_tokens", outer.get("include_output_tokens", False))
+    return CaptureParams(
+        sample_id=check_sample_id(inner["sample_id"]) if "sample_id" in inner else default_sample_id(req_id),
+        namespace=check_namespace(inner.get("namespace", namespace)),
+        capture=_flag("capture", inner.get("capture", capture)),
+        include_output_tokens=_flag("include_output_tokens", outputs),
+        tokens=_window(inner.get("tokens")),
+        tags=check_tags(inner.get("tags", {})),
+    )
+
+
+def default_sample_id(req_id: str) -> str:
+    """A sample id made of vLLM's request id: the same where it is one, else a readable id that stays unique."""
+    cleaned = _NOT_IN_IDS.sub("-", req_id).lstrip("._-")
+    if cleaned == req_id and len(req_id) <= _ID_CHARS_MAX:
+        return req_id
+    digest = hashlib.sha256(req_id.encode(errors="replace")).hexdigest()[:16]
+    return f"{cleaned[: _ID_CHARS_MAX - 24] or 'request'}-{digest}"
+
+
+def _flag(name: str, value: object) -> bool:
+    if not isinstance(value, bool):
+        raise BadParams(f"{name} must be true or false, not {str(value)[:40]!r}")
+    return value
+
+
+def _window(value: object) -> tuple[int, int | None]:
+    if value is None:
+        return 0, None
+    if not isinstance(value, list | tuple) or len(value) != 2:
+        raise BadTokenRange("tokens must be [start, stop], two token positions")
+    start, stop = value
+    if not _position(start) or not (stop is None or _position(stop)):
+        raise BadTokenRange("tokens must be [start, stop] with whole numbers from 0 up; stop may be null")
+    if stop is not None and start >= stop:
+        raise BadTokenRange(f"tokens [{start}, {stop}] hold no row: start must be below stop")
+    return start, stop
+
+
+def _position(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 40

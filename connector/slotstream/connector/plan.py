@@ -1,0 +1,91 @@
+"""The plan of one engine step: what the scheduler half wants done, frozen, for the worker half to do.
+
+It crosses a process boundary, so it holds plain data only and checks itself; it imports neither vLLM nor torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class SampleOpen:
+    """A sample is about to be captured for request `req_id`.
+
+    `first_position` is the token position that row 0 of the sample holds. `rows_max` bounds its rows; `rows_exact` says
+    that it will have exactly as many.
+    """
+
+    req_id: str
+    namespace: str
+    sample_id: str
+    first_position: int
+    rows_max: int
+    rows_exact: bool
+    tags: Mapping[str, str] = field(default_factory=dict)
+    metadata: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.rows_max < 1 or self.first_position < 0:
+            raise ValueError(f"a sample of {self.rows_max} rows from position {self.first_position} cannot be")
+
+
+@dataclass(frozen=True, slots=True)
+class RowPlan:
+    """Rows of positions [start, stop) of request `req_id`, to be read in this step.
+
+    `block_ids` is the request's whole table in the hidden-state KV-cache group: position p lives in block
+    `block_ids[p // block_size]`. Positions below `computed_from` were written by an earlier step (a prefix-cache hit, or
+    output rows confirmed since); those from it on are written in this step, and must be found in its slot mapping.
+    """
+
+    req_id: str
+    start: int
+    stop: int
+    computed_from: int
+    block_ids: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.start < self.stop:
+            raise ValueError(f"positions [{self.start}, {self.stop}) are not a range")
+        if not self.block_ids:
+            raise ValueError("rows cannot be read without a block table")
+
+
+@dataclass(frozen=True, slots=True)
+class SampleFinish:
+    """Every row of the sample has been planned, in this step or before: commit it. One token id a row."""
+
+    req_id: str
+    token_ids: tuple[int, ...]
+    metadata: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class SampleAbort:
+    """The sample will never be whole: drop it. `code` is a stable error code."""
+
+    req_id: str
+    code: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """All that the connector does in one engine step, in this order: opens, rows, finishes, aborts, releases.
+
+    `releases` names finished requests whose blocks vLLM holds for us until their last rows are read in this step.
+    """
+
+    opens: tuple[SampleOpen, ...] = ()
+    rows: tuple[RowPlan, ...] = ()
+    finishes: tuple[SampleFinish, ...] = ()
+    aborts: tuple[SampleAbort, ...] = ()
+    releases: tuple[str, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.opens or self.rows or self.finishes or self.aborts or self.releases)
+
+
+EMPTY_PLAN = StepPlan()

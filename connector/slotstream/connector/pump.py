@@ -1,0 +1,348 @@
+"""The pump: one thread between staging and the transport. It owns every sample's state, so none of it needs a lock.
+
+The engine's thread only posts what it staged; the pump waits for copies, checks slots, hashes, submits, and gives slots
+back when the server has taken their rows.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from slotstream.connector.config import ConnectorConfig
+from slotstream.connector.counters import Counters
+from slotstream.connector.gather import SlotMappingCopy, Slots, Ticket
+from slotstream.connector.plan import SampleAbort, SampleFinish, SampleOpen
+from slotstream.connector.staging import StagingPool
+from slotstream.connector.throttle import Throttle
+from slotstream.transport.base import Acked, Committed, Failed, LinkDown, LinkUp, SampleSink, SinkEvent, StagedChunk
+from slotstream.v1 import ingest_pb2
+from slotstream.wire.errors import InternalFault, Interrupted, RowsNotComputed, ServerUnavailable, SlotMismatch, SlotStreamError
+from slotstream.wire.hashing import xxh3
+
+logger = logging.getLogger(__name__)
+
+_TICK_S = 1.0
+
+
+class StepMapping:
+    """The slots that the device wrote in one step: a copy under way, then a sorted array."""
+
+    def __init__(self, copy: SlotMappingCopy, ticket: Ticket) -> None:
+        self._copy = copy
+        self._ticket = ticket
+        self._sorted: Slots | None = None
+
+    def load(self) -> None:
+        """Wait for the copy and keep what it says; its host memory is free afterwards."""
+        if self._sorted is None:
+            self._ticket.wait()
+            self._sorted = np.sort(self._copy.numpy())
+
+    def each_once(self, expected: Slots) -> bool:
+        """Whether every slot of `expected` was written exactly once."""
+        self.load()
+        assert self._sorted is not None
+        first = np.searchsorted(self._sorted, expected, side="left")
+        last = np.searchsorted(self._sorted, expected, side="right")
+        return bool(np.all(last - first == 1)) and np.unique(expected).size == expected.size
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Rows of one sample in one staging slot. `computed` are the slots of those written in this step; may be empty."""
+
+    req_id: str
+    first_row: int
+    rows: int
+    slot: int
+    computed: Slots
+
+
+@dataclass(frozen=True, slots=True)
+class StagedBatch:
+    """Segments of one gather. `mapping` is the step's; None where vLLM ran no extraction in this step."""
+
+    segments: tuple[Segment, ...]
+    ticket: Ticket
+    mapping: StepMapping | None
+    scratch: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class FailSample:
+    """The engine's thread gives a sample up."""
+
+    req_id: str
+    error: SlotStreamError
+
+
+@dataclass(frozen=True, slots=True)
+class _Stop:
+    deadline: float
+
+
+@dataclass(slots=True)
+class _Sample:
+    number: int
+    sample_id: str
+    unacked: int = 0
+    ending: bool = False  # Commit or abort sent; only the answer is missing.
+
+
+@dataclass(slots=True)
+class _Chunk:
+    number: int
+    slot: int
+
+
+_Item = SampleOpen | StagedBatch | SampleFinish | SampleAbort | FailSample | SinkEvent | _Stop
+
+
+@dataclass(frozen=True, slots=True)
+class SampleFault:
+    """A sample that failed after it was planned; for the scheduler half, which may still tell the caller."""
+
+    req_id: str
+    code: str
+    message: str
+
+
+@dataclass(slots=True)
+class _Faults:
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    items: list[SampleFault] = field(default_factory=list)
+
+
+class Pump:
+    """See the module. `post` never blocks; everything else happens on the pump's thread."""
+
+    def __init__(
+        self, config: ConnectorConfig, pool: StagingPool, sink: SampleSink, row_bytes: int, counters: Counters
+    ) -> None:
+        self._config = config
+        self._pool = pool
+        self._sink = sink
+        self._row_bytes = row_bytes
+        self._counters = counters
+        self._inbox: queue.SimpleQueue[_Item] = queue.SimpleQueue()
+        self._samples: dict[str, _Sample] = {}  # by request
+        self._by_number: dict[int, str] = {}
+        self._chunks: dict[int, _Chunk] = {}
+        self._next_number = 1
+        self._next_chunk = 1
+        self._faults = _Faults()
+        self._throttle = Throttle(every_s=10.0)
+        self._thread = threading.Thread(target=self._run, name="slotstream-pump", daemon=True)
+        self.link_up = False
+
+    def start(self) -> None:
+        """Start the thread and the sink."""
+        self._thread.start()
+        self._sink.start(self._inbox.put)
+
+    def post(self, item: SampleOpen | StagedBatch | SampleFinish | SampleAbort | FailSample) -> None:
+        """Hand something over, from any thread; kept in order."""
+        self._inbox.put(item)
+
+    def take_faults(self) -> list[SampleFault]:
+        """Samples that failed since the last call."""
+        with self._faults.lock:
+            taken, self._faults.items = self._faults.items, []
+        return taken
+
+    @property
+    def in_flight(self) -> int:
+        """Samples opened and not ended."""
+        return len(self._samples)
+
+    def close(self, timeout_s: float) -> None:
+        """Let what is in flight finish, for at most `timeout_s`; then stop thread and sink."""
+        self._inbox.put(_Stop(time.monotonic() + timeout_s))
+        self._thread.join(timeout_s + 2 * _TICK_S)
+        self._sink.close(1.0)
+
+    # -- the thread
+
+    def _run(self) -> None:
+        stop: _Stop | None = None
+        while stop is None or (self._samples and self.link_up and time.monotonic() < stop.deadline):
+            try:
+                item = self._inbox.get(timeout=_TICK_S if stop is None else 0.1)
+            except queue.Empty:
+                self._sink.check_deadlines()
+                continue
+            if isinstance(item, _Stop):
+                stop = item
+            else:
+                self._handle_safely(item)
+        if self._samples:
+            logger.warning("slotstream: closed with %d samples in flight; they are lost", len(self._samples))
+
+    def _handle_safely(self, item: _Item) -> None:
+        """Our own bug must neither stop the pump nor leak staging: the samples concerned fail."""
+        try:
+            self._handle(item)
+        except Exception as error:
+            self._counters.add("hook_faults")
+            logger.exception("slotstream: the pump failed on a %s", type(item).__name__)
+            fault = InternalFault(f"a fault of slotstream's own: {type(error).__name__}")
+            for req_id in {s.req_id for s in item.segments} if isinstance(item, StagedBatch) else {getattr(item, "req_id", "")}:
+                self._give_up(req_id, fault)
+
+    def _handle(self, item: _Item) -> None:
+        match item:
+            case StagedBatch():
+                self._batch(item)
+            case Acked():
+                self._acked(item.chunk)
+            case SampleOpen():
+                self._open(item)
+            case SampleFinish():
+                self._finish(item)
+            case SampleAbort():
+                self._abort(item.req_id, item.code, item.message)
+            case FailSample():
+                self._give_up(item.req_id, item.error)
+            case Committed():
+                self._counters.add("samples_committed")
+                self._forget(item.sample)
+            case Failed():
+                self._failed(item)
+            case LinkUp():
+                self.link_up = True
+                logger.info("slotstream: connected to %s (server %s)", self._config.options.server, item.server_version)
+            case LinkDown():
+                self._link_down(item)
+
+    def _open(self, item: SampleOpen) -> None:
+        number, self._next_number = self._next_number, self._next_number + 1
+        self._samples[item.req_id] = _Sample(number, item.sample_id)
+        self._by_number[number] = item.req_id
+        self._counters.add("samples_opened")
+        self._sink.open_sample(
+            ingest_pb2.OpenSample(
+                sample=number,
+                namespace=item.namespace,
+                sample_id=item.sample_id,
+                model=self._config.model,
+                dtype=self._config.dtype,
+                layer_ids=self._config.layer_ids,
+                hidden_size=self._config.hidden_size,
+                rows_max=item.rows_max,
+                rows_exact=item.rows_exact,
+                tags=item.tags,
+                metadata={**self._config.metadata, **item.metadata},
+            )
+        )
+
+    def _batch(self, batch: StagedBatch) -> None:
+        done = 0
+        try:
+            batch.ticket.wait()
+            if batch.mapping is not None:
+                batch.mapping.load()
+            for segment in batch.segments:
+                done += 1
+                self._segment(segment, batch.mapping)
+        finally:
+            self._pool.release([*batch.scratch, *(s.slot for s in batch.segments[done:])])
+
+    def _segment(self, segment: Segment, mapping: StepMapping | None) -> None:
+        sample = self._samples.get(segment.req_id)
+        problem = None if sample is None or sample.ending else _slot_problem(segment, mapping)
+        if problem is not None:
+            self._give_up(segment.req_id, problem)
+        if sample is None or sample.ending or problem is not None:
+            self._pool.release([segment.slot])
+            return
+        chunk, self._next_chunk = self._next_chunk, self._next_chunk + 1
+        nbytes = segment.rows * self._row_bytes
+        buffer = self._pool.buffer(segment.slot, nbytes)
+        self._chunks[chunk] = _Chunk(sample.number, segment.slot)
+        self._counters.add("rows", segment.rows)
+        self._counters.add("bytes", nbytes)
+        self._counters.add("chunks")
+        self._sink.submit(StagedChunk(sample.number, chunk, segment.first_row, segment.rows, buffer, xxh3(buffer)))
+
+    def _acked(self, chunk: int) -> None:
+        taken = self._chunks.pop(chunk, None)
+        if taken is not None:
+            self._pool.release([taken.slot])
+
+    def _finish(self, item: SampleFinish) -> None:
+        sample = self._samples.get(item.req_id)
+        if sample is None or sample.ending:
+            return
+        sample.ending = True
+        self._sink.commit(
+            ingest_pb2.CommitSample(
+                sample=sample.number, row_count=len(item.token_ids), token_ids=item.token_ids, metadata=dict(item.metadata)
+            )
+        )
+
+    def _abort(self, req_id: str, code: str, message: str) -> None:
+        sample = self._samples.get(req_id)
+        if sample is not None and not sample.ending:
+            sample.ending = True
+            self._sink.abort(ingest_pb2.AbortSample(sample=sample.number, code=code, message=message))
+
+    def _give_up(self, req_id: str, error: SlotStreamError) -> None:
+        """Fail a sample for a reason on this side; the server is told and answers with Failed."""
+        self._abort(req_id, error.code, str(error))
+
+    def _failed(self, event: Failed) -> None:
+        req_id = self._by_number.get(event.sample)
+        if req_id is not None:
+            self._report(req_id, event.code, event.message)
+            self._forget(event.sample)
+
+    def _link_down(self, event: LinkDown) -> None:
+        kind = Interrupted if self.link_up else ServerUnavailable
+        self.link_up = False
+        for req_id in list(self._samples):
+            self._report(req_id, kind.code, event.message)
+        self._samples.clear()
+        self._by_number.clear()
+        chunks, self._chunks = self._chunks, {}
+        self._pool.release([chunk.slot for chunk in chunks.values()])
+        self._sink.reset()
+
+    def _forget(self, number: int) -> None:
+        self._samples.pop(self._by_number.pop(number, ""), None)
+
+    def _report(self, req_id: str, code: str, message: str) -> None:
+        self._counters.add("samples_failed", code=code)
+        with self._faults.lock:
+            self._faults.items.append(SampleFault(req_id, code, message))
+        sample_id = self._samples[req_id].sample_id
+        if (unsaid := self._throttle.admit(code)) is not None:
+            more = f" ({unsaid} more with this code were not logged)" if unsaid else ""
+            logger.warning("slotstream: sample %s failed: %s: %s%s", sample_id, code, message, more)
+
+
+def _slot_problem(segment: Segment, mapping: StepMapping | None) -> SlotStreamError | None:
+    """Why a segment's rows cannot be trusted; None when the device wrote every slot that the block table names."""
+    if segment.computed.size == 0:
+        return None
+    if mapping is None:
+        return RowsNotComputed("vLLM ran no extraction in a step that computed rows of this sample")
+    if not mapping.each_once(segment.computed):
+        return SlotMismatch("the device wrote other slots than the block table names")
+    return None
+
+
+def sample_gauges(pump: Pump, pool: StagingPool) -> Mapping[str, float]:
+    """The gauges of `counters.METRICS`, now."""
+    return {
+        "samples_in_flight": pump.in_flight,
+        "staging_bytes_in_use": pool.in_use * pool.slot_bytes,
+        "staging_bytes_limit": pool.num_slots * pool.slot_bytes,
+        "link_up": int(pump.link_up),
+    }

@@ -1,0 +1,348 @@
+"""The scheduler half: decides, for each engine step, which rows of which requests are read, and answers the callers.
+
+It knows tokens and positions, never slots: where rows lie is the worker's business. Facts about vLLM are those of 0.32
+and 0.33 (docs/design.md names the sources).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from slotstream.connector.config import ConnectorConfig
+from slotstream.connector.counters import Counters
+from slotstream.connector.params import CaptureParams, parse_params
+from slotstream.connector.plan import EMPTY_PLAN, RowPlan, SampleAbort, SampleFinish, SampleOpen, StepPlan
+from slotstream.connector.pump import SampleFault
+from slotstream.connector.throttle import Throttle
+from slotstream.wire.errors import (
+    BadTokenRange,
+    CaptureAborted,
+    InternalFault,
+    RowsNotComputed,
+    SlotStreamError,
+    TooLarge,
+    UnsupportedRequest,
+)
+from slotstream.wire.names import ROWS_MAX
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.request import Request
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Capture:
+    """One request being captured: positions [start, stop) of it, `next` the first not planned yet."""
+
+    request: Request
+    params: CaptureParams
+    start: int
+    stop: int
+    next: int
+    opened: bool = False
+    hit_tokens: int = 0
+    complete: bool = False  # Every row is planned and the commit too.
+    rows: int = 0
+
+
+@dataclass(slots=True)
+class _Pending:
+    """What the next plan must carry besides the rows of running requests."""
+
+    rows: list[RowPlan] = field(default_factory=list)
+    finishes: list[SampleFinish] = field(default_factory=list)
+    aborts: list[SampleAbort] = field(default_factory=list)
+    releases: list[str] = field(default_factory=list)
+
+
+class SchedulerHalf:
+    """Runs in the engine core's process. `server_problem` says why the server takes no samples now, or None.
+
+    `group` is the index of the hidden-state KV-cache group in a request's block tables.
+    """
+
+    def __init__(
+        self,
+        config: ConnectorConfig,
+        group: int,
+        max_model_len: int,
+        server_problem: Callable[[], SlotStreamError | None],
+    ) -> None:
+        self._config = config
+        self._group = group
+        self._max_model_len = max_model_len
+        self._server_problem = server_problem
+        self._captures: dict[str, _Capture] = {}  # until the request is finished
+        self._live: dict[str, _Capture] = {}  # those with rows still to be planned
+        self._refused: dict[str, SlotStreamError] = {}
+        self._pending = _Pending()
+        self._counters = Counters()
+        self._throttle = Throttle(every_s=10.0)
+
+    # -- hooks
+
+    def on_alloc(self, request: Request, num_external_tokens: int) -> None:
+        """vLLM gave a request its blocks: a new one, or one resumed after a preemption."""
+        req_id = request.request_id
+        if req_id in self._refused:
+            return
+        capture = self._captures.get(req_id)
+        try:
+            if capture is None:
+                capture = self._admit(request)
+            if capture is not None and num_external_tokens > 0 and not capture.complete:
+                raise RowsNotComputed(
+                    f"{num_external_tokens} tokens were loaded by another connector: their rows were never computed here"
+                )
+        except SlotStreamError as error:
+            self._refuse(req_id, error)
+
+    def plan(self, output: SchedulerOutput) -> StepPlan:
+        """The plan of the step that `output` schedules."""
+        opens: list[SampleOpen] = []
+        pending, self._pending = self._pending, _Pending()
+        if self._live:
+            scheduled = output.num_scheduled_tokens
+            computed = _computed_tokens(output)
+            for req_id in [r for r in self._live if r in scheduled]:
+                self._plan_request(req_id, computed[req_id], scheduled[req_id], output, opens, pending)
+        plan = StepPlan(
+            tuple(opens), tuple(pending.rows), tuple(pending.finishes), tuple(pending.aborts), tuple(pending.releases)
+        )
+        return plan if plan else EMPTY_PLAN
+
+    def on_finished(self, request: Request, block_ids: Sequence[int]) -> tuple[bool, dict[str, Any] | None]:
+        """A request ended; `block_ids` is its table in our group. Returns (hold the blocks, the response's params)."""
+        req_id = request.request_id
+        refused = self._refused.pop(req_id, None)
+        capture = self._captures.pop(req_id, None)
+        live = self._live.pop(req_id, None)
+        if refused is not None:
+            return False, self._response(req_id, capture, refused)
+        if capture is None:
+            return False, None
+        if live is None:
+            return False, self._response(req_id, capture)
+        hold, error = self._finish_live(live, block_ids)
+        return hold, self._response(req_id, capture, error)
+
+    def on_faults(self, faults: Sequence[SampleFault]) -> None:
+        """The worker gave samples up: whoever still waits for an answer is told."""
+        for fault in faults:
+            capture = self._captures.get(fault.req_id)
+            if capture is not None:
+                self._live.pop(fault.req_id, None)
+                self._refused[fault.req_id] = _Relayed(fault.code, fault.message)
+
+    def take_stats(self) -> dict[str, float]:
+        """Counts since the last call."""
+        return self._counters.take()
+
+    def count_fault(self) -> None:
+        """A hook raised."""
+        self._counters.add("hook_faults")
+
+    def fail_all(self, why: str) -> None:
+        """After a fault in a hook: no live capture can be trusted to be whole."""
+        for req_id in list(self._live):
+            self._refuse(req_id, InternalFault(f"a fault of slotstream's own: {why}"))
+
+    # -- admission
+
+    def _admit(self, request: Request) -> _Capture | None:
+        """Begin the capture that a request asks for; None when it asks for none. Raises SlotStreamError."""
+        options = self._config.options
+        req_id = request.request_id
+        params = parse_params(request.kv_transfer_params, req_id=req_id, namespace=options.namespace, capture=options.capture)
+        if not params.capture:
+            return None
+        if request.prompt_token_ids is None or getattr(request, "prompt_embeds", None) is not None:
+            raise UnsupportedRequest("prompts given as embeddings have no token ids to store")
+        start, stop = self._window(request, params)
+        problem = self._server_problem()
+        if problem is not None:
+            raise problem
+        capture = _Capture(request, params, start, stop, next=start)
+        self._captures[req_id] = self._live[req_id] = capture
+        return capture
+
+    def _window(self, request: Request, params: CaptureParams) -> tuple[int, int]:
+        """Positions [start, stop) to capture: exact for a prompt, an upper bound with output tokens."""
+        prompt = request.num_prompt_tokens
+        start, stop = params.tokens
+        end = prompt
+        if params.include_output_tokens:
+            # The last sampled token is never run through the model: it has no row.
+            end = min(prompt + request.max_tokens - 1, self._max_model_len)
+        if stop is not None and stop > end:
+            what = "that prompt and output can have" if params.include_output_tokens else "of the prompt"
+            raise BadTokenRange(f"tokens [{start}, {stop}] reach past the {end} rows {what}")
+        stop = end if stop is None else stop
+        if start >= stop:
+            raise BadTokenRange(f"tokens begin at {start}, but there are only {stop} rows")
+        if stop - start > ROWS_MAX:
+            raise TooLarge(f"{stop - start} rows are more than the {ROWS_MAX} a sample may have")
+        return start, stop
+
+    def _refuse(self, req_id: str, error: SlotStreamError) -> None:
+        """Fail a capture from here on; the worker is told if it knows of it."""
+        live = self._live.pop(req_id, None)
+        self._refused[req_id] = error
+        if live is not None and live.opened:
+            self._pending.aborts.append(SampleAbort(req_id, error.code, str(error)))
+            return
+        self._counters.add("samples_failed", code=error.code)
+        if (unsaid := self._throttle.admit(error.code)) is not None:
+            more = f" ({unsaid} more with this code were not logged)" if unsaid else ""
+            logger.warning("slotstream: request %s is not captured: %s: %s%s", req_id, error.code, error, more)
+
+    # -- planning
+
+    def _plan_request(
+        self,
+        req_id: str,
+        computed: int,
+        scheduled: int,
+        output: SchedulerOutput,
+        opens: list[SampleOpen],
+        pending: _Pending,
+    ) -> None:
+        capture = self._live[req_id]
+        if not capture.opened:
+            capture.opened = True
+            capture.hit_tokens = computed
+            opens.append(self._open(capture))
+        stop = min(capture.stop, _final_rows(capture.request), computed + scheduled)
+        if stop <= capture.next or self._collect_more(capture, stop):
+            return
+        assert output.kv_connector_block_state is not None, "vLLM offers block tables to its connector"
+        tables = output.kv_connector_block_state.get_block_ids(req_id)
+        assert tables is not None, "a scheduled request has a block table"
+        pending.rows.append(RowPlan(req_id, capture.next, stop, computed, tuple(tables[self._group])))
+        capture.next = stop
+        if stop == capture.stop and not capture.params.include_output_tokens:
+            self._complete(capture, stop, pending)
+
+    def _collect_more(self, capture: _Capture, stop: int) -> bool:
+        """Output rows come one a step: they stay in the cache until a chunk of them is worth a read."""
+        if not capture.params.include_output_tokens or capture.next < capture.request.num_prompt_tokens:
+            return False
+        return stop - capture.next < self._config.options.output_rows_per_chunk
+
+    def _open(self, capture: _Capture) -> SampleOpen:
+        request, params = capture.request, capture.params
+        lora = getattr(request, "lora_request", None)
+        metadata = {
+            "request_id": request.request_id[:256],
+            "token_start": str(capture.start),
+            "prompt_tokens": str(request.num_prompt_tokens),
+            "prefix_hit_tokens": str(capture.hit_tokens),
+        }
+        if lora is not None:
+            metadata["lora_name"] = str(lora.lora_name)[:256]
+        return SampleOpen(
+            request.request_id,
+            params.namespace,
+            params.sample_id,
+            capture.start,
+            capture.stop - capture.start,
+            not params.include_output_tokens,
+            params.tags,
+            metadata,
+        )
+
+    def _complete(self, capture: _Capture, stop: int, pending: _Pending) -> None:
+        """Every row up to `stop` is planned: plan the commit."""
+        request = capture.request
+        tokens = tuple(request.all_token_ids[capture.start : stop])
+        metadata = {"finish_reason": str(request.get_finished_reason() or "")} if request.is_finished() else {}
+        pending.finishes.append(SampleFinish(request.request_id, tokens, metadata))
+        capture.complete = True
+        capture.rows = len(tokens)
+        self._live.pop(request.request_id, None)
+
+    def _finish_live(self, capture: _Capture, block_ids: Sequence[int]) -> tuple[bool, SlotStreamError | None]:
+        """A request ended with rows still to be planned. Returns (hold the blocks, why the sample failed)."""
+        request, req_id = capture.request, capture.request.request_id
+        error = self._why_not_whole(capture)
+        stop = min(capture.stop, _final_rows(request))
+        if error is None and stop <= capture.start:
+            error = BadTokenRange(f"tokens begin at {capture.start}, but the text ended after {stop} rows")
+        if error is None and stop > capture.next and not block_ids:
+            error = RowsNotComputed("the request's blocks were gone before its last rows could be read")
+        if error is not None:
+            self._refuse_finished(capture, error)
+            return False, error
+        hold = stop > capture.next
+        if hold:
+            self._pending.rows.append(RowPlan(req_id, capture.next, stop, stop, tuple(block_ids)))
+            self._pending.releases.append(req_id)
+        self._complete(capture, stop, self._pending)
+        return hold, None
+
+    def _why_not_whole(self, capture: _Capture) -> SlotStreamError | None:
+        from vllm.v1.request import RequestStatus
+
+        request = capture.request
+        if not capture.opened:
+            return CaptureAborted("the request ended before it was scheduled")
+        if request.status == RequestStatus.FINISHED_ABORTED:
+            return CaptureAborted("the request was aborted before all its rows existed")
+        if not capture.params.include_output_tokens:
+            return CaptureAborted("the request ended before its prompt was computed")
+        return None
+
+    def _refuse_finished(self, capture: _Capture, error: SlotStreamError) -> None:
+        req_id = capture.request.request_id
+        self._live[req_id] = capture
+        self._refuse(req_id, error)
+        self._refused.pop(req_id)
+
+    # -- answers
+
+    def _response(self, req_id: str, capture: _Capture | None, error: SlotStreamError | None = None) -> dict[str, Any]:
+        config = self._config
+        answer: dict[str, Any] = {"server": config.options.server}
+        if capture is not None:
+            rows = 0 if error is not None else capture.rows
+            answer |= {
+                "sample_id": capture.params.sample_id,
+                "namespace": capture.params.namespace,
+                "num_tokens": rows,
+                "layer_ids": list(config.layer_ids),
+                "dtype": config.dtype,
+                "shape": [rows, len(config.layer_ids), config.hidden_size],
+            }
+        if error is not None:
+            code = error.relayed_code if isinstance(error, _Relayed) else error.code
+            answer["error"] = {"code": code, "message": str(error)}
+        return {"slotstream": answer}
+
+
+class _Relayed(SlotStreamError):
+    """A failure that the worker or the server reported, with its own code."""
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(message)
+        self.relayed_code = code
+
+
+def _computed_tokens(output: SchedulerOutput) -> Mapping[str, int]:
+    """Tokens that each scheduled request had computed before this step."""
+    cached = output.scheduled_cached_reqs
+    computed = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+    computed.update((new.req_id, new.num_computed_tokens) for new in output.scheduled_new_reqs)
+    return computed
+
+
+def _final_rows(request: Request) -> int:
+    """Positions [0, n) whose rows never change once computed: the prompt's, and those of confirmed tokens but the last.
+
+    Each decode step also writes a provisional row for its copy of the sampled token; it is rewritten unless confirmed.
+    """
+    return max(request.num_prompt_tokens, len(request.all_token_ids) - 1)

@@ -1,0 +1,71 @@
+"""Whether the storage server takes samples, known at all times without asking: the standard health service, watched."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from slotstream.transport.grpc import CHANNEL_OPTIONS
+from slotstream.wire.errors import ServerDraining, ServerUnavailable, SlotStreamError
+
+logger = logging.getLogger(__name__)
+
+SERVICE = "slotstream.v1.Ingest"
+_RETRY_S = 0.5
+
+
+class ServerWatch:
+    """Follows one server's health on a thread of its own. Until the first answer the server counts as there."""
+
+    def __init__(self, target: str) -> None:
+        self._target = target
+        self._problem: SlotStreamError | None = None
+        self._closed = threading.Event()
+        self._call: Any = None
+        self._thread = threading.Thread(target=self._run, name="slotstream-watch", daemon=True)
+        self._thread.start()
+
+    def problem(self) -> SlotStreamError | None:
+        """Why the server takes no samples now; None when it does."""
+        return self._problem
+
+    def close(self, timeout_s: float = 1.0) -> None:
+        """Stop watching, after at most `timeout_s`."""
+        self._closed.set()
+        call = self._call
+        if call is not None:
+            call.cancel()
+        self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        while not self._closed.is_set():
+            channel = grpc.insecure_channel(self._target, options=CHANNEL_OPTIONS)
+            try:
+                self._call = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(service=SERVICE))
+                for reply in self._call:
+                    self._take(reply.status)
+                self._set(ServerUnavailable(f"the server at {self._target} stopped answering"))
+            except grpc.RpcError as error:
+                self._set(ServerUnavailable(f"no server at {self._target}: {error.code().name}"))
+            finally:
+                channel.close()
+            self._closed.wait(_RETRY_S)
+
+    def _take(self, status: int) -> None:
+        if status == health_pb2.HealthCheckResponse.SERVING:
+            self._set(None)
+        else:
+            self._set(ServerDraining(f"the server at {self._target} is not taking samples now"))
+
+    def _set(self, problem: SlotStreamError | None) -> None:
+        before, self._problem = self._problem, problem
+        if self._closed.is_set() or (before is None) == (problem is None):
+            return
+        if problem is None:
+            logger.info("slotstream: the server at %s takes samples again", self._target)
+        else:
+            logger.warning("slotstream: %s; captures fail with %s until it is back", problem, problem.code)

@@ -1,0 +1,202 @@
+"""The worker half: carries out each step's plan. It reads rows where the device wrote them and hands them to the pump."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from slotstream.connector.config import ConnectorConfig
+from slotstream.connector.counters import Counters
+from slotstream.connector.gather import INDEX_BYTES, Destination, RowGather, Slots
+from slotstream.connector.plan import EMPTY_PLAN, RowPlan, StepPlan
+from slotstream.connector.pump import FailSample, Pump, SampleFault, Segment, StagedBatch, StepMapping, sample_gauges
+from slotstream.connector.staging import StagingPool
+from slotstream.transport.base import SampleSink
+from slotstream.wire.dtypes import row_bytes as row_bytes_of
+from slotstream.wire.errors import ConfigError, InternalFault, SlotMismatch, SlotStreamError, StagingFull
+from slotstream.wire.names import CHUNK_BYTES_MAX
+
+logger = logging.getLogger(__name__)
+
+_SLOTS_MIN = 8
+_BATCH_BYTES_MAX = 64 << 20  # Device memory that one gather may take.
+_CLOSE_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Rows of one plan that go into one staging slot, before it is known which."""
+
+    req_id: str
+    first_row: int
+    slots: Slots
+    computed: Slots
+
+
+class WorkerHalf:
+    """Runs in the worker process, on its engine thread. Every method is called through the fence but the constructor.
+
+    `cache` is the hidden-state cache [blocks, layers, block_size, hidden]; `step_tokens_max` bounds a step's slot mapping.
+    Raises ConfigError when the options do not fit the model.
+    """
+
+    def __init__(self, config: ConnectorConfig, cache: torch.Tensor, sink: SampleSink, step_tokens_max: int) -> None:
+        self._config = config
+        expected = (len(config.layer_ids), config.hidden_size)
+        if cache.ndim != 4 or (cache.shape[1], cache.shape[3]) != expected:
+            raise ConfigError(
+                f"the hidden-state cache has shape {list(cache.shape)}, not [blocks, {expected[0]}, block size, {expected[1]}]"
+            )
+        row_bytes = row_bytes_of(config.dtype, *expected)
+        slot_bytes = max(config.options.chunk_bytes, row_bytes, step_tokens_max * INDEX_BYTES)
+        num_slots = config.options.staging_bytes // slot_bytes
+        if row_bytes > CHUNK_BYTES_MAX or num_slots < _SLOTS_MIN:
+            raise ConfigError(
+                f"a row takes {row_bytes} bytes: connector option staging_bytes must be at least {_SLOTS_MIN * slot_bytes} "
+                f"and a row at most {CHUNK_BYTES_MAX}"
+            )
+        self._row_bytes = row_bytes
+        self._rows_per_slot = max(1, config.options.chunk_bytes // row_bytes)
+        self._pool = StagingPool(num_slots, slot_bytes, cache.device)
+        self._gather = RowGather(cache, self._pool)
+        self._rows_per_batch = max(1, min(_BATCH_BYTES_MAX // row_bytes, slot_bytes // INDEX_BYTES))
+        self._counters = Counters()
+        self._pump = Pump(config, self._pool, sink, row_bytes, self._counters)
+        self._plan: StepPlan = EMPTY_PLAN
+        self._slot_mapping: torch.Tensor | None = None
+        self._first_position: dict[str, int] = {}
+        self._releases: set[str] = set()
+        self._releases_next: set[str] = set()
+        self._pump.start()
+
+    # -- hooks, in the order of a step
+
+    def bind(self, plan: StepPlan) -> None:
+        """A step begins."""
+        self._plan = plan
+        self._slot_mapping = None
+        self._releases |= self._releases_next
+        self._releases_next = set(plan.releases)
+
+    def remember_slot_mapping(self, slot_mapping: torch.Tensor) -> None:
+        """This step's slot mapping, int [tokens], on the device: only remembered here."""
+        self._slot_mapping = slot_mapping
+
+    def execute(self) -> None:
+        """Do the step's plan. After the draft forward: the rows are in the cache."""
+        plan, self._plan = self._plan, EMPTY_PLAN
+        if not plan:
+            return
+        for opened in plan.opens:
+            self._first_position[opened.req_id] = opened.first_position
+            self._pump.post(opened)
+        if plan.rows:
+            self._read(plan.rows)
+        for finish in plan.finishes:
+            self._first_position.pop(finish.req_id, None)
+            self._pump.post(finish)
+        for abort in plan.aborts:
+            self._first_position.pop(abort.req_id, None)
+            self._pump.post(abort)
+
+    def take_releases(self) -> set[str]:
+        """Requests whose last rows were read in an earlier step: vLLM may free their blocks."""
+        released, self._releases = self._releases, set()
+        return released
+
+    def take_faults(self) -> list[SampleFault]:
+        """Samples that failed since the last call."""
+        return self._pump.take_faults()
+
+    def take_stats(self) -> dict[str, float]:
+        """Counts since the last call, with the gauges; empty when nothing changed."""
+        counts = self._counters.take()
+        return {**counts, **sample_gauges(self._pump, self._pool)} if counts else {}
+
+    def count_fault(self) -> None:
+        """A hook raised."""
+        self._counters.add("hook_faults")
+
+    def fail_plan(self, plan: StepPlan, why: str) -> None:
+        """After a fault in `execute`: every sample of the step is given up, for some of its rows may be missing."""
+        error = InternalFault(f"a fault of slotstream's own: {why}")
+        for req_id in dict.fromkeys((*(o.req_id for o in plan.opens), *(r.req_id for r in plan.rows))):
+            self._pump.post(FailSample(req_id, error))
+
+    def close(self) -> None:
+        """Let what is in flight finish, for a few seconds, and stop."""
+        self._pump.close(_CLOSE_S)
+
+    # -- reading rows
+
+    def _read(self, rows: tuple[RowPlan, ...]) -> None:
+        deadline = time.monotonic() + (self._config.options.wait_s_max if self._config.options.on_full == "wait" else 0.0)
+        mapping: StepMapping | None = None
+        on_cpu = self._gather.on_cpu
+        for parts in self._batches(rows):
+            wants_mapping = mapping is None and self._slot_mapping is not None
+            scratch_count = 0 if on_cpu else 1 + wants_mapping
+            leased = self._lease(len(parts) + scratch_count, deadline)
+            if leased is None:
+                self._fail(parts, StagingFull("no room in staging: the server or the network takes rows too slowly"))
+                continue
+            scratch, slots = leased[:scratch_count], leased[scratch_count:]
+            if wants_mapping:
+                assert self._slot_mapping is not None
+                mapping = StepMapping(*self._gather.copy_slot_mapping(self._slot_mapping, None if on_cpu else scratch[1]))
+            destinations = [Destination(slot, part.slots.size) for slot, part in zip(slots, parts, strict=True)]
+            index = np.concatenate([part.slots for part in parts])
+            ticket = self._gather.gather(index, destinations, None if on_cpu else scratch[0])
+            self._counters.add("gathers")
+            segments = tuple(
+                Segment(part.req_id, part.first_row, part.slots.size, slot, part.computed)
+                for slot, part in zip(slots, parts, strict=True)
+            )
+            self._pump.post(StagedBatch(segments, ticket, mapping, tuple(scratch)))
+
+    def _lease(self, count: int, deadline: float) -> list[int] | None:
+        began = time.monotonic()
+        leased = self._pool.acquire(count, deadline=deadline, keep_waiting=lambda: self._pump.link_up)
+        waited = time.monotonic() - began
+        if waited > 0.001:
+            self._counters.add("stall_seconds", waited)
+        return leased
+
+    def _fail(self, parts: list[_Part], error: SlotStreamError) -> None:
+        for req_id in {part.req_id for part in parts}:
+            self._pump.post(FailSample(req_id, error))
+
+    def _batches(self, rows: tuple[RowPlan, ...]) -> Iterator[list[_Part]]:
+        """The step's rows, in groups that one gather and a part of the pool can hold."""
+        batch: list[_Part] = []
+        size = 0
+        parts_max = max(1, self._pool.num_slots // 4)
+        for plan in rows:
+            for part in self._parts(plan):
+                if batch and (size + part.slots.size > self._rows_per_batch or len(batch) == parts_max):
+                    yield batch
+                    batch, size = [], 0
+                batch.append(part)
+                size += part.slots.size
+        if batch:
+            yield batch
+
+    def _parts(self, plan: RowPlan) -> Iterator[_Part]:
+        block_size = self._gather.block_size
+        first_position = self._first_position.get(plan.req_id)
+        if first_position is None:
+            return
+        if plan.stop > len(plan.block_ids) * block_size:
+            self._pump.post(FailSample(plan.req_id, SlotMismatch("the block table is shorter than the rows to be read")))
+            return
+        table = np.asarray(plan.block_ids, dtype=np.int64)
+        rows_per_part = min(self._rows_per_slot, self._rows_per_batch)
+        for start in range(plan.start, plan.stop, rows_per_part):
+            positions = np.arange(start, min(start + rows_per_part, plan.stop), dtype=np.int64)
+            slots = table[positions // block_size] * block_size + positions % block_size
+            yield _Part(plan.req_id, start - first_position, slots, slots[positions >= plan.computed_from])

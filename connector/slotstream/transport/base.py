@@ -1,0 +1,99 @@
+"""The transport protocol: what a data plane takes from the connector, and what it answers.
+
+Control messages are the protobuf messages of v1/ingest.proto whichever way the bytes go; only chunks differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from slotstream.v1 import ingest_pb2
+
+
+@dataclass(frozen=True, slots=True)
+class StagedChunk:
+    """Rows [first_row, first_row + rows) of one sample, lying in staging. `xxh3` is the hash of `buffer`."""
+
+    sample: int
+    chunk: int
+    first_row: int
+    rows: int
+    buffer: memoryview
+    xxh3: int
+
+
+@dataclass(frozen=True, slots=True)
+class Acked:
+    """The server took chunk `chunk`; its buffer may be reused at once."""
+
+    chunk: int
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """The sample is durable. `duplicate`: the same content had been stored before."""
+
+    sample: int
+    duplicate: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The server will not store the sample. `code` is a stable error code."""
+
+    sample: int
+    code: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class LinkUp:
+    """The server answers. `server_version` for the log."""
+
+    server_version: str
+
+
+@dataclass(frozen=True, slots=True)
+class LinkDown:
+    """The link broke, or could not be made for as long as something waited for it: every open sample is lost.
+
+    The sink touches no buffer any more and sends nothing until `reset`.
+    """
+
+    message: str
+
+
+SinkEvent = Acked | Committed | Failed | LinkUp | LinkDown
+
+
+class SampleSink(Protocol):
+    """One worker's way to the server. All methods are called from one thread, never block on the network, never raise.
+
+    For every opened sample there comes one Committed or Failed, unless a LinkDown comes first.
+    """
+
+    def start(self, on_event: Callable[[SinkEvent], None]) -> None:
+        """Begin connecting. `on_event` is called from the sink's own threads and must not block."""
+
+    def open_sample(self, request: ingest_pb2.OpenSample) -> None:
+        """Announce a sample; goes ahead of chunks that wait."""
+
+    def submit(self, chunk: StagedChunk) -> None:
+        """Start sending. The sink owns `chunk.buffer` until its Acked or a LinkDown."""
+
+    def commit(self, request: ingest_pb2.CommitSample) -> None:
+        """Commit, after every chunk submitted before."""
+
+    def abort(self, request: ingest_pb2.AbortSample) -> None:
+        """Give the sample up, after every chunk submitted before."""
+
+    def check_deadlines(self) -> None:
+        """Called about once a second: break a link that has not answered for too long."""
+
+    def reset(self) -> None:
+        """After a LinkDown: forget what was queued and begin connecting again."""
+
+    def close(self, timeout_s: float) -> None:
+        """Stop, after at most `timeout_s`. Nothing is reported afterwards."""

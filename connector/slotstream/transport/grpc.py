@@ -1,0 +1,253 @@
+"""The gRPC data plane: rows as raw frames on the control stream itself.
+
+Threads: one of ours reads replies and reconnects; gRPC's own consumes our request iterator, one frame at a time and only
+as fast as the network takes them, so that nothing but staging holds rows that wait.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import grpc
+
+from slotstream.transport.base import Acked, Committed, Failed, LinkDown, LinkUp, SinkEvent, StagedChunk
+from slotstream.v1 import ingest_pb2
+from slotstream.wire.frames import encode_chunk
+from slotstream.wire.names import MESSAGE_BYTES_MAX, WINDOW_BYTES
+
+logger = logging.getLogger(__name__)
+
+_METHOD = "/slotstream.v1.Ingest/Stream"
+_RETRY_S = 0.25  # After the first failure; doubles up to _RETRY_S_MAX.
+_RETRY_S_MAX = 2.0
+CHANNEL_OPTIONS = (
+    ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
+    ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
+    # A reconnect must not wait for gRPC's own back-off, which grows to two minutes.
+    ("grpc.initial_reconnect_backoff_ms", 200),
+    ("grpc.min_reconnect_backoff_ms", 200),
+    ("grpc.max_reconnect_backoff_ms", 1000),
+    # A host that vanishes without a word is noticed by unanswered pings.
+    ("grpc.keepalive_time_ms", 20_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.http2.max_pings_without_data", 0),
+    # Each stream its own connection: a shared one would outlive the channel that is closed to drop it.
+    ("grpc.use_local_subchannel_pool", 1),
+)
+
+_Item = StagedChunk | ingest_pb2.CommitSample | ingest_pb2.AbortSample
+
+
+class GrpcSink:
+    """A `SampleSink` over one bidirectional gRPC stream. See `SampleSink` for the meaning of each method.
+
+    `connect_grace_s` is how long samples may wait for a link that is not up before they are given up.
+    """
+
+    def __init__(
+        self, target: str, hello: ingest_pb2.Hello, *, ack_timeout_s: float = 30.0, connect_grace_s: float = 5.0
+    ) -> None:
+        self._target = target
+        self._hello = hello
+        self._ack_timeout_s = ack_timeout_s
+        self._connect_grace_s = connect_grace_s
+        self._on_event: Callable[[SinkEvent], None] = lambda event: None
+        self._changed = threading.Condition()
+        self._opens: deque[ingest_pb2.OpenSample] = deque()
+        self._items: deque[_Item] = deque()
+        self._in_flight: dict[int, int] = {}  # chunk -> bytes, sent and not acked
+        self._in_flight_bytes = 0
+        self._window_bytes = WINDOW_BYTES
+        self._awaited: set[int] = set()  # samples committed or aborted, not answered
+        self._progress_at = 0.0  # monotonic; when something was last answered, or first waited for
+        self._down = False  # LinkDown was said; nothing moves until reset()
+        self._was_up = False  # this stream was welcomed
+        self._closed = False
+        self._call: Any = None
+        self._thread = threading.Thread(target=self._run, name="slotstream-grpc", daemon=True)
+
+    def start(self, on_event: Callable[[SinkEvent], None]) -> None:
+        self._on_event = on_event
+        self._thread.start()
+
+    def open_sample(self, request: ingest_pb2.OpenSample) -> None:
+        with self._changed:
+            self._note_waiting()
+            self._opens.append(request)
+            self._changed.notify_all()
+
+    def submit(self, chunk: StagedChunk) -> None:
+        self._put(chunk)
+
+    def commit(self, request: ingest_pb2.CommitSample) -> None:
+        self._put(request)
+
+    def abort(self, request: ingest_pb2.AbortSample) -> None:
+        self._put(request)
+
+    def _put(self, item: _Item) -> None:
+        with self._changed:
+            self._note_waiting()
+            self._items.append(item)
+            self._changed.notify_all()
+
+    def _note_waiting(self) -> None:
+        if not self._waiting():
+            self._progress_at = time.monotonic()
+
+    def _waiting(self) -> bool:
+        """Whether anything is owed an answer: then silence counts as a fault."""
+        return bool(self._opens or self._items or self._in_flight or self._awaited)
+
+    def check_deadlines(self) -> None:
+        with self._changed:
+            silent_s = time.monotonic() - self._progress_at
+            call = self._call
+            if self._down or call is None or not self._waiting() or silent_s < self._ack_timeout_s:
+                return
+        logger.warning("no answer from %s for %.0f s: giving the stream up", self._target, silent_s)
+        call.cancel()
+
+    def reset(self) -> None:
+        with self._changed:
+            self._opens.clear()
+            self._items.clear()
+            self._in_flight.clear()
+            self._in_flight_bytes = 0
+            self._awaited.clear()
+            self._down = False
+            self._changed.notify_all()
+
+    def close(self, timeout_s: float) -> None:
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+            call = self._call
+        if call is not None:
+            call.cancel()
+        if self._thread.is_alive():
+            self._thread.join(timeout_s)
+
+    # -- our thread: connect, read replies, reconnect
+
+    def _run(self) -> None:
+        retry_s = _RETRY_S
+        while not self._closed:
+            message = self._one_stream()
+            retry_s = _RETRY_S if self._was_up else min(retry_s * 2, _RETRY_S_MAX)
+            with self._changed:
+                self._call = None
+                if self._closed:
+                    return
+                if self._give_up():
+                    self._down = True
+            if self._down:
+                self._on_event(LinkDown(message))
+            with self._changed:
+                self._changed.wait_for(lambda: self._closed or not self._down)
+                self._changed.wait_for(lambda: self._closed, timeout=retry_s)
+
+    def _give_up(self) -> bool:
+        """Whether the samples that wait are lost: something had been sent already, or they waited for too long."""
+        if self._was_up:
+            return True
+        return self._waiting() and time.monotonic() - self._progress_at > self._connect_grace_s
+
+    def _one_stream(self) -> str:
+        """Run one stream to its end; returns why it ended."""
+        self._was_up = False
+        channel = grpc.insecure_channel(self._target, options=CHANNEL_OPTIONS)
+        try:
+            stream = channel.stream_stream(
+                _METHOD, request_serializer=None, response_deserializer=ingest_pb2.IngestReply.FromString
+            )
+            ended = threading.Event()
+            call = stream(self._requests(ended))
+            with self._changed:
+                self._call = call
+            try:
+                for reply in call:
+                    self._take(reply)
+                return f"the server at {self._target} ended the stream"
+            except grpc.RpcError as error:
+                return f"{self._target}: {error.code().name}: {error.details()}"
+            finally:
+                ended.set()
+                with self._changed:
+                    self._changed.notify_all()
+        finally:
+            channel.close()
+
+    def _take(self, reply: ingest_pb2.IngestReply) -> None:
+        kind = reply.WhichOneof("kind")
+        with self._changed:
+            self._progress_at = time.monotonic()
+            if kind == "welcome":
+                self._was_up = True
+                self._window_bytes = max(1, reply.welcome.window_bytes)
+                self._changed.notify_all()
+            elif kind == "ack":
+                self._in_flight_bytes -= self._in_flight.pop(reply.ack.chunk, 0)
+                self._changed.notify_all()
+            elif kind == "committed":
+                self._awaited.discard(reply.committed.sample)
+            elif kind == "failed":
+                self._awaited.discard(reply.failed.sample)
+        if kind == "welcome":
+            self._on_event(LinkUp(reply.welcome.server_version))
+        elif kind == "ack":
+            self._on_event(Acked(reply.ack.chunk))
+        elif kind == "committed":
+            self._on_event(Committed(reply.committed.sample, reply.committed.duplicate))
+        elif kind == "failed":
+            self._on_event(Failed(reply.failed.sample, reply.failed.code, reply.failed.message))
+
+    # -- gRPC's thread: the request iterator
+
+    def _requests(self, ended: threading.Event) -> Iterator[bytes]:
+        yield ingest_pb2.IngestRequest(hello=self._hello).SerializeToString()
+        while (item := self._next(ended)) is not None:
+            yield _encode(item)
+
+    def _next(self, ended: threading.Event) -> ingest_pb2.OpenSample | _Item | None:
+        """What to send next, once it may be sent; None when the stream is over."""
+        with self._changed:
+            while not (ended.is_set() or self._closed):
+                if self._was_up:
+                    if self._opens:
+                        return self._opens.popleft()
+                    if self._items and self._fits(self._items[0]):
+                        return self._sent(self._items.popleft())
+                self._changed.wait()
+            return None
+
+    def _fits(self, item: _Item) -> bool:
+        if not isinstance(item, StagedChunk):
+            return True
+        return not self._in_flight or self._in_flight_bytes + item.buffer.nbytes <= self._window_bytes
+
+    def _sent(self, item: _Item) -> _Item:
+        if isinstance(item, StagedChunk):
+            self._in_flight[item.chunk] = item.buffer.nbytes
+            self._in_flight_bytes += item.buffer.nbytes
+        else:
+            self._awaited.add(item.sample)
+        return item
+
+
+def _encode(item: ingest_pb2.OpenSample | _Item) -> bytes:
+    if isinstance(item, StagedChunk):
+        header = ingest_pb2.ChunkHeader(
+            sample=item.sample, chunk=item.chunk, first_row=item.first_row, rows=item.rows, xxh3=item.xxh3
+        )
+        return encode_chunk(header, item.buffer)
+    if isinstance(item, ingest_pb2.OpenSample):
+        return ingest_pb2.IngestRequest(open=item).SerializeToString()
+    if isinstance(item, ingest_pb2.CommitSample):
+        return ingest_pb2.IngestRequest(commit=item).SerializeToString()
+    return ingest_pb2.IngestRequest(abort=item).SerializeToString()

@@ -1,0 +1,69 @@
+"""A sink that keeps what it is given in memory: for tests of everything in front of a transport."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from slotstream.transport.base import Acked, Committed, Failed, LinkUp, SinkEvent, StagedChunk
+from slotstream.v1 import ingest_pb2
+from slotstream.wire.hashing import xxh3
+
+
+@dataclass(slots=True)
+class LoopbackSample:
+    """A sample as the far side saw it: `rows` maps a row number to its bytes."""
+
+    opened: ingest_pb2.OpenSample
+    rows: dict[int, bytes] = field(default_factory=dict)
+    committed: ingest_pb2.CommitSample | None = None
+    aborted: ingest_pb2.AbortSample | None = None
+
+
+class LoopbackSink:
+    """Answers at once, on the caller's thread. Keeps the protocol: unknown samples and wrong hashes fail the sample."""
+
+    def __init__(self) -> None:
+        self.samples: dict[int, LoopbackSample] = {}
+        self._on_event: Callable[[SinkEvent], None] = lambda event: None
+
+    def start(self, on_event: Callable[[SinkEvent], None]) -> None:
+        self._on_event = on_event
+        on_event(LinkUp("loopback"))
+
+    def open_sample(self, request: ingest_pb2.OpenSample) -> None:
+        self.samples[request.sample] = LoopbackSample(request)
+
+    def submit(self, chunk: StagedChunk) -> None:
+        sample = self.samples.get(chunk.sample)
+        if sample is None or sample.aborted is not None:
+            self._on_event(Failed(chunk.sample, "PROTOCOL", "the sample is not open"))
+        elif xxh3(chunk.buffer) != chunk.xxh3:
+            self._on_event(Failed(chunk.sample, "HASH_MISMATCH", "the chunk does not match its hash"))
+        else:
+            row_bytes = chunk.buffer.nbytes // chunk.rows
+            for i in range(chunk.rows):
+                sample.rows[chunk.first_row + i] = bytes(chunk.buffer[i * row_bytes : (i + 1) * row_bytes])
+        self._on_event(Acked(chunk.chunk))
+
+    def commit(self, request: ingest_pb2.CommitSample) -> None:
+        sample = self.samples[request.sample]
+        missing = [row for row in range(request.row_count) if row not in sample.rows]
+        if missing:
+            self._on_event(Failed(request.sample, "MISSING_ROWS", f"rows {missing[:8]} never came"))
+            return
+        sample.committed = request
+        self._on_event(Committed(request.sample, duplicate=False))
+
+    def abort(self, request: ingest_pb2.AbortSample) -> None:
+        self.samples[request.sample].aborted = request
+        self._on_event(Failed(request.sample, request.code, request.message))
+
+    def check_deadlines(self) -> None:
+        return
+
+    def reset(self) -> None:
+        self.samples.clear()
+
+    def close(self, timeout_s: float) -> None:
+        return

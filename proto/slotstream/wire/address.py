@@ -1,0 +1,23 @@
+"""Server addresses: `host:port`, `[ipv6]:port` or `unix:/path`, checked once, where a person typed them."""
+
+from __future__ import annotations
+
+import re
+
+from slotstream.wire.errors import ConfigError
+
+_HOST_PORT = re.compile(r"(?P<host>\[[0-9A-Fa-f:.%]+\]|[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?):(?P<port>[0-9]{1,5})")
+_UNIX_PATH_BYTES_MAX = 107  # sockaddr_un.sun_path on Linux, less its NUL.
+
+
+def check_address(address: object, *, any_port: bool = False) -> str:
+    """`address` as a gRPC target. Raises ConfigError. `any_port` also allows port 0, which only a listener can use."""
+    if isinstance(address, str) and address.startswith("unix:"):
+        path = address.removeprefix("unix:")
+        if not path.startswith("/") or len(path.encode()) > _UNIX_PATH_BYTES_MAX or "\0" in path:
+            raise ConfigError(f"address {address!r} must be unix: and an absolute path of at most {_UNIX_PATH_BYTES_MAX} bytes")
+        return address
+    match = _HOST_PORT.fullmatch(address) if isinstance(address, str) else None
+    if match is None or not (0 if any_port else 1) <= int(match["port"]) <= 65535:
+        raise ConfigError(f"address {address!r} is neither host:port (port 1 to 65535) nor unix:/absolute/path")
+    return match.group()
