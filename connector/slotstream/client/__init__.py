@@ -1,0 +1,44 @@
+"""Read what slotstream stored: `with connect("127.0.0.1:50151") as client: sample = client.get("my-sample")`.
+
+Needs torch only to return tensors; `slotstream.client.dataset.SampleDataset` is its torch dataset.
+"""
+
+from slotstream.client.client import Client, connect
+from slotstream.client.info import SampleInfo, SampleState, Verdict
+from slotstream.client.reading import RowBlock, RowReader
+from slotstream.client.tensors import Sample
+from slotstream.wire.errors import (
+    BadLayers,
+    BadSampleId,
+    BadTokenRange,
+    ConfigError,
+    Damaged,
+    DeadlineExceeded,
+    SampleFailed,
+    SampleNotFound,
+    ServerUnavailable,
+    SlotStreamError,
+    StillArriving,
+)
+
+__all__ = [
+    "BadLayers",
+    "BadSampleId",
+    "BadTokenRange",
+    "Client",
+    "ConfigError",
+    "Damaged",
+    "DeadlineExceeded",
+    "RowBlock",
+    "RowReader",
+    "Sample",
+    "SampleFailed",
+    "SampleInfo",
+    "SampleNotFound",
+    "SampleState",
+    "ServerUnavailable",
+    "SlotStreamError",
+    "StillArriving",
+    "Verdict",
+    "connect",
+]

@@ -1,0 +1,244 @@
+"""The synchronous client: `with connect("127.0.0.1:50151") as client: client.get("my-sample")`."""
+
+from __future__ import annotations
+
+import builtins
+import datetime
+import math
+import operator
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import Self
+
+from slotstream.client.info import SampleInfo, Verdict, unix_ns, wire_state
+from slotstream.client.reading import RowReader
+from slotstream.client.rpc import Rpc
+from slotstream.client.tensors import Sample, receive_sample, require_torch
+from slotstream.v1 import samples_pb2
+from slotstream.wire.errors import BadLayers, BadPage, BadParams, BadTags, BadTokenRange, ConfigError
+from slotstream.wire.names import (
+    DEFAULT_ADDRESS,
+    DEFAULT_NAMESPACE,
+    LAYERS_MAX,
+    ROWS_MAX,
+    check_namespace,
+    check_sample_id,
+    check_tags,
+)
+
+SERVER_VARIABLE = "SLOTSTREAM_SERVER"
+WAIT_S_MAX = 3600.0
+PAGE_SIZE_MAX = 1000
+FILTER_TAGS_MAX = 8
+# Verify answers once a sample, and the largest one takes minutes to hash.
+_VERIFY_STALL_S = 3600.0
+
+
+def connect(
+    address: str | None = None,
+    *,
+    connect_timeout_s: float = 10.0,
+    call_timeout_s: float = 30.0,
+    stall_timeout_s: float = 60.0,
+) -> Client:
+    """A client of the server at `address` (`host:port` or `unix:/path`); by default `$SLOTSTREAM_SERVER`, else 127.0.0.1:50151.
+
+    connect_timeout_s: how long to wait for the server to take the connection; 0: do not wait, let the first call find out.
+    call_timeout_s: the deadline of `stat`, of `delete` and of each page of `list`.
+    stall_timeout_s: how long a transfer may stand still. A transfer that progresses has no deadline, however large it is.
+
+    Raises ConfigError (a ValueError) for a malformed address or time-out, ServerUnavailable when nothing answers.
+    """
+    if not 0 <= connect_timeout_s < math.inf or not 0 < call_timeout_s < math.inf or not 0 < stall_timeout_s < math.inf:
+        raise ConfigError("connect_timeout_s must be 0 or more seconds, call_timeout_s and stall_timeout_s more than 0")
+    rpc = Rpc(os.environ.get(SERVER_VARIABLE) or DEFAULT_ADDRESS if address is None else address, timeout_s=call_timeout_s)
+    if connect_timeout_s:
+        try:
+            rpc.wait_until_connected(connect_timeout_s)
+        except BaseException:
+            rpc.close()
+            raise
+    return Client(rpc, stall_timeout_s=stall_timeout_s)
+
+
+class Client:
+    """Reads, lists, checks and deletes samples. Made by `connect`; safe to share between threads.
+
+    Ids, ranges and filters are checked before anything is sent (BadSampleId, BadNamespace, BadTokenRange, BadLayers,
+    BadTags, BadPage, BadParams). Any call may raise ServerUnavailable, or DeadlineExceeded when the server does not answer
+    in time; every exception is a SlotStreamError with a stable `code` and a `retryable` flag.
+    """
+
+    def __init__(self, rpc: Rpc, *, stall_timeout_s: float) -> None:
+        self._rpc = rpc
+        self._stall_timeout_s = stall_timeout_s
+
+    @property
+    def address(self) -> str:
+        return self._rpc.address
+
+    def get(
+        self,
+        sample_id: str,
+        *,
+        namespace: str = DEFAULT_NAMESPACE,
+        start: int = 0,
+        stop: int | None = None,
+        layers: Sequence[int] | None = None,
+        wait_s: float = 30.0,
+    ) -> Sample:
+        """Rows [start, stop) of a sample as tensors; arguments, waiting and errors as in `read`.
+
+        Raises also ImportError, naming the extra, where torch is not installed.
+        """
+        require_torch()
+        with self.read(sample_id, namespace=namespace, start=start, stop=stop, layers=layers, wait_s=wait_s) as reader:
+            return receive_sample(reader)
+
+    def read(
+        self,
+        sample_id: str,
+        *,
+        namespace: str = DEFAULT_NAMESPACE,
+        start: int = 0,
+        stop: int | None = None,
+        layers: Sequence[int] | None = None,
+        wait_s: float = 30.0,
+    ) -> RowReader:
+        """Rows [start, stop) of a sample as bytes, without torch: the facts at once, the rows by iterating the reader.
+
+        start, stop: rows, not negative, counted from the sample's first; stop None: to the end. No row at all is an error.
+        layers: layer ids (not positions), in the order wanted, each once; None: all, in the file's order.
+        wait_s: how long to wait for a sample that is still arriving or not known yet, 0 to 3600.
+
+        Raises SampleNotFound (the id did not appear within wait_s), SampleFailed (its `reason` is the code of why),
+        DeadlineExceeded (still arriving after wait_s), BadTokenRange, BadLayers, and Damaged (the file fails its hashes).
+        """
+        wait_s = float(wait_s)
+        if not 0 <= wait_s <= WAIT_S_MAX:
+            raise BadParams(f"wait_s {wait_s:g} is not between 0 and {WAIT_S_MAX:g} seconds")
+        first, last = _checked_range(start, stop)
+        request = samples_pb2.ReadRequest(
+            namespace=check_namespace(namespace),
+            sample_id=check_sample_id(sample_id),
+            start=first,
+            stop=last,
+            layer_ids=_checked_layers(layers),
+            wait_s=wait_s,
+        )
+        return RowReader(
+            self._rpc.read(request),
+            request,
+            header_limit_s=wait_s + self._stall_timeout_s,
+            stall_limit_s=self._stall_timeout_s,
+        )
+
+    def stat(self, sample_id: str, *, namespace: str = DEFAULT_NAMESPACE) -> SampleInfo:
+        """What is known about a sample in any state; never waits. Raises SampleNotFound."""
+        request = samples_pb2.StatRequest(namespace=check_namespace(namespace), sample_id=check_sample_id(sample_id))
+        return SampleInfo.from_wire(self._rpc.stat(request))
+
+    def list(
+        self,
+        *,
+        namespace: str | None = None,
+        model: str | None = None,
+        state: str | None = None,
+        created_from: datetime.datetime | int | None = None,
+        created_until: datetime.datetime | int | None = None,
+        tags: Mapping[str, str] | None = None,
+        limit: int | None = None,
+        page_size: int = 200,
+    ) -> Iterator[SampleInfo]:
+        """Samples newest first, fetched a page at a time as the iterator advances. None: no such filter.
+
+        state: a SampleState or its name. created_from (inclusive), created_until (exclusive): datetimes with a timezone, or
+        nanoseconds since 1970 UTC. tags: at most 8, all of which must be equal. limit: the most samples to return.
+        """
+        if not 0 < page_size <= PAGE_SIZE_MAX:
+            raise BadPage(f"page_size {page_size} is not between 1 and {PAGE_SIZE_MAX}")
+        if limit is not None and limit < 0:
+            raise BadPage(f"limit {limit} is negative")
+        if tags and len(tags) > FILTER_TAGS_MAX:
+            raise BadTags(f"a list filters by at most {FILTER_TAGS_MAX} tags, not {len(tags)}")
+        request = samples_pb2.ListRequest(
+            namespace="" if namespace is None else check_namespace(namespace),
+            model=model or "",
+            state=wire_state(state),
+            created_from_unix_ns=unix_ns(created_from),
+            created_until_unix_ns=unix_ns(created_until),
+            tags=check_tags(tags or {}),
+        )
+        return self._pages(request, page_size, limit)
+
+    def delete(self, sample_id: str, *, namespace: str = DEFAULT_NAMESPACE) -> None:
+        """Removes a committed or failed sample, file and catalogue row. Raises SampleNotFound, StillArriving."""
+        self._rpc.delete(samples_pb2.DeleteRequest(namespace=check_namespace(namespace), sample_id=check_sample_id(sample_id)))
+
+    def verify(self, sample_id: str | None = None, *, namespace: str | None = None) -> Iterator[Verdict]:
+        """Has the server check stored samples against their hashes; one verdict a sample, sound or damaged, as they come.
+
+        None: every committed sample, or every namespace. Raises SampleNotFound for an id that is not stored.
+        """
+        request = samples_pb2.VerifyRequest(
+            namespace="" if namespace is None else check_namespace(namespace),
+            sample_id="" if sample_id is None else check_sample_id(sample_id),
+        )
+        return self._verdicts(request)
+
+    def close(self) -> None:
+        """Ends calls still under way and the connection. May be called twice."""
+        self._rpc.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def _pages(self, request: samples_pb2.ListRequest, page_size: int, limit: int | None) -> Iterator[SampleInfo]:
+        left = limit
+        while left is None or left > 0:
+            request.page_size = page_size if left is None else min(page_size, left)
+            reply = self._rpc.list(request)
+            yield from map(SampleInfo.from_wire, reply.samples[:left])
+            if not reply.next_page_token:
+                return
+            request.page_token = reply.next_page_token
+            left = None if left is None else left - len(reply.samples)
+
+    def _verdicts(self, request: samples_pb2.VerifyRequest) -> Iterator[Verdict]:
+        stream = self._rpc.verify(request)
+        try:
+            while (reply := stream.receive(_VERIFY_STALL_S)) is not None:
+                yield Verdict.from_wire(reply)
+        finally:
+            stream.close()
+
+
+def _checked_range(start: int, stop: int | None) -> tuple[int, int | None]:
+    try:
+        first = operator.index(start)
+        last = None if stop is None else operator.index(stop)
+    except TypeError:
+        raise BadTokenRange(f"rows [{start!r}, {stop!r}) are not integers") from None
+    # The end that is left open is checked by the server, which knows it.
+    if not 0 <= first < (ROWS_MAX if last is None else last) <= ROWS_MAX:
+        raise BadTokenRange(f"rows [{first}, {'end' if last is None else last}) are not a range of at least one row")
+    return first, last
+
+
+def _checked_layers(layers: Sequence[int] | None) -> builtins.list[int]:
+    if layers is None:
+        return []
+    try:
+        ids = [operator.index(layer) for layer in layers]
+    except TypeError:
+        raise BadLayers(f"layers {layers!r} are not a sequence of layer ids") from None
+    # On the wire no layer means every layer: an empty selection must not turn into all of them.
+    if not 0 < len(ids) <= LAYERS_MAX:
+        raise BadLayers(f"{len(ids)} layers are not between 1 and {LAYERS_MAX}; leave layers None for all")
+    if len(set(ids)) != len(ids) or not all(0 <= layer < 1 << 32 for layer in ids):
+        raise BadLayers(f"layers {ids} hold an id twice, or one that is not a layer id")
+    return ids

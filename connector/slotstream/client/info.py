@@ -1,0 +1,120 @@
+"""What the catalogue says, as plain Python values: no protobuf type leaves the client."""
+
+from __future__ import annotations
+
+import datetime
+from dataclasses import dataclass
+from enum import StrEnum
+
+from slotstream.v1 import sample_pb2, samples_pb2
+from slotstream.wire.errors import BadParams, ProtocolViolation
+
+
+class SampleState(StrEnum):
+    """A sample moves ARRIVING -> COMMITTED, or ARRIVING -> FAILED; both ends are final."""
+
+    ARRIVING = "ARRIVING"
+    COMMITTED = "COMMITTED"
+    FAILED = "FAILED"
+
+
+_STATE_OF_WIRE: dict[int, SampleState] = {
+    sample_pb2.SAMPLE_STATE_ARRIVING: SampleState.ARRIVING,
+    sample_pb2.SAMPLE_STATE_COMMITTED: SampleState.COMMITTED,
+    sample_pb2.SAMPLE_STATE_FAILED: SampleState.FAILED,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class SampleInfo:
+    """One sample as the catalogue knows it. What is not known yet, or does not apply, is None."""
+
+    namespace: str
+    sample_id: str
+    state: SampleState
+    model: str
+    dtype: str  # safetensors spelling: BF16, F16, F32
+    layer_ids: tuple[int, ...]  # id i is the residual stream after i layers, in the file's order
+    hidden_size: int  # elements a row and layer
+    num_tokens: int  # rows; while ARRIVING the most it can hold
+    file_bytes: int | None
+    created_unix_ns: int
+    committed_unix_ns: int | None
+    error_code: str | None
+    error_message: str | None
+    tags: dict[str, str]
+    metadata: dict[str, str]
+
+    @property
+    def created(self) -> datetime.datetime:
+        """When the server opened the sample, in UTC, to the microsecond."""
+        return datetime.datetime.fromtimestamp(self.created_unix_ns / 1e9, datetime.UTC)
+
+    @classmethod
+    def from_wire(cls, info: sample_pb2.SampleInfo) -> SampleInfo:
+        """Raises ProtocolViolation for a state that this version does not know."""
+        if info.state not in _STATE_OF_WIRE:
+            raise ProtocolViolation(f"sample {info.sample_id!r} is in state {info.state}, which this client does not know")
+        return cls(
+            namespace=info.namespace,
+            sample_id=info.sample_id,
+            state=_STATE_OF_WIRE[info.state],
+            model=info.model,
+            dtype=info.dtype,
+            layer_ids=tuple(info.layer_ids),
+            hidden_size=info.hidden_size,
+            num_tokens=info.num_tokens,
+            file_bytes=info.file_bytes or None,
+            created_unix_ns=info.created_unix_ns,
+            committed_unix_ns=info.committed_unix_ns or None,
+            error_code=info.error_code or None,
+            error_message=info.error_message or None,
+            tags=dict(info.tags),
+            metadata=dict(info.metadata),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What checking one stored sample found. `damage` is None for a sound one, else a class of damage:
+    MISSING, UNREADABLE, TRUNCATED, HASH_MISMATCH or FOREIGN, with `message` saying more.
+    """
+
+    namespace: str
+    sample_id: str
+    damage: str | None
+    message: str | None
+    bytes: int  # checked
+
+    @property
+    def sound(self) -> bool:
+        return self.damage is None
+
+    @classmethod
+    def from_wire(cls, reply: samples_pb2.VerifyReply) -> Verdict:
+        return cls(reply.namespace, reply.sample_id, reply.damage or None, reply.message or None, reply.bytes)
+
+
+def wire_state(state: str | None) -> str:
+    """The protocol's name of a state given in any case; None is any state. Raises BadParams."""
+    if state is None:
+        return "SAMPLE_STATE_UNSPECIFIED"
+    try:
+        return f"SAMPLE_STATE_{SampleState(state.upper())}"
+    except (ValueError, AttributeError):
+        raise BadParams(f"state {state!r} is not one of {', '.join(SampleState)}") from None
+
+
+def unix_ns(when: datetime.datetime | int | None) -> int:
+    """A moment as nanoseconds since 1970 UTC; None is 0, "no bound". Raises BadParams for a datetime without a timezone."""
+    if when is None:
+        return 0
+    if isinstance(when, datetime.datetime):
+        if when.tzinfo is None:
+            raise BadParams(f"{when.isoformat()} has no timezone, so it is not a moment")
+        since = when - datetime.datetime(1970, 1, 1, tzinfo=datetime.UTC)
+        # Not timestamp() * 1e9: a float cannot hold today's nanoseconds.
+        return ((since.days * 86400 + since.seconds) * 1_000_000 + since.microseconds) * 1000
+    if isinstance(when, bool) or not isinstance(when, int):
+        raise BadParams(f"{when!r} is neither a datetime nor nanoseconds since 1970")
+    return when

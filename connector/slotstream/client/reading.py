@@ -1,0 +1,135 @@
+"""Rows as they arrive, without torch: the facts first, then blocks of bytes in row order."""
+
+from __future__ import annotations
+
+import sys
+from array import array
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+from slotstream.client.info import SampleInfo
+from slotstream.client.rpc import WatchedStream
+from slotstream.v1 import samples_pb2
+from slotstream.wire import dtypes
+from slotstream.wire.errors import Interrupted, ProtocolViolation
+from slotstream.wire.frames import decode_reply
+from slotstream.wire.names import LAYERS_MAX, ROWS_MAX, SAMPLE_BYTES_MAX
+
+
+@dataclass(frozen=True, slots=True)
+class RowBlock:
+    """Rows [first_row, first_row + rows) of the stored sample."""
+
+    first_row: int
+    rows: int
+    data: memoryview  # [rows, layers, hidden], row-major, little-endian; the block keeps its memory alive
+
+
+class RowReader:
+    """The rows of one read. Iterate it once; leave its `with` block to end the call early.
+
+    Every fact that the peer states is checked before it sizes a buffer, and the rows before they are handed out, so a
+    consumer sees rows `start` to `stop` in order without a gap, or an exception.
+    """
+
+    info: SampleInfo  # of the whole stored sample
+    layer_ids: tuple[int, ...]  # of the rows that follow, in their order
+    start: int
+    stop: int
+    token_ids: array[int]  # signed 64-bit, one a row
+
+    def __init__(
+        self, stream: WatchedStream[bytes], request: samples_pb2.ReadRequest, *, header_limit_s: float, stall_limit_s: float
+    ) -> None:
+        """Waits for the header. Raises what the server answered; ProtocolViolation when it answered something else."""
+        self._stream = stream
+        self._stall_limit_s = stall_limit_s
+        try:
+            self._take_header(stream.receive(header_limit_s), request)
+        except BaseException:
+            stream.close()
+            raise
+        self._next_row = self.start
+
+    @property
+    def num_rows(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row [layers, hidden], of the layers wanted."""
+        return dtypes.row_bytes(self.info.dtype, len(self.layer_ids), self.info.hidden_size)
+
+    @property
+    def nbytes(self) -> int:
+        return self.num_rows * self.row_bytes
+
+    def __iter__(self) -> Iterator[RowBlock]:
+        return self
+
+    def __next__(self) -> RowBlock:
+        """Raises ProtocolViolation or Interrupted when the rows do not come as promised, and what the server answered."""
+        try:
+            frame = self._stream.receive(self._stall_limit_s)
+            if frame is not None:
+                return self._block_of(frame)
+        except BaseException:
+            self.close()
+            raise
+        self.close()
+        if self._next_row != self.stop:
+            raise Interrupted(f"the server ended the read at row {self._next_row}, before row {self.stop}")
+        raise StopIteration
+
+    def close(self) -> None:
+        self._stream.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def _take_header(self, frame: bytes | None, request: samples_pb2.ReadRequest) -> None:
+        reply = decode_reply(frame)[0] if frame is not None else samples_pb2.ReadReply()
+        if reply.WhichOneof("kind") != "header":
+            raise ProtocolViolation("the server's first reply to a read is not its header")
+        header = reply.header
+        self.info = SampleInfo.from_wire(header.info)
+        self.layer_ids = tuple(header.layer_ids)
+        self.start, self.stop = header.start, header.stop
+        wanted_layers = tuple(request.layer_ids) or self.info.layer_ids
+        wanted_stop = request.stop if request.HasField("stop") else self.info.num_tokens
+        if (self.info.sample_id, self.layer_ids) != (request.sample_id, wanted_layers):
+            raise ProtocolViolation("the server answered a read with another sample's rows, or with other layers")
+        if (self.start, self.stop) != (request.start, wanted_stop) or not self.start < self.stop <= self.info.num_tokens:
+            raise ProtocolViolation(f"the server answered with rows [{self.start}, {self.stop}), which were not asked for")
+        if self.info.num_tokens > ROWS_MAX or len(self.layer_ids) > LAYERS_MAX or len(header.token_ids) != self.num_rows:
+            raise ProtocolViolation("the server's read header names more rows or layers, or other token ids, than it may")
+        if self.info.dtype not in dtypes.ELEMENT_BYTES:
+            raise ProtocolViolation(f"the server's rows are of dtype {self.info.dtype!r}, which this client does not know")
+        if not 0 < self.nbytes <= SAMPLE_BYTES_MAX:
+            raise ProtocolViolation(f"the server's rows are {self.nbytes} bytes, outside of what a sample may be")
+        try:
+            self.token_ids = array("q", header.token_ids)
+        except OverflowError as error:
+            raise ProtocolViolation("the server sent a token id past the signed 64-bit range") from error
+
+    def _block_of(self, frame: bytes) -> RowBlock:
+        reply, data = decode_reply(frame)
+        rows = reply.rows
+        in_order = reply.WhichOneof("kind") == "rows" and rows.first_row == self._next_row
+        if not in_order or not 0 < rows.rows <= self.stop - self._next_row or data.nbytes != rows.rows * self.row_bytes:
+            raise ProtocolViolation(f"the server's rows do not continue at row {self._next_row}")
+        self._next_row += rows.rows
+        return RowBlock(rows.first_row, rows.rows, data)
+
+
+def little_endian(token_ids: array[int]) -> bytes:
+    """Token ids as the bytes of a safetensors I64 tensor."""
+    if sys.byteorder == "big":
+        token_ids = array("q", token_ids)
+        token_ids.byteswap()
+    return token_ids.tobytes()

@@ -1,0 +1,218 @@
+"""The five calls of `slotstream.v1.Samples` over one channel, their deadlines, and what their failures mean here."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, Final, Generic, TypeVar
+
+import grpc
+
+from slotstream.v1 import sample_pb2, samples_pb2
+from slotstream.wire.address import check_address
+from slotstream.wire.errors import (
+    BadParams,
+    DeadlineExceeded,
+    InternalFault,
+    Interrupted,
+    ProtocolViolation,
+    SampleFailed,
+    ServerUnavailable,
+    SlotStreamError,
+    TooLarge,
+    error_from_code,
+)
+from slotstream.wire.names import MESSAGE_BYTES_MAX
+
+CODE_KEY: Final = "slotstream-code"
+REASON_KEY: Final = "slotstream-reason"
+
+_HEALTH_CHECK = "/grpc.health.v1.Health/Check"
+_SERVICE = "/slotstream.v1.Samples/"
+_WATCH_TICK_S = 0.25
+_CHANNEL_OPTIONS = (
+    ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
+    ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
+    # gRPC would wait up to two minutes between attempts: a trainer should notice a restarted server at once.
+    ("grpc.initial_reconnect_backoff_ms", 200),
+    ("grpc.max_reconnect_backoff_ms", 2000),
+    # Channels of one process share connections, and so their back-off, unless told not to.
+    ("grpc.use_local_subchannel_pool", 1),
+    # A storage server is never behind the web proxy that http_proxy names.
+    ("grpc.enable_http_proxy", 0),
+)
+
+T = TypeVar("T")
+
+
+class Rpc:
+    """One channel to one server. Safe to use from several threads; not across a fork."""
+
+    def __init__(self, address: str, *, timeout_s: float) -> None:
+        """`timeout_s` bounds each call that answers once. Raises ConfigError for a malformed address."""
+        self.address = check_address(address)
+        self._timeout_s = timeout_s
+        self._closed = False
+        self._channel = grpc.insecure_channel(self.address, options=_CHANNEL_OPTIONS)
+        unary, stream = self._channel.unary_unary, self._channel.unary_stream
+        self._stat = unary(
+            _SERVICE + "Stat",
+            request_serializer=samples_pb2.StatRequest.SerializeToString,
+            response_deserializer=sample_pb2.SampleInfo.FromString,
+        )
+        self._list = unary(
+            _SERVICE + "List",
+            request_serializer=samples_pb2.ListRequest.SerializeToString,
+            response_deserializer=samples_pb2.ListReply.FromString,
+        )
+        self._delete = unary(
+            _SERVICE + "Delete",
+            request_serializer=samples_pb2.DeleteRequest.SerializeToString,
+            response_deserializer=samples_pb2.DeleteReply.FromString,
+        )
+        # Replies stay bytes: protobuf would copy the rows several times over (see slotstream.wire.frames).
+        self._read = stream(
+            _SERVICE + "Read",
+            request_serializer=samples_pb2.ReadRequest.SerializeToString,
+            response_deserializer=None,
+        )
+        self._verify = stream(
+            _SERVICE + "Verify",
+            request_serializer=samples_pb2.VerifyRequest.SerializeToString,
+            response_deserializer=samples_pb2.VerifyReply.FromString,
+        )
+
+    def wait_until_connected(self, timeout_s: float) -> None:
+        """Raises ServerUnavailable when nothing took the connection, and answered on it, within `timeout_s`."""
+        # Any answer will do, also that there is no such service. Not channel_ready_future: its thread delays close by 0.2 s.
+        probe = self._channel.unary_unary(_HEALTH_CHECK, request_serializer=None, response_deserializer=None)
+        try:
+            probe(b"", timeout=timeout_s, wait_for_ready=True)
+        except grpc.RpcError as error:
+            if isinstance(error, grpc.Call) and error.code() in (
+                grpc.StatusCode.DEADLINE_EXCEEDED,
+                grpc.StatusCode.UNAVAILABLE,
+            ):
+                raise ServerUnavailable(f"no server answers at {self.address} (waited {timeout_s:g} s)") from error
+
+    def stat(self, request: samples_pb2.StatRequest) -> sample_pb2.SampleInfo:
+        info: sample_pb2.SampleInfo = self._call(self._stat, request)
+        return info
+
+    def list(self, request: samples_pb2.ListRequest) -> samples_pb2.ListReply:
+        reply: samples_pb2.ListReply = self._call(self._list, request)
+        return reply
+
+    def delete(self, request: samples_pb2.DeleteRequest) -> None:
+        self._call(self._delete, request)
+
+    def read(self, request: samples_pb2.ReadRequest) -> WatchedStream[bytes]:
+        self._check_open()
+        return WatchedStream(self._read(request), self.address)
+
+    def verify(self, request: samples_pb2.VerifyRequest) -> WatchedStream[samples_pb2.VerifyReply]:
+        self._check_open()
+        return WatchedStream(self._verify(request), self.address)
+
+    def close(self) -> None:
+        """Ends calls still under way. May be called twice."""
+        self._closed = True
+        self._channel.close()
+
+    def _call(self, call: Callable[..., Any], request: Any) -> Any:
+        self._check_open()
+        try:
+            return call(request, timeout=self._timeout_s)
+        except grpc.RpcError as error:
+            raise error_of(error, self.address) from error
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ValueError("this client is closed")
+
+
+class _Watch:
+    """Cancels a call when a reply is late. Apart from the stream, so that a stream nobody holds any more can go away."""
+
+    def __init__(self, call: Any) -> None:
+        self.call = call
+        self.late_at: float | None = None  # monotonic seconds; None while nobody waits
+        self.was_late = False
+        self.closed = threading.Event()
+
+    def run(self) -> None:
+        while True:
+            late_at = self.late_at
+            left_s = _WATCH_TICK_S if late_at is None else late_at - time.monotonic()
+            if left_s <= 0:
+                self.was_late = True
+                self.call.cancel()
+                return
+            if self.closed.wait(min(left_s, _WATCH_TICK_S)):
+                return
+
+
+class WatchedStream(Generic[T]):
+    """The replies of one call, each with a limit on how long it may take to come.
+
+    A deadline on the whole call would fail long transfers that do progress, and gRPC has no other, so a thread watches.
+    Only time spent inside `receive` counts: the consumer may take as long as it likes between two replies.
+    """
+
+    def __init__(self, call: Any, address: str) -> None:
+        self._address = address
+        self._watch = _Watch(call)
+        threading.Thread(target=self._watch.run, name="slotstream-read-watch", daemon=True).start()
+
+    def receive(self, limit_s: float) -> T | None:
+        """The next reply; None after the last. Raises what the server answered, or DeadlineExceeded after `limit_s`."""
+        watch = self._watch
+        watch.late_at = time.monotonic() + limit_s
+        try:
+            reply: T | None = next(watch.call, None)
+        except grpc.RpcError as error:
+            self.close()
+            if watch.was_late:
+                raise DeadlineExceeded(f"the server at {self._address} sent nothing for {limit_s:g} s") from error
+            raise error_of(error, self._address) from error
+        finally:
+            watch.late_at = None
+        return reply
+
+    def close(self) -> None:
+        """Ends the call; the server stops sending. May be called twice."""
+        self._watch.closed.set()
+        self._watch.call.cancel()
+
+    def __del__(self) -> None:
+        self.close()
+
+
+def error_of(error: grpc.RpcError, address: str) -> SlotStreamError:
+    """What a failed call means: the server's own code where it sent one, else what gRPC's status stands for."""
+    if not isinstance(error, grpc.Call):
+        return InternalFault(f"the call to {address} failed: {error}")
+    details = error.details() or "no details"
+    trailers = {key: value for key, value in error.trailing_metadata() or () if isinstance(value, str)}
+    if code := trailers.get(CODE_KEY):
+        if code == SampleFailed.code:
+            return SampleFailed(details, trailers.get(REASON_KEY, ""))
+        return error_from_code(code, details)
+    status = error.code()
+    said = f"{address}: {details}"
+    match status:
+        case grpc.StatusCode.UNAVAILABLE:
+            return ServerUnavailable(f"no server answers at {said}")
+        case grpc.StatusCode.DEADLINE_EXCEEDED:
+            return DeadlineExceeded(f"no answer in time from {said}")
+        case grpc.StatusCode.CANCELLED:
+            return Interrupted(f"the call was cancelled, to {said}")
+        case grpc.StatusCode.UNIMPLEMENTED:
+            return ProtocolViolation(f"no slotstream server of this version at {said}")
+        case grpc.StatusCode.RESOURCE_EXHAUSTED:
+            return TooLarge(f"a limit was passed, calling {said}")
+        case grpc.StatusCode.INVALID_ARGUMENT:
+            return BadParams(details)
+        case _:
+            return InternalFault(f"{status.name} from {said}")

@@ -1,0 +1,67 @@
+"""A sample as torch tensors. The only module of the client, with the dataset, that uses torch; loaded when first needed."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+from slotstream.client.reading import RowReader
+
+if TYPE_CHECKING:
+    import torch
+
+_TORCH_NAMES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sample:
+    """Rows of one stored sample, in memory that is the caller's own."""
+
+    namespace: str
+    sample_id: str
+    hidden_states: torch.Tensor  # [tokens, layers, hidden], in the dtype that the model computed
+    token_ids: torch.Tensor  # int64 [tokens]; token_ids[i] is the token that row i was computed for
+    layer_ids: tuple[int, ...]  # layer_ids[j] names hidden_states[:, j]: the residual stream after that many layers
+    start: int  # row 0 here is row `start` of the stored sample
+    tags: dict[str, str]  # the request's
+    metadata: dict[str, str]  # what the connector recorded
+
+
+def require_torch() -> ModuleType:
+    """torch. Raises ImportError with a sentence that names the extra."""
+    try:
+        import torch
+    except ImportError as error:
+        raise ImportError("slotstream.client returns torch tensors: pip install 'slotstream[torch]'") from error
+    return torch
+
+
+def receive_sample(reader: RowReader) -> Sample:
+    """Reads all of `reader` into one tensor, allocated once; each block is copied once, into its place.
+
+    Raises MemoryError when the rows do not fit, and what iterating the reader raises.
+    """
+    torch = require_torch()
+    info = reader.info
+    shape = (reader.num_rows, len(reader.layer_ids), info.hidden_size)
+    try:
+        rows = torch.empty(shape, dtype=getattr(torch, _TORCH_NAMES[info.dtype]))
+    except RuntimeError as error:
+        raise MemoryError(f"the rows wanted are {reader.nbytes} bytes: read fewer rows or layers at a time") from error
+    # Not numpy: it has no bfloat16, and torch can be installed without it.
+    memory = memoryview((ctypes.c_ubyte * reader.nbytes).from_address(rows.data_ptr())).cast("B")
+    for block in reader:
+        at = (block.first_row - reader.start) * reader.row_bytes
+        memory[at : at + block.data.nbytes] = block.data
+    return Sample(
+        namespace=info.namespace,
+        sample_id=info.sample_id,
+        hidden_states=rows,
+        token_ids=torch.frombuffer(reader.token_ids, dtype=torch.int64),
+        layer_ids=reader.layer_ids,
+        start=reader.start,
+        tags=info.tags,
+        metadata=info.metadata,
+    )
