@@ -1,0 +1,283 @@
+"""The catalogue: a SQLite index of the sample files. It can be lost: recovery rebuilds it from them.
+
+One thread writes. Whatever was asked of it while it was busy becomes its next transaction, so many commits share one.
+`synchronous=NORMAL`: a power cut may lose the last rows and never the database; the files they index are durable before.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import sqlite3
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import TypeVar
+
+from slotstream.store import catalogue_sql as sql
+from slotstream.store.catalogue_sql import ListQuery
+from slotstream.store.records import SampleKey, SampleRecord, State
+from slotstream.wire.errors import ConfigError, InternalFault, SlotStreamError, StoreFull
+
+FILE_NAME = "catalog.sqlite"
+_log = logging.getLogger(__name__)
+_BATCH_MAX = 256  # Operations in one transaction.
+_READERS = 4
+_BUSY_TIMEOUT_S = 10.0  # A person's `sqlite3` shell may hold the write lock for a moment.
+_MESSAGE_CHARS_MAX = 1024
+# Damage of the file itself, as opposed to a full disk or a lock.
+_CORRUPT_CODES = frozenset({sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB})
+
+_T = TypeVar("_T")
+_Operation = Callable[[sqlite3.Connection], object]
+
+
+class CatalogueCorrupt(Exception):
+    """The file is not a sound catalogue: it has to be rebuilt. Seen only while opening."""
+
+
+def catalogue_error(error: sqlite3.Error) -> SlotStreamError:
+    """The expected failure that `error` is: StoreFull where the disk is full, else InternalFault."""
+    code = getattr(error, "sqlite_errorcode", 0)
+    if code & 0xFF == sqlite3.SQLITE_FULL:  # The low byte is the kind of error, the rest its detail.
+        return StoreFull("the disk is full: the catalogue cannot be written")
+    return InternalFault(f"the catalogue failed: {error}")
+
+
+def is_corrupt(error: sqlite3.Error) -> bool:
+    return getattr(error, "sqlite_errorcode", 0) & 0xFF in _CORRUPT_CODES
+
+
+class Catalogue:
+    """Samples by name, state, tags and time. Thread safe. Raises StoreFull and InternalFault unless it says more."""
+
+    def __init__(self, path: Path) -> None:
+        """Open or create the database. Raises CatalogueCorrupt and ConfigError."""
+        self.path = path
+        self._writer_db = _open_writer(path)
+        self.was_shut_down_cleanly = _begin_unclean(self._writer_db)
+        self._readers: queue.SimpleQueue[sqlite3.Connection] = queue.SimpleQueue()
+        for _ in range(_READERS):
+            self._readers.put(_connect(path, read_only=True))
+        self._operations: queue.SimpleQueue[tuple[_Operation, Future[object]] | None] = queue.SimpleQueue()
+        self._closed = False
+        self._thread = threading.Thread(target=self._write_forever, name="catalogue", daemon=True)
+        self._thread.start()
+
+    def close(self, *, clean: bool = True) -> None:
+        """Write what was asked so far and close. `clean` lets the next start skip its scan."""
+        if self._closed:
+            return
+        if clean:
+            with suppress(SlotStreamError):
+                self.submit(_mark_clean).result()
+        self._closed = True
+        self._operations.put(None)
+        self._thread.join()
+        for _ in range(_READERS):
+            self._readers.get().close()
+        self._writer_db.close()
+
+    # Writing. Each method returns at once; the future is done when the change is committed.
+
+    def submit(self, operation: Callable[[sqlite3.Connection], _T]) -> Future[_T]:
+        """Run `operation` in the writer's next transaction. It may run twice, so it must not act outside the database."""
+        future: Future[_T] = Future()
+        future.set_running_or_notify_cancel()  # It cannot be cancelled: the change may be on disk already.
+        if self._closed:
+            future.set_exception(InternalFault("the catalogue is closed"))
+            return future
+        self._operations.put((operation, future))  # type: ignore[arg-type]  # Future is invariant.
+        return future
+
+    def put_arriving(self, record: SampleRecord) -> Future[bool]:
+        """Show `record` as arriving. A committed row of that name stays, and so does one that is arriving: False."""
+
+        def operation(db: sqlite3.Connection) -> bool:
+            before = sql.get(db, record.namespace, record.sample_id)
+            if before is not None and before.state is not State.FAILED:
+                return False
+            sql.put(db, record)
+            return True
+
+        return self.submit(operation)
+
+    def put_committed(self, record: SampleRecord) -> Future[None]:
+        """Show `record` as committed, whatever was there. Its file is durable already."""
+        return self.submit(lambda db: sql.put(db, record))
+
+    def put_failed(self, record: SampleRecord, code: str, message: str) -> Future[bool]:
+        """Show `record` as failed, keeping what a row of that name says. A committed row is never downgraded: False."""
+
+        def operation(db: sqlite3.Connection) -> bool:
+            before = sql.get(db, record.namespace, record.sample_id)
+            if before is not None and before.state not in (State.ARRIVING, State.FAILED):
+                return False
+            base = before if before is not None and before.state is State.ARRIVING else record
+            sql.put(db, _failed(base, code, message))
+            return True
+
+        return self.submit(operation)
+
+    def put_damaged(self, record: SampleRecord, message: str) -> Future[None]:
+        """Show a committed sample as failed because its file is gone."""
+        return self.submit(lambda db: sql.put(db, _failed(record, "DAMAGED", message)))
+
+    def put_deleting(self, record: SampleRecord) -> Future[None]:
+        return self.submit(lambda db: sql.put(db, replace(record, state=State.DELETING)))
+
+    def drop(self, key: SampleKey) -> Future[None]:
+        return self.submit(lambda db: sql.drop(db, key.namespace, key.sample_id))
+
+    def _write_forever(self) -> None:
+        stop = False
+        while not stop:
+            batch: list[tuple[_Operation, Future[object]]] = []
+            entry = self._operations.get()
+            while entry is not None:
+                batch.append(entry)
+                if len(batch) == _BATCH_MAX:
+                    break
+                try:
+                    entry = self._operations.get_nowait()
+                except queue.Empty:
+                    break
+            stop = entry is None
+            if batch and not self._write_batch(batch):
+                # One of them cannot be done: each on its own, so that it alone fails.
+                for one in batch:
+                    self._write_batch([one])
+
+    def _write_batch(self, batch: list[tuple[_Operation, Future[object]]]) -> bool:
+        """One transaction. False when it failed and holds more than one operation; a single one gets its error."""
+        db = self._writer_db
+        try:
+            db.execute("BEGIN IMMEDIATE")
+            results = [operation(db) for operation, _ in batch]
+            db.execute("COMMIT")
+        except Exception as error:
+            with suppress(sqlite3.Error):
+                if db.in_transaction:
+                    db.execute("ROLLBACK")
+            if len(batch) > 1:
+                return False
+            batch[0][1].set_exception(catalogue_error(error) if isinstance(error, sqlite3.Error) else error)
+            return True
+        for (_, future), result in zip(batch, results, strict=True):
+            future.set_result(result)
+        return True
+
+    # Reading.
+
+    @contextmanager
+    def _reader(self) -> Iterator[sqlite3.Connection]:
+        db = self._readers.get()
+        try:
+            yield db
+        except sqlite3.Error as error:
+            raise catalogue_error(error) from error
+        finally:
+            self._readers.put(db)
+
+    def get(self, key: SampleKey) -> SampleRecord | None:
+        with self._reader() as db:
+            return sql.get(db, key.namespace, key.sample_id)
+
+    def list_page(self, query: ListQuery) -> tuple[list[SampleRecord], str]:
+        """One page, newest first, and the next page's token ("" on the last). Raises BadPage."""
+        with self._reader() as db:
+            return sql.list_page(db, query)
+
+    def scan(self, namespace: str = "") -> Iterator[SampleRecord]:
+        """Every row (of one namespace), in the order they were first seen; rows that come and go meanwhile may be missed."""
+        after = 0
+        while True:
+            with self._reader() as db:
+                page = sql.scan(db, after, _BATCH_MAX, namespace)
+            if not page:
+                return
+            after = page[-1][0]
+            for _, record in page:
+                yield record
+
+    def unfinished(self) -> list[SampleRecord]:
+        """Rows that are neither committed nor failed: few, whatever the size of the table."""
+        with self._reader() as db:
+            return sql.unfinished(db)
+
+    def totals(self) -> dict[State, tuple[int, int]]:
+        """State -> (samples, bytes)."""
+        with self._reader() as db:
+            rows = db.execute("SELECT state, samples, bytes FROM totals").fetchall()
+        return {State(state): (samples, nbytes) for state, samples, nbytes in rows}
+
+
+def _failed(record: SampleRecord, code: str, message: str) -> SampleRecord:
+    text = message[:_MESSAGE_CHARS_MAX]
+    return replace(record, state=State.FAILED, file_bytes=0, committed_unix_ns=0, error_code=code, error_message=text)
+
+
+def _connect(path: Path, *, read_only: bool) -> sqlite3.Connection:
+    db = sqlite3.connect(path, timeout=_BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False)
+    if read_only:
+        db.execute("PRAGMA query_only = ON")
+    return db
+
+
+def _open_writer(path: Path) -> sqlite3.Connection:
+    db: sqlite3.Connection | None = None
+    try:
+        db = _connect(path, read_only=False)
+        db.execute("PRAGMA journal_mode = WAL")
+        db.execute("PRAGMA synchronous = NORMAL")
+        db.execute(f"PRAGMA journal_size_limit = {64 << 20}")
+        _check_schema(db, path)
+        return db
+    except (sqlite3.Error, CatalogueCorrupt, ConfigError) as error:
+        if db is not None:
+            db.close()
+        if not isinstance(error, sqlite3.Error):
+            raise
+        if is_corrupt(error):
+            raise CatalogueCorrupt(str(error)) from error
+        raise ConfigError(f"cannot open the catalogue {path}: {error}") from error
+
+
+def _check_schema(db: sqlite3.Connection, path: Path) -> None:
+    (version,) = db.execute("PRAGMA user_version").fetchone()
+    if version > sql.SCHEMA_VERSION:
+        raise ConfigError(f"{path} was written by a newer slotstream (schema {version}; this one knows {sql.SCHEMA_VERSION})")
+    names = {name for (name,) in db.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
+    if version == 0 and not names:
+        db.executescript(f"BEGIN IMMEDIATE;{sql.SCHEMA}PRAGMA user_version = {sql.SCHEMA_VERSION};COMMIT;")
+    elif version == 0 or not {"samples", "tags", "totals", "meta"} <= names:
+        raise CatalogueCorrupt("it lacks slotstream's tables")
+
+
+def _begin_unclean(db: sqlite3.Connection) -> bool:
+    """Whether the last server here shut down cleanly; from now on, and durably so, it counts as not."""
+    try:
+        row = db.execute("SELECT value FROM meta WHERE key = 'clean_shutdown'").fetchone()
+        clean = bool(row == ("1",))
+        if clean:
+            # FULL: a power cut must not bring the mark back, or the next start would trust a catalogue that lost rows.
+            db.execute("PRAGMA synchronous = FULL")
+            db.execute("DELETE FROM meta WHERE key = 'clean_shutdown'")
+            db.execute("PRAGMA synchronous = NORMAL")
+        else:
+            (verdict,) = db.execute("PRAGMA quick_check(1)").fetchone()
+            if verdict != "ok":
+                raise CatalogueCorrupt(verdict)
+        return clean
+    except (sqlite3.Error, CatalogueCorrupt) as error:
+        db.close()
+        if isinstance(error, CatalogueCorrupt) or is_corrupt(error):
+            raise CatalogueCorrupt(str(error)) from error
+        raise ConfigError(f"cannot use the catalogue: {error}") from error
+
+
+def _mark_clean(db: sqlite3.Connection) -> None:
+    db.execute("INSERT OR REPLACE INTO meta VALUES ('clean_shutdown', '1')")

@@ -1,0 +1,148 @@
+"""The disk, through a handful of methods, so that tests can make any of them fail (`Files` is a constructor argument).
+
+Every method raises OSError as the operating system gave it; `store_error` turns those into the store's own errors.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+from slotstream.wire.errors import InternalFault, SlotStreamError, StoreFull
+from slotstream.wire.hashing import Buffer
+
+FILE_MODE = 0o640
+DIR_MODE = 0o750
+# Out of space, out of quota, out of file descriptors: all of them pass when something else ends.
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE})
+_NO_PREALLOCATION = frozenset({errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.ENODEV})
+
+
+def store_error(error: OSError, doing: str) -> SlotStreamError:
+    """The expected failure that `error` is: StoreFull where space or descriptors ran out, else InternalFault."""
+    reason = os.strerror(error.errno) if error.errno is not None else str(error)
+    kind = StoreFull if error.errno in _FULL else InternalFault
+    return kind(f"{doing} failed: {reason}")
+
+
+class Files:
+    """Disk operations. Paths are absolute; offsets and lengths are bytes. Raises OSError."""
+
+    def make_dir(self, path: Path) -> None:
+        """Create one directory; an existing one is fine."""
+        try:
+            path.mkdir(DIR_MODE)
+        except FileExistsError:
+            if not path.is_dir():
+                raise
+
+    def lock(self, path: Path) -> int:
+        """Open (creating it) and lock `path` for this process; the descriptor holds the lock. BlockingIOError if taken."""
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, FILE_MODE)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(fd)
+            raise
+        return fd
+
+    def create(self, path: Path) -> int:
+        """Open a new file for writing and reading. FileExistsError if there is one."""
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, FILE_MODE)
+
+    def open_read(self, path: Path) -> int:
+        """Open a regular file for reading; a symbolic link or a device is refused."""
+        # O_NONBLOCK: opening a FIFO that somebody left in the tree must not hang the thread.
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            os.close(fd)
+            raise OSError(errno.EINVAL, "not a regular file", str(path))
+        return fd
+
+    def close(self, fd: int) -> None:
+        os.close(fd)
+
+    def preallocate(self, fd: int, nbytes: int) -> bool:
+        """Give the file `nbytes` on disk now. False where the file system cannot; ENOSPC where it has no room."""
+        try:
+            os.posix_fallocate(fd, 0, nbytes)
+        except OSError as error:
+            if error.errno in _NO_PREALLOCATION:
+                return False
+            raise
+        return True
+
+    def pwrite(self, fd: int, data: Buffer, at: int) -> None:
+        """Write all of `data` at `at`."""
+        written = os.pwrite(fd, data, at)
+        if written == len(data):
+            return
+        # A short write is legal (signals, a nearly full disk): go on until all is written or the error is plain.
+        view = memoryview(data)
+        while written < len(view):
+            wrote = os.pwrite(fd, view[written:], at + written)
+            if wrote == 0:
+                raise OSError(errno.EIO, "a write wrote nothing")
+            written += wrote
+
+    def pread(self, fd: int, nbytes: int, at: int) -> bytes:
+        """`nbytes` from `at`; fewer only at the end of the file."""
+        data = os.pread(fd, nbytes, at)
+        if len(data) == nbytes:
+            return data
+        parts = [data]
+        got = len(data)
+        while data and got < nbytes:
+            data = os.pread(fd, nbytes - got, at + got)
+            parts.append(data)
+            got += len(data)
+        return b"".join(parts)
+
+    def truncate(self, fd: int, nbytes: int) -> None:
+        os.ftruncate(fd, nbytes)
+
+    def sync_data(self, fd: int) -> None:
+        """The file's bytes and size are durable after this."""
+        os.fdatasync(fd)
+
+    def sync_dir(self, path: Path) -> None:
+        """The directory's names are durable after this."""
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+    def rename(self, source: Path, target: Path) -> None:
+        source.rename(target)
+
+    def unlink(self, path: Path) -> None:
+        """Remove a file; one that is gone already is fine."""
+        path.unlink(missing_ok=True)
+
+    def size(self, fd: int) -> int:
+        return os.fstat(fd).st_size
+
+    def path_size(self, path: Path) -> int | None:
+        """Bytes of the file at `path`, not following a link; None when there is nothing."""
+        try:
+            return path.lstat().st_size
+        except FileNotFoundError:
+            return None
+
+    def free_bytes(self, path: Path) -> int:
+        """Bytes that this process may still write below `path`."""
+        space = os.statvfs(path)
+        return space.f_bavail * space.f_frsize
+
+    def walk(self, path: Path) -> Iterator[os.DirEntry[str]]:
+        """Entries of one directory, in no order; nothing when it is not there."""
+        try:
+            with os.scandir(path) as entries:
+                yield from entries
+        except FileNotFoundError:
+            return

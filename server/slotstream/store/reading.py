@@ -1,0 +1,154 @@
+"""One committed sample being read. Nothing is served before its header, its size and the rows' hashes were checked.
+
+Plain reads, no mmap: a file that somebody truncates under a mapping kills the process, here it is an error of one read.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from slotstream.store.files import Files, store_error
+from slotstream.store.records import SampleRecord
+from slotstream.store.sample_file import SampleFile, read_sample_file, unpack_token_ids
+from slotstream.wire.dtypes import ELEMENT_BYTES
+from slotstream.wire.errors import BadLayers, BadTokenRange, Damaged
+from slotstream.wire.hashing import Buffer, to_hex, xxh3
+from slotstream.wire.layout import TOKEN_ID_BYTES
+
+BLOCK_BYTES = 1 << 20
+_PIECES_MAX = 4096  # Reads in one block of a layer subset.
+
+
+@dataclass(frozen=True, slots=True)
+class RowBlock:
+    """Rows [first_row, first_row + rows) as consecutive pieces of bytes."""
+
+    first_row: int
+    rows: int
+    data: Sequence[Buffer]
+
+
+class SampleReader:
+    """An open sample file. It stays readable when the sample is deleted meanwhile. Use as a context manager."""
+
+    def __init__(self, files: Files, path: Path, record: SampleRecord) -> None:
+        """Raises Damaged when the file is not the one that `record` describes, FileNotFoundError and OSError."""
+        self.record = record
+        self._files = files
+        self._fd = files.open_read(path)
+        try:
+            self.file = self._checked()
+        except BaseException:
+            self.close()
+            raise
+
+    def _checked(self) -> SampleFile:
+        file = read_sample_file(self._files, self._fd)
+        if file.key != self.record.key or file.header_xxh3 != self.record.header_xxh3:
+            raise Damaged("the file is not the one that was committed under this id")
+        return file
+
+    def close(self) -> None:
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            self._files.close(fd)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def check_range(self, start: int, stop: int | None) -> tuple[int, int]:
+        """[start, stop) with `stop` filled in. Raises BadTokenRange unless 0 <= start <= stop <= rows of the sample."""
+        rows = self.file.header.num_tokens
+        stop = rows if stop is None else stop
+        if not 0 <= start <= stop <= rows:
+            raise BadTokenRange(f"rows [{start}, {stop}) are not a range of a sample of {rows} rows")
+        return start, stop
+
+    def positions(self, layer_ids: Sequence[int]) -> list[int]:
+        """Where in a row the wanted layers are. Raises BadLayers for one that is not stored, or named twice."""
+        where = {layer: at for at, layer in enumerate(self.file.layer_ids)}
+        if unknown := sorted(set(layer_ids) - where.keys()):
+            raise BadLayers(f"layers {unknown[:8]} are not among the sample's {list(self.file.layer_ids)[:64]}")
+        if len(set(layer_ids)) != len(layer_ids):
+            raise BadLayers("a layer is named twice")
+        return [where[layer] for layer in layer_ids]
+
+    def token_ids(self, start: int, stop: int) -> array[int]:
+        """Ids of rows [start, stop), checked. Raises Damaged and InternalFault."""
+        header = self.file.header
+        raw = self._read(header.num_tokens * TOKEN_ID_BYTES, header.token_ids_at)
+        if to_hex(xxh3(raw)) != self.file.token_ids_xxh3:
+            raise Damaged("the token ids do not match their hash")
+        return unpack_token_ids(memoryview(raw)[start * TOKEN_ID_BYTES : stop * TOKEN_ID_BYTES])
+
+    def blocks(self, start: int, stop: int, positions: Sequence[int] | None = None) -> Iterator[RowBlock]:
+        """Rows [start, stop) in blocks of about BLOCK_BYTES, of the layers at `positions` (None: whole rows).
+
+        Whole rows are checked against their hashes before they are handed out. A subset of layers reads those alone and
+        so cannot be checked. Raises Damaged and InternalFault.
+        """
+        if positions is None or list(positions) == list(range(self.file.header.num_layers)):
+            return self._whole_rows(start, stop)
+        return self._some_layers(start, stop, positions)
+
+    def _whole_rows(self, start: int, stop: int) -> Iterator[RowBlock]:
+        row_bytes, hash_rows = self.file.header.row_bytes, self.file.hash_rows
+        step = max(1, BLOCK_BYTES // row_bytes)
+        for group in range(start // hash_rows, -(-stop // hash_rows) if stop > start else 0):
+            group_start = group * hash_rows
+            data = memoryview(self.read_group(group))
+            until = min(stop, group_start + hash_rows)
+            # Groups of very long samples are larger than a message.
+            for first in range(max(start, group_start), until, step):
+                last = min(first + step, until)
+                part = data[(first - group_start) * row_bytes : (last - group_start) * row_bytes]
+                yield RowBlock(first, last - first, (part,))
+
+    def read_group(self, group: int) -> bytes:
+        """All rows of one hash group, checked. Raises Damaged and InternalFault."""
+        header = self.file.header
+        start = group * self.file.hash_rows
+        rows = min(self.file.hash_rows, header.num_tokens - start)
+        data = self._read(rows * header.row_bytes, header.header_bytes + start * header.row_bytes)
+        if xxh3(data) != self.file.hashes[group]:
+            raise Damaged(f"rows [{start}, {start + rows}) do not match their hash")
+        return data
+
+    def _some_layers(self, start: int, stop: int, positions: Sequence[int]) -> Iterator[RowBlock]:
+        header = self.file.header
+        layer_bytes = ELEMENT_BYTES[header.dtype] * header.hidden_size
+        runs = [(first * layer_bytes, count * layer_bytes) for first, count in _runs(positions)]
+        step = max(1, min(BLOCK_BYTES // (len(positions) * layer_bytes), _PIECES_MAX // len(runs)))
+        for first in range(start, stop, step):
+            last = min(first + step, stop)
+            rows_at = range(header.header_bytes + first * header.row_bytes, header.token_ids_at, header.row_bytes)
+            pieces = [self._read(nbytes, at + skip) for at in rows_at[: last - first] for skip, nbytes in runs]
+            yield RowBlock(first, last - first, pieces)
+
+    def _read(self, nbytes: int, at: int) -> bytes:
+        try:
+            data = self._files.pread(self._fd, nbytes, at)
+        except OSError as error:
+            raise store_error(error, "reading the sample's file") from error
+        if len(data) < nbytes:
+            raise Damaged("the file became shorter while it was read")
+        return data
+
+
+def _runs(positions: Sequence[int]) -> list[tuple[int, int]]:
+    """Neighbours in `positions` that are neighbours in the row too, as (first position, count)."""
+    runs: list[tuple[int, int]] = []
+    for position in positions:
+        if runs and position == sum(runs[-1]):
+            runs[-1] = (runs[-1][0], runs[-1][1] + 1)
+        else:
+            runs.append((position, 1))
+    return runs

@@ -1,0 +1,182 @@
+"""What the store knows about a sample: frozen data that checks itself, free of disk and database."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+
+from slotstream.wire.dtypes import row_bytes
+from slotstream.wire.errors import BadLayers, BadParams, TooLarge
+from slotstream.wire.hashing import to_hex, xxh3
+from slotstream.wire.layout import TOKEN_ID_BYTES
+from slotstream.wire.names import (
+    CHUNK_BYTES_MAX,
+    LAYERS_MAX,
+    METADATA_BYTES_MAX,
+    ROWS_MAX,
+    SAMPLE_BYTES_MAX,
+    check_namespace,
+    check_sample_id,
+    check_tags,
+)
+
+MODEL_BYTES_MAX = 1024
+FILE_SUFFIX = ".safetensors"
+PARTIAL_SUFFIX = ".partial"
+# Keys of a file's __metadata__ that the store writes itself; a connector's key of the same name is dropped.
+STORE_KEYS = frozenset(
+    {
+        "format",
+        "sample_id",
+        "namespace",
+        "model",
+        "layer_ids",
+        "tags",
+        "created_unix_ns",
+        "committed_unix_ns",
+        "hash_rows",
+        "hashes",
+        "token_ids_xxh3",
+    }
+)
+
+
+class State(StrEnum):
+    """A sample's state, as the catalogue spells it."""
+
+    ARRIVING = "arriving"
+    COMMITTED = "committed"
+    FAILED = "failed"
+    DELETING = "deleting"  # Its file and row are on their way out; readers see NOT_FOUND.
+
+
+@dataclass(frozen=True, slots=True)
+class SampleKey:
+    """Names one sample. Checks nothing: `checked` does, for names that came from outside."""
+
+    namespace: str
+    sample_id: str
+
+    @classmethod
+    def checked(cls, namespace: str, sample_id: str) -> SampleKey:
+        """Raises BadNamespace and BadSampleId."""
+        return cls(check_namespace(namespace), check_sample_id(sample_id))
+
+    @property
+    def shard(self) -> str:
+        """Two hex characters that spread a namespace's files over 256 directories."""
+        return to_hex(xxh3(self.sample_id.encode()))[:2]
+
+    def directory(self, data_dir: Path) -> Path:
+        return data_dir / self.namespace / self.shard
+
+    def path(self, data_dir: Path) -> Path:
+        """Where the committed file is: part of the public contract."""
+        return self.directory(data_dir) / (self.sample_id + FILE_SUFFIX)
+
+    def __str__(self) -> str:
+        return f"{self.namespace}/{self.sample_id}"
+
+
+@dataclass(frozen=True, slots=True)
+class SampleSpec:
+    """What an upload announces. Raises the code of whatever is malformed or past its limit."""
+
+    namespace: str
+    sample_id: str
+    model: str
+    dtype: str
+    layer_ids: tuple[int, ...]
+    hidden_size: int
+    rows_max: int
+    rows_exact: bool = False
+    tags: Mapping[str, str] = field(default_factory=dict)
+    metadata: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        SampleKey.checked(self.namespace, self.sample_id)
+        if len(self.model.encode(errors="replace")) > MODEL_BYTES_MAX:
+            raise TooLarge(f"the model's name is longer than {MODEL_BYTES_MAX} bytes")
+        if not 1 <= len(self.layer_ids) <= LAYERS_MAX:
+            raise BadLayers(f"a sample has 1 to {LAYERS_MAX} layers, not {len(self.layer_ids)}")
+        if len(set(self.layer_ids)) != len(self.layer_ids) or min(self.layer_ids) < 0:
+            raise BadLayers("layer ids must be distinct and not negative")
+        if self.hidden_size < 1:
+            raise BadParams("hidden_size must be at least 1")
+        if self.row_bytes > CHUNK_BYTES_MAX:
+            raise TooLarge(f"a row of {self.row_bytes} bytes does not fit a chunk of {CHUNK_BYTES_MAX}")
+        if self.rows_max < 1:
+            raise BadParams("rows_max must be at least 1")
+        if self.rows_max > ROWS_MAX or self.rows_max * (self.row_bytes + TOKEN_ID_BYTES) > SAMPLE_BYTES_MAX:
+            raise TooLarge(f"{self.rows_max} rows are more than a sample's {ROWS_MAX} rows or {SAMPLE_BYTES_MAX} bytes")
+        check_tags(self.tags)
+        check_metadata(self.metadata)
+
+    @property
+    def row_bytes(self) -> int:
+        return row_bytes(self.dtype, len(self.layer_ids), self.hidden_size)
+
+    @property
+    def key(self) -> SampleKey:
+        return SampleKey(self.namespace, self.sample_id)
+
+
+@dataclass(frozen=True, slots=True)
+class SampleRecord:
+    """One catalogue row. Times in Unix nanoseconds, sizes in bytes; `num_tokens` is the most it can hold while arriving."""
+
+    namespace: str
+    sample_id: str
+    state: State
+    created_unix_ns: int
+    model: str = ""
+    dtype: str = ""
+    layer_ids: tuple[int, ...] = ()
+    hidden_size: int = 0
+    num_tokens: int = 0
+    file_bytes: int = 0
+    committed_unix_ns: int = 0
+    error_code: str = ""
+    error_message: str = ""
+    tags: Mapping[str, str] = field(default_factory=dict)
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    header_xxh3: str = ""  # Of the file's whole header: a file with another header is not the one that was committed.
+
+    @property
+    def key(self) -> SampleKey:
+        return SampleKey(self.namespace, self.sample_id)
+
+    @classmethod
+    def arriving(cls, spec: SampleSpec, created_unix_ns: int) -> SampleRecord:
+        return cls(
+            namespace=spec.namespace,
+            sample_id=spec.sample_id,
+            state=State.ARRIVING,
+            created_unix_ns=created_unix_ns,
+            model=spec.model,
+            dtype=spec.dtype,
+            layer_ids=spec.layer_ids,
+            hidden_size=spec.hidden_size,
+            num_tokens=spec.rows_max,
+            tags=dict(spec.tags),
+            metadata=connector_metadata(spec.metadata),
+        )
+
+
+def check_metadata(metadata: Mapping[str, str]) -> None:
+    """Raises TooLarge when keys and values together are longer than METADATA_BYTES_MAX bytes of UTF-8."""
+    nbytes = sum(len(k.encode(errors="replace")) + len(v.encode(errors="replace")) for k, v in metadata.items())
+    if nbytes > METADATA_BYTES_MAX:
+        raise TooLarge(f"{nbytes} bytes of metadata are more than the {METADATA_BYTES_MAX} allowed")
+
+
+def connector_metadata(metadata: Mapping[str, str]) -> dict[str, str]:
+    """`metadata` without the keys that are the store's own."""
+    return {key: value for key, value in metadata.items() if key not in STORE_KEYS}
+
+
+def compact_json(value: object) -> str:
+    return json.dumps(value, separators=(",", ":"), sort_keys=True)

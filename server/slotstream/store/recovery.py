@@ -1,0 +1,159 @@
+"""What opening a data directory does about what the last server left there.
+
+    found                                               outcome
+    --------------------------------------------------  ----------------------------------------------------------------
+    partial file                                        removed; its sample FAILED (INTERRUPTED) unless it is committed
+    row ARRIVING, no partial, no file                   FAILED (INTERRUPTED)
+    whole file, no row or a row ARRIVING or FAILED      COMMITTED, from the file itself (renamed, its row was lost)
+    row COMMITTED, whole file                           as it was
+    row COMMITTED, no file                              FAILED (DAMAGED)
+    row COMMITTED, file of another size or header       as it was: every read of it is refused as DAMAGED
+    row DELETING, file or no file                       file and row removed
+    file that is not a sample, or not of its path       left alone; `slotstream verify` calls it FOREIGN
+    catalogue missing                                   rebuilt from the files (failed samples are forgotten)
+    catalogue corrupt                                   moved aside as catalog.sqlite.corrupt-<ns>, rebuilt, logged
+
+Rows that a power cut took from the catalogue are among these cases: the file is there and its row is not. After a clean
+shutdown nothing can be missing, so only partials and rows that are neither COMMITTED nor FAILED are looked for.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from slotstream.store.catalogue import FILE_NAME, Catalogue, CatalogueCorrupt
+from slotstream.store.files import Files
+from slotstream.store.records import PARTIAL_SUFFIX, SampleKey, SampleRecord, State
+from slotstream.store.sample_file import SampleFile, read_sample_file
+from slotstream.store.verifying import key_of_path, tree_files
+from slotstream.wire.errors import BadNamespace, BadSampleId, Damaged, Interrupted
+
+_log = logging.getLogger(__name__)
+_INTERRUPTED = "the server stopped while the sample was arriving"
+
+
+@dataclass(slots=True)
+class Recovered:
+    """How often each case was met."""
+
+    partials: int = 0
+    interrupted: int = 0
+    adopted: int = 0
+    missing: int = 0
+    deletions: int = 0
+
+    def __str__(self) -> str:
+        return ", ".join(f"{f.name} {getattr(self, f.name)}" for f in fields(self))
+
+
+def open_catalogue(data_dir: Path) -> Catalogue:
+    """The directory's catalogue; a corrupt one is moved aside and begun anew. Raises ConfigError and OSError."""
+    path = data_dir / FILE_NAME
+    if not path.exists():
+        _set_aside(path, "")  # The log of a lost database would be replayed into the new one.
+    try:
+        return Catalogue(path)
+    except CatalogueCorrupt as error:
+        suffix = f".corrupt-{time.time_ns()}"
+        _log.error("the catalogue %s is corrupt (%s): moving it aside as %s and rebuilding it", path, error, path.name + suffix)
+        _set_aside(path, suffix)
+        return Catalogue(path)
+
+
+def _set_aside(path: Path, suffix: str) -> None:
+    for part in ("", "-wal", "-shm"):
+        source = path.with_name(path.name + part)
+        if not source.exists():
+            continue
+        if suffix:
+            source.rename(path.with_name(path.name + suffix + part))
+        else:
+            source.unlink()
+
+
+def recover(files: Files, data_dir: Path, catalogue: Catalogue) -> Recovered:
+    """Works through the cases above. Raises OSError, StoreFull and InternalFault."""
+    done = Recovered()
+    clean = catalogue.was_shut_down_cleanly
+    for path in tree_files(files, data_dir):
+        if path.name.endswith(PARTIAL_SUFFIX):
+            _sweep_partial(files, data_dir, catalogue, path, done)
+        elif not clean:
+            _adopt(files, data_dir, catalogue, path, done)
+    for record in catalogue.unfinished() if clean else catalogue.scan():
+        if record.state is State.DELETING:
+            _finish_deletion(files, data_dir, catalogue, record, done)
+        elif record.state is State.ARRIVING:
+            catalogue.put_failed(record, Interrupted.code, _INTERRUPTED).result()
+            done.interrupted += 1
+        elif record.state is State.COMMITTED and files.path_size(record.key.path(data_dir)) is None:
+            _log.error("sample %s was committed and its file is gone", record.key)
+            catalogue.put_damaged(record, "the file of the committed sample is gone").result()
+            done.missing += 1
+    return done
+
+
+def _sweep_partial(files: Files, data_dir: Path, catalogue: Catalogue, path: Path, done: Recovered) -> None:
+    key = _key_of_partial(data_dir, path)
+    if key is None:
+        return  # Not a name that the store gives: somebody else's file.
+    created_ns = path.lstat().st_mtime_ns
+    files.unlink(path)
+    done.partials += 1
+    record = SampleRecord(key.namespace, key.sample_id, State.ARRIVING, created_ns)
+    catalogue.put_failed(record, Interrupted.code, _INTERRUPTED).result()
+
+
+def _key_of_partial(data_dir: Path, path: Path) -> SampleKey | None:
+    parts = path.relative_to(data_dir).parts
+    sample_id, dot, _ = path.name.removesuffix(PARTIAL_SUFFIX).rpartition(".")
+    if len(parts) != 3 or not dot:
+        return None
+    try:
+        key = SampleKey.checked(parts[0], sample_id)
+    except (BadNamespace, BadSampleId):
+        return None
+    return key if key.shard == parts[1] else None
+
+
+def _adopt(files: Files, data_dir: Path, catalogue: Catalogue, path: Path, done: Recovered) -> None:
+    """Catalogues a whole file whose row was lost. A committed row is trusted without opening its file: reads check it."""
+    key = key_of_path(data_dir, path)
+    if key is None:
+        _log.warning("%s is not a file of a sample; it is left alone", path)
+        return
+    before = catalogue.get(key)
+    if before is not None and before.state in (State.COMMITTED, State.DELETING):
+        return
+    try:
+        file = _read(files, path)
+        record = file.record()
+    except Damaged as error:
+        _log.warning("%s is left alone: %s", path, error)
+        return
+    if file.key != key:
+        _log.warning("%s is left alone: it is the file of sample %s", path, file.key)
+        return
+    files.sync_dir(path.parent)  # The server may have died between the rename and this.
+    catalogue.put_committed(record).result()
+    done.adopted += 1
+
+
+def _read(files: Files, path: Path) -> SampleFile:
+    fd = files.open_read(path)
+    try:
+        return read_sample_file(files, fd)
+    finally:
+        files.close(fd)
+
+
+def _finish_deletion(files: Files, data_dir: Path, catalogue: Catalogue, record: SampleRecord, done: Recovered) -> None:
+    path = record.key.path(data_dir)
+    if files.path_size(path) is not None:
+        files.unlink(path)
+        files.sync_dir(path.parent)
+    catalogue.drop(record.key).result()
+    done.deletions += 1

@@ -1,0 +1,378 @@
+"""The store: a directory of sample files and their catalogue, with one owner at a time."""
+
+from __future__ import annotations
+
+import logging
+import resource
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future
+from dataclasses import replace
+from pathlib import Path
+from typing import Self
+
+from slotstream.store import verifying
+from slotstream.store.catalogue import Catalogue
+from slotstream.store.catalogue_sql import ListQuery
+from slotstream.store.catalogue_sql import get as get_record
+from slotstream.store.files import DIR_MODE, Files, store_error
+from slotstream.store.reading import SampleReader
+from slotstream.store.records import SampleKey, SampleRecord, SampleSpec, State
+from slotstream.store.recovery import open_catalogue, recover
+from slotstream.store.sample_file import SampleFile, read_sample_file
+from slotstream.store.upload import Draft, Upload
+from slotstream.store.verifying import Verdict
+from slotstream.wire.errors import (
+    AlreadyExists,
+    ConfigError,
+    Damaged,
+    Interrupted,
+    SampleFailed,
+    SampleNotFound,
+    SlotStreamError,
+    StillArriving,
+    StoreFull,
+)
+
+_log = logging.getLogger(__name__)
+FREE_BYTES_MIN = 4 << 20
+_STRIPES = 256
+_DIRS_MAX = 4096  # Directories known to be durable; forgetting them costs a sync each.
+_DESCRIPTORS_SPARE = 512  # Left for connections, readers and the catalogue.
+
+
+class SampleStore:
+    """Samples on one disk. Thread safe; methods block for the disk. Made by `open`.
+
+    Invariants: a file under a committed name is whole and synced; it is never overwritten; its catalogue row is written
+    after it and before anybody is told. An upload is in `_uploads` from before its ARRIVING row until after its last row.
+    """
+
+    def __init__(
+        self, data_dir: Path, files: Files, lock_fd: int, catalogue: Catalogue, free_bytes_min: int, uploads_max: int
+    ) -> None:
+        self.data_dir = data_dir
+        self._files = files
+        self._lock_fd = lock_fd
+        self._catalogue = catalogue
+        self._free_bytes_min = free_bytes_min
+        self._uploads_max = uploads_max
+        self._uploads: dict[SampleKey, list[Upload]] = {}
+        self._opening = 0
+        self._uploads_lock = threading.Lock()
+        # One at a time publishes or deletes an id. Striped, so that the locks do not grow with the ids.
+        self._id_locks = [threading.Lock() for _ in range(_STRIPES)]
+        self._dirs: set[Path] = set()
+        self._dirs_lock = threading.Lock()
+        self._unrecorded = False  # Something on disk differs from its row: the next start has to look.
+
+    @classmethod
+    def open(
+        cls,
+        data_dir: Path | str,
+        *,
+        free_bytes_min: int = FREE_BYTES_MIN,
+        files: Files | None = None,
+        uploads_max: int | None = None,
+    ) -> Self:
+        """Own the directory (created if missing), recover it, and be ready.
+
+        `free_bytes_min`: bytes of disk that uploads leave free. `uploads_max`: samples that may be arriving at a time;
+        by default what the limit of open files allows. Raises ConfigError, in one sentence, when that cannot be.
+        """
+        files = files or Files()
+        directory = Path(data_dir).absolute()
+        lock_fd = -1
+        catalogue: Catalogue | None = None
+        try:
+            directory.mkdir(DIR_MODE, parents=True, exist_ok=True)
+            lock_fd = _lock(files, directory)
+            if files.free_bytes(directory) < free_bytes_min:
+                raise ConfigError(f"the disk of {directory} is full: less than {free_bytes_min} bytes are free")
+            catalogue = open_catalogue(directory)
+            recovered = recover(files, directory, catalogue)
+        except (OSError, SlotStreamError, ConfigError) as error:
+            if catalogue is not None:
+                catalogue.close(clean=False)
+            if lock_fd >= 0:
+                files.close(lock_fd)
+            if isinstance(error, ConfigError):
+                raise
+            reason = error.strerror or str(error) if isinstance(error, OSError) else str(error)
+            raise ConfigError(f"cannot use {directory} as the data directory: {reason}") from error
+        looked = "partials only" if catalogue.was_shut_down_cleanly else "all files"
+        _log.info("opened %s; looked at %s and recovered: %s", directory, looked, recovered)
+        limit = _uploads_max() if uploads_max is None else uploads_max
+        return cls(directory, files, lock_fd, catalogue, free_bytes_min, limit)
+
+    def close(self) -> None:
+        """Fail what is still arriving and give the directory back."""
+        with self._uploads_lock:
+            uploads = [upload for same in self._uploads.values() for upload in same]
+        for upload in uploads:
+            upload.abort(Interrupted("the server stopped while the sample was arriving"))
+        self._catalogue.close(clean=not self._unrecorded)
+        fd, self._lock_fd = self._lock_fd, -1
+        if fd >= 0:
+            self._files.close(fd)
+
+    # Writing.
+
+    def open_upload(self, spec: SampleSpec) -> Upload:
+        """Begin a sample. Raises StoreFull, TooLarge, InternalFault; the sample is then recorded as failed."""
+        with self._uploads_lock:
+            self._opening += 1
+            count = self._opening + sum(map(len, self._uploads.values()))
+        try:
+            if count > self._uploads_max:
+                raise StoreFull(f"{self._uploads_max} samples are arriving already, as many as this server allows")
+            self._make_dirs(spec.key)
+            upload = Upload(spec, self.data_dir, self._files, self._free_bytes_min, self._publish, self._ended)
+            with self._uploads_lock:
+                # Queued under the lock: rows of one id are written in the order in which its uploads came and went.
+                self._uploads.setdefault(spec.key, []).append(upload)
+                self._catalogue.put_arriving(SampleRecord.arriving(spec, upload.created_unix_ns))
+            return upload
+        except SlotStreamError as error:
+            self.record_failed(spec, error)
+            raise
+        finally:
+            with self._uploads_lock:
+                self._opening -= 1
+
+    def record_failed(self, spec: SampleSpec, error: SlotStreamError) -> None:
+        """Let readers of the id know why there is no sample. Does nothing while another upload of it is arriving."""
+        record = SampleRecord.arriving(spec, time.time_ns())
+        with self._uploads_lock:
+            if spec.key in self._uploads:
+                return
+            written = self._catalogue.put_failed(record, error.code, str(error))
+        self._wait_failed(spec.key, written)
+
+    def _ended(self, upload: Upload, error: SlotStreamError | None) -> None:
+        """An upload's last word. Its row is queued before it leaves `_uploads`, so whoever misses it there finds the row."""
+        key = upload.spec.key
+        written: Future[bool] | None = None
+        with self._uploads_lock:
+            same = self._uploads[key]
+            same.remove(upload)
+            if not same:
+                del self._uploads[key]
+                if error is not None:
+                    record = SampleRecord.arriving(upload.spec, upload.created_unix_ns)
+                    written = self._catalogue.put_failed(record, error.code, str(error))
+        if written is not None:
+            self._wait_failed(key, written)
+
+    def _wait_failed(self, key: SampleKey, written: Future[bool]) -> None:
+        try:
+            written.result()
+        except SlotStreamError as error:
+            # `stat` shows an arriving row without an upload as failed, and so does the next start.
+            self._unrecorded = True
+            _log.warning("the failure of sample %s cannot be recorded: %s", key, error)
+
+    def _make_dirs(self, key: SampleKey) -> None:
+        """The sample's directory, durable. Raises StoreFull and InternalFault."""
+        directory = key.directory(self.data_dir)
+        with self._dirs_lock:
+            # A directory that exists may not be durable yet: its maker may have died before its sync.
+            for path in (directory.parent, directory):
+                if path in self._dirs and self._files.path_size(path) is not None:
+                    continue
+                try:
+                    self._files.make_dir(path)
+                    self._files.sync_dir(path.parent)
+                except OSError as error:
+                    raise store_error(error, f"creating the directory {path}") from error
+                if len(self._dirs) >= _DIRS_MAX:
+                    self._dirs.clear()
+                self._dirs.add(path)
+
+    def _publish(self, upload: Upload, draft: Draft) -> bool:
+        key = upload.spec.key
+        path = key.path(self.data_dir)
+        with self._id_lock(key):
+            if self._stored_already(upload, draft, path):
+                return True
+            record = upload.seal(draft)
+            self._files.rename(upload.partial, path)
+            try:
+                self._files.sync_dir(path.parent)
+                self._catalogue.put_committed(record).result()
+            except (OSError, SlotStreamError):
+                self._take_back(path)
+                raise
+        return False
+
+    def _take_back(self, path: Path) -> None:
+        try:
+            self._files.unlink(path)
+        except OSError as error:
+            self._unrecorded = True
+            _log.error("cannot remove %s, whose commit failed: %s", path, error)
+
+    def _stored_already(self, upload: Upload, draft: Draft, path: Path) -> bool:
+        """True when the same content is stored; False when nothing is in the way. Raises AlreadyExists and Damaged."""
+        key = upload.spec.key
+        record = self._catalogue.get(key)
+        if record is not None and record.state is State.DELETING:
+            self._files.unlink(path)  # A deletion that the disk interrupted.
+            return False
+        try:
+            stored = self._read_header(path)
+        except FileNotFoundError:
+            return False
+        except Damaged as error:
+            if record is not None and record.state is State.FAILED:
+                return False  # It was given up already; what arrives now replaces it.
+            raise Damaged(f"a damaged file is stored under {key}; delete it first ({error})") from error
+        committed = record is not None and record.state is State.COMMITTED
+        if stored.key != key or (committed and record is not None and record.header_xxh3 != stored.header_xxh3):
+            raise Damaged(f"the file stored under {key} is not the one that was committed; delete it first")
+        if upload.content_hashed_by(draft.content, stored.hash_rows) != stored.content:
+            raise AlreadyExists(f"{key} is stored with other content")
+        if not committed:  # A whole file that the catalogue does not show: somebody put it back.
+            self._files.sync_dir(path.parent)
+            self._catalogue.put_committed(stored.record()).result()
+        return True
+
+    def _read_header(self, path: Path) -> SampleFile:
+        fd = self._files.open_read(path)
+        try:
+            return read_sample_file(self._files, fd)
+        finally:
+            self._files.close(fd)
+
+    def _id_lock(self, key: SampleKey) -> threading.Lock:
+        return self._id_locks[hash(key) % _STRIPES]
+
+    def delete(self, key: SampleKey) -> None:
+        """Remove a committed or failed sample. Raises SampleNotFound, StillArriving, StoreFull and InternalFault."""
+        path = key.path(self.data_dir)
+        with self._id_lock(key):
+            record = self._catalogue.get(key)
+            if (record is None or record.state is not State.COMMITTED) and self.is_arriving(key):
+                raise StillArriving(f"{key} is still arriving")
+            if record is None:
+                raise SampleNotFound(f"there is no sample {key}")
+            self._catalogue.put_deleting(record).result()
+            try:
+                if self._files.path_size(path) is not None:
+                    self._files.unlink(path)
+                    self._files.sync_dir(path.parent)
+            except OSError as error:
+                raise store_error(error, f"deleting {key}") from error
+            self._catalogue.drop(key).result()
+
+    # Reading.
+
+    def is_arriving(self, key: SampleKey) -> bool:
+        """Whether an upload of `key` is open in this process."""
+        with self._uploads_lock:
+            return key in self._uploads
+
+    def _arriving_record(self, key: SampleKey) -> SampleRecord | None:
+        with self._uploads_lock:
+            same = self._uploads.get(key)
+            return SampleRecord.arriving(same[0].spec, same[0].created_unix_ns) if same else None
+
+    def stat(self, key: SampleKey) -> SampleRecord | None:
+        """What is known about a sample, the uploads of this process included; None when there is none."""
+        live = self._arriving_record(key)
+        record = self._catalogue.get(key)
+        if record is not None and record.state is State.COMMITTED:
+            return record
+        if live is not None:
+            return live
+        if record is not None and record.state is State.ARRIVING:
+            record = self._settle(key)
+        return None if record is None or record.state is State.DELETING else record
+
+    def _settle(self, key: SampleKey) -> SampleRecord | None:
+        """The row of a sample that was arriving a moment ago, once all that was asked of the catalogue so far is written."""
+        live = self._arriving_record(key)
+        if live is not None:
+            return live
+        record = self._catalogue.submit(lambda db: get_record(db, key.namespace, key.sample_id)).result()
+        if record is None or record.state is not State.ARRIVING:
+            return record
+        # Its failure could not be recorded (a full disk), or another upload of it has just begun.
+        lost = replace(record, state=State.FAILED, error_code=Interrupted.code, error_message="the upload was interrupted")
+        return self._arriving_record(key) or lost
+
+    def list_page(self, query: ListQuery) -> tuple[list[SampleRecord], str]:
+        """One page, newest first, and the next page's token ("" on the last). Raises BadPage and InternalFault."""
+        records, token = self._catalogue.list_page(query)
+        shown = (self.stat(r.key) if r.state is State.ARRIVING else r for r in records)
+        return [r for r in shown if r is not None and r.state is not State.DELETING], token
+
+    def reader(self, key: SampleKey) -> SampleReader:
+        """Open a committed sample. Raises SampleNotFound, SampleFailed, StillArriving, Damaged and InternalFault."""
+        record = self.stat(key)
+        while True:
+            record = _readable(key, record)
+            try:
+                return SampleReader(self._files, key.path(self.data_dir), record)
+            except FileNotFoundError:
+                error = Damaged(f"the file of {key} is gone")
+            except OSError as failure:
+                raise store_error(failure, f"opening {key}") from failure
+            except Damaged as failure:
+                error = failure
+            # Unless it was deleted, or replaced, between the look at the catalogue and the look at the disk.
+            current = self.stat(key)
+            if current == record:
+                raise error
+            record = current
+
+    def verify(self, key: SampleKey) -> Verdict:
+        """Check every byte of a committed sample. Raises SampleNotFound, SampleFailed, StillArriving, InternalFault."""
+        record = _readable(key, self.stat(key))
+        verdict = verifying.verify_current(self._files, self.data_dir, self._catalogue, record)
+        if verdict is None:
+            raise SampleNotFound(f"there is no sample {key}")
+        return verdict
+
+    def verify_all(self, namespace: str = "") -> Iterator[Verdict]:
+        """A verdict for every committed sample, then one for every foreign file. Raises InternalFault."""
+        yield from verifying.verify_samples(self._files, self.data_dir, self._catalogue, namespace)
+        yield from verifying.foreign_files(self._files, self.data_dir, self._catalogue, namespace, self.is_arriving)
+
+    # Looking at the whole.
+
+    def totals(self) -> dict[State, tuple[int, int]]:
+        """State -> (samples, bytes of files)."""
+        return self._catalogue.totals()
+
+    def free_bytes(self) -> int:
+        """Bytes of disk that may still be written, the reserve included. Raises InternalFault."""
+        try:
+            return self._files.free_bytes(self.data_dir)
+        except OSError as error:
+            raise store_error(error, "asking for free space") from error
+
+
+def _readable(key: SampleKey, record: SampleRecord | None) -> SampleRecord:
+    if record is None or record.state is State.DELETING:
+        raise SampleNotFound(f"there is no sample {key}")
+    if record.state is State.FAILED:
+        raise SampleFailed(f"{key} failed: {record.error_message}", record.error_code)
+    if record.state is State.ARRIVING:
+        raise StillArriving(f"{key} is still arriving")
+    return record
+
+
+def _lock(files: Files, directory: Path) -> int:
+    try:
+        return files.lock(directory / verifying.LOCK_NAME)
+    except BlockingIOError as error:
+        raise ConfigError(f"another server is using {directory}") from error
+
+
+def _uploads_max() -> int:
+    """Each arriving sample holds a descriptor."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    allowed = 1 << 16 if soft == resource.RLIM_INFINITY else soft - _DESCRIPTORS_SPARE
+    return max(64, min(allowed, 1 << 16))

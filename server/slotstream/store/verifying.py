@@ -1,0 +1,269 @@
+"""Is what is stored still what was committed? Checks of one sample, of a served store, and of a directory without a server.
+
+MISSING        the catalogue has a committed sample and there is no file
+TRUNCATED      the file is shorter than it was committed
+UNREADABLE     the file cannot be read, is longer than it should be, or its header is not that of the sample
+HASH_MISMATCH  the header, the rows or the token ids are not the bytes that were committed
+FOREIGN        a file that the catalogue does not know
+"""
+
+from __future__ import annotations
+
+import sqlite3
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from slotstream.store import catalogue_sql as sql
+from slotstream.store.catalogue import FILE_NAME
+from slotstream.store.files import Files, store_error
+from slotstream.store.reading import SampleReader
+from slotstream.store.records import FILE_SUFFIX, PARTIAL_SUFFIX, SampleKey, SampleRecord, State
+from slotstream.store.sample_file import read_sample_file
+from slotstream.wire.errors import BadNamespace, BadSampleId, ConfigError, Damaged, SampleNotFound, SlotStreamError
+
+LOCK_NAME = ".lock"
+_SETTLE_S = 5.0  # How long a running server may take from a file's rename to its catalogue row.
+_SETTLE_POLL_S = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What is wrong with one sample, or with one file (then `sample_id` is its path below the namespace). "" is sound."""
+
+    namespace: str
+    sample_id: str
+    damage: str = ""
+    message: str = ""
+    bytes_checked: int = 0
+
+
+class Index(Protocol):
+    """What verifying needs of a catalogue."""
+
+    def get(self, key: SampleKey) -> SampleRecord | None: ...
+
+    def scan(self, namespace: str = "") -> Iterator[SampleRecord]: ...
+
+
+def verify_record(files: Files, data_dir: Path, record: SampleRecord) -> Verdict:
+    """Reads the whole file of a committed sample and checks every hash."""
+
+    def damaged(damage: str, message: str) -> Verdict:
+        return Verdict(record.namespace, record.sample_id, damage, message)
+
+    path = record.key.path(data_dir)
+    try:
+        size = files.path_size(path)
+        if size is None:
+            return damaged("MISSING", "the file is gone")
+        if size < record.file_bytes:
+            return damaged("TRUNCATED", f"the file is {size} bytes long; it was committed with {record.file_bytes}")
+        if size > record.file_bytes:
+            return damaged("UNREADABLE", f"the file is {size} bytes long; it was committed with {record.file_bytes}")
+        fd = files.open_read(path)
+        try:
+            file = read_sample_file(files, fd)
+        finally:
+            files.close(fd)
+        if file.key == record.key and file.header_xxh3 != record.header_xxh3:
+            return damaged("HASH_MISMATCH", "the file's header is not the one that was committed")
+        with SampleReader(files, path, record) as reader:
+            try:
+                for group in range(len(reader.file.hashes)):
+                    reader.read_group(group)
+                reader.token_ids(0, 0)
+            except Damaged as error:
+                return damaged("HASH_MISMATCH", str(error))
+    except FileNotFoundError:
+        return damaged("MISSING", "the file is gone")
+    except OSError as error:
+        return damaged("UNREADABLE", str(store_error(error, "reading the file")))
+    except SlotStreamError as error:
+        return damaged("UNREADABLE", str(error))
+    return Verdict(record.namespace, record.sample_id, bytes_checked=record.file_bytes)
+
+
+def verify_current(files: Files, data_dir: Path, index: Index, record: SampleRecord) -> Verdict | None:
+    """`verify_record`, but None when the sample was deleted or replaced while it was being checked."""
+    while True:
+        verdict = verify_record(files, data_dir, record)
+        if not verdict.damage:
+            return verdict
+        current = index.get(record.key)
+        if current is None or current.state is not State.COMMITTED:
+            return None
+        if current == record:
+            return verdict
+        record = current
+
+
+def verify_samples(files: Files, data_dir: Path, index: Index, namespace: str = "") -> Iterator[Verdict]:
+    """One verdict a committed sample."""
+    for record in index.scan(namespace):
+        if record.state is State.COMMITTED and (verdict := verify_current(files, data_dir, index, record)):
+            yield verdict
+
+
+def key_of_path(data_dir: Path, path: Path) -> SampleKey | None:
+    """The sample whose committed file belongs at `path`; None for every other path."""
+    parts = path.relative_to(data_dir).parts
+    if len(parts) != 3 or not parts[2].endswith(FILE_SUFFIX):
+        return None
+    try:
+        key = SampleKey.checked(parts[0], parts[2].removesuffix(FILE_SUFFIX))
+    except (BadNamespace, BadSampleId):
+        return None
+    return key if key.shard == parts[1] else None
+
+
+def tree_files(files: Files, data_dir: Path, namespace: str = "") -> Iterator[Path]:
+    """Every file below the directory (or below one namespace) but the store's own; links are files, not followed."""
+    pending = [data_dir / namespace] if namespace else [data_dir]
+    while pending:
+        directory = pending.pop()
+        try:
+            for entry in files.walk(directory):
+                if entry.is_dir(follow_symlinks=False):
+                    pending.append(Path(entry.path))
+                elif directory != data_dir or not (entry.name == LOCK_NAME or entry.name.startswith(FILE_NAME)):
+                    yield Path(entry.path)
+        except PermissionError:
+            continue  # lost+found of a file system mounted here.
+
+
+def foreign_files(
+    files: Files,
+    data_dir: Path,
+    index: Index,
+    namespace: str = "",
+    arriving: Callable[[SampleKey], bool] = lambda _: False,
+) -> Iterator[Verdict]:
+    """One verdict a file that no committed sample owns. Partials are not foreign: a server removes them."""
+    for path in tree_files(files, data_dir, namespace):
+        if path.name.endswith(PARTIAL_SUFFIX):
+            continue
+        key = key_of_path(data_dir, path)
+        if key is not None and _is_known(files, index, key, path, arriving):
+            continue
+        parts = path.relative_to(data_dir).parts
+        space, name = (parts[0], "/".join(parts[1:])) if len(parts) > 1 else ("", parts[0])
+        yield Verdict(space, name, "FOREIGN", f"{'/'.join(parts)} is not a file of a committed sample")
+
+
+def _is_known(files: Files, index: Index, key: SampleKey, path: Path, arriving: Callable[[SampleKey], bool]) -> bool:
+    """A file is renamed a moment before its row is written, so one just committed gets time for its row to show."""
+    deadline = None
+    while True:
+        # In this order: an upload that ends between the two has written its row by then.
+        on_its_way = arriving(key)
+        record = index.get(key)
+        if on_its_way or (record is not None and record.state in (State.COMMITTED, State.DELETING)):
+            return True
+        if deadline is None:
+            deadline = _committed_unix_s(files, path, key) + _SETTLE_S
+        if not time.time() < deadline <= time.time() + _SETTLE_S:
+            return files.path_size(path) is None
+        time.sleep(_SETTLE_POLL_S)
+
+
+def _committed_unix_s(files: Files, path: Path, key: SampleKey) -> float:
+    """When the file says it was committed; 0 when it is not the sample that its path names."""
+    try:
+        fd = files.open_read(path)
+        try:
+            file = read_sample_file(files, fd)
+            return file.record().committed_unix_ns / 1e9 if file.key == key else 0.0
+        finally:
+            files.close(fd)
+    except (OSError, Damaged):
+        return 0.0
+
+
+class _ReadOnlyIndex:
+    """The catalogue of a directory that may be in use, read without creating or changing any file."""
+
+    def __init__(self, path: Path) -> None:
+        # With a write-ahead log beside it the database is in use, or was when its server died; SQLite then needs the
+        # log, and finds its shared memory there. Without one, `immutable` keeps SQLite from creating either.
+        in_use = all(path.with_name(path.name + suffix).exists() for suffix in ("-wal", "-shm"))
+        mode = "mode=ro" if in_use else "mode=ro&immutable=1"
+        self._db = sqlite3.connect(f"{path.absolute().as_uri()}?{mode}", uri=True, isolation_level=None)
+        self._db.execute("SELECT 1 FROM samples LIMIT 1")
+
+    def get(self, key: SampleKey) -> SampleRecord | None:
+        return sql.get(self._db, key.namespace, key.sample_id)
+
+    def scan(self, namespace: str = "") -> Iterator[SampleRecord]:
+        after = 0
+        while page := sql.scan(self._db, after, 256, namespace):
+            after = page[-1][0]
+            for _, record in page:
+                yield record
+
+    def close(self) -> None:
+        self._db.close()
+
+
+def verify_directory(data_dir: Path, *, namespace: str = "", sample_id: str = "") -> Iterator[Verdict]:
+    """Check a data directory without a server, also beside a running one: takes no lock and writes nothing.
+
+    Yields one verdict a committed sample (of `namespace`, or the one named) and, unless a sample is named, one a foreign
+    file. Without a readable catalogue every file is checked by its own header. Raises ConfigError when there is no such
+    directory, SampleNotFound when the sample named is not committed there, and BadNamespace and BadSampleId.
+    """
+    data_dir = Path(data_dir).absolute()
+    if not data_dir.is_dir():
+        raise ConfigError(f"there is no data directory {data_dir}")
+    wanted = SampleKey.checked(namespace or "default", sample_id) if sample_id else None
+    if namespace:
+        SampleKey.checked(namespace, "x")
+    files = Files()
+    try:
+        index = _ReadOnlyIndex(data_dir / FILE_NAME)
+    except sqlite3.Error as error:
+        if (data_dir / FILE_NAME).exists():
+            yield Verdict("", FILE_NAME, "UNREADABLE", f"the catalogue cannot be read: {error}")
+        yield from _verify_files_alone(files, data_dir, namespace, wanted)
+        return
+    with closing(index):
+        if wanted is None:
+            yield from verify_samples(files, data_dir, index, namespace)
+            yield from foreign_files(files, data_dir, index, namespace)
+            return
+        record = index.get(wanted)
+        if record is None or record.state is not State.COMMITTED:
+            raise SampleNotFound(f"{wanted} is not a committed sample of {data_dir}")
+        yield verify_record(files, data_dir, record)
+
+
+def _verify_files_alone(files: Files, data_dir: Path, namespace: str, wanted: SampleKey | None) -> Iterator[Verdict]:
+    paths = tree_files(files, data_dir, namespace) if wanted is None else iter((wanted.path(data_dir),))
+    for path in paths:
+        key = key_of_path(data_dir, path)
+        if path.name.endswith(PARTIAL_SUFFIX):
+            continue
+        if key is None:
+            yield Verdict("", str(path.relative_to(data_dir)), "FOREIGN", "not a file of a sample")
+            continue
+        try:
+            fd = files.open_read(path)
+            try:
+                file = read_sample_file(files, fd)
+                record = file.record()
+            finally:
+                files.close(fd)
+        except FileNotFoundError:
+            yield Verdict(key.namespace, key.sample_id, "MISSING", "the file is gone")
+        except OSError as error:
+            yield Verdict(key.namespace, key.sample_id, "UNREADABLE", str(store_error(error, "reading the file")))
+        except Damaged as error:
+            yield Verdict(key.namespace, key.sample_id, "UNREADABLE", str(error))
+        else:
+            if file.key == key:
+                yield verify_record(files, data_dir, record)
+            else:
+                yield Verdict(key.namespace, key.sample_id, "UNREADABLE", "the file is another sample's")
