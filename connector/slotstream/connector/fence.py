@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
 from slotstream.connector.throttle import Throttle
+from slotstream.transport.logs import connector_logger
 
-logger = logging.getLogger(__name__)
+logger = connector_logger(__name__)
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -6,7 +6,6 @@ back when the server has taken their rows.
 
 from __future__ import annotations
 
-import logging
 import queue
 import threading
 import time
@@ -22,11 +21,12 @@ from slotstream.connector.plan import SampleAbort, SampleFinish, SampleOpen
 from slotstream.connector.staging import StagingPool
 from slotstream.connector.throttle import Throttle
 from slotstream.transport.base import Acked, Committed, Failed, LinkDown, LinkUp, SampleSink, SinkEvent, StagedChunk
+from slotstream.transport.logs import connector_logger
 from slotstream.v1 import ingest_pb2
 from slotstream.wire.errors import InternalFault, Interrupted, RowsNotComputed, ServerUnavailable, SlotMismatch, SlotStreamError
 from slotstream.wire.hashing import xxh3
 
-logger = logging.getLogger(__name__)
+logger = connector_logger(__name__)
 
 _TICK_S = 1.0
 

@@ -6,7 +6,6 @@ and 0.33 (docs/design.md names the sources).
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -17,6 +16,7 @@ from slotstream.connector.params import CaptureParams, parse_params
 from slotstream.connector.plan import EMPTY_PLAN, RowPlan, SampleAbort, SampleFinish, SampleOpen, StepPlan
 from slotstream.connector.pump import SampleFault
 from slotstream.connector.throttle import Throttle
+from slotstream.transport.logs import connector_logger
 from slotstream.wire.errors import (
     BadTokenRange,
     CaptureAborted,
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
-logger = logging.getLogger(__name__)
+logger = connector_logger(__name__)
 
 
 @dataclass(slots=True)

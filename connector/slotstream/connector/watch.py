@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 from typing import Any
 
@@ -10,9 +9,10 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from slotstream.transport.grpc import CHANNEL_OPTIONS
+from slotstream.transport.logs import connector_logger
 from slotstream.wire.errors import ServerDraining, ServerUnavailable, SlotStreamError
 
-logger = logging.getLogger(__name__)
+logger = connector_logger(__name__)
 
 SERVICE = "slotstream.v1.Ingest"
 _RETRY_S = 0.5

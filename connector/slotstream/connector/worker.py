@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -17,11 +16,12 @@ from slotstream.connector.plan import EMPTY_PLAN, RowPlan, StepPlan
 from slotstream.connector.pump import FailSample, Pump, SampleFault, Segment, StagedBatch, StepMapping, sample_gauges
 from slotstream.connector.staging import StagingPool
 from slotstream.transport.base import SampleSink
+from slotstream.transport.logs import connector_logger
 from slotstream.wire.dtypes import row_bytes as row_bytes_of
 from slotstream.wire.errors import ConfigError, InternalFault, SlotMismatch, SlotStreamError, StagingFull
 from slotstream.wire.names import CHUNK_BYTES_MAX
 
-logger = logging.getLogger(__name__)
+logger = connector_logger(__name__)
 
 _SLOTS_MIN = 8
 _BATCH_BYTES_MAX = 64 << 20  # Device memory that one gather may take.
@@ -73,6 +73,15 @@ class WorkerHalf:
         self._releases: set[str] = set()
         self._releases_next: set[str] = set()
         self._pump.start()
+        logger.info(
+            "slotstream: layers %s of %s go to %s; staging %d MiB in %d slots, block size %d",
+            list(config.layer_ids),
+            config.model,
+            config.options.server,
+            num_slots * slot_bytes >> 20,
+            num_slots,
+            self._gather.block_size,
+        )
 
     # -- hooks, in the order of a step
 
@@ -99,7 +108,8 @@ class WorkerHalf:
             self._read(plan.rows)
         for finish in plan.finishes:
             self._first_position.pop(finish.req_id, None)
-            self._pump.post(finish)
+            stamp = {"last_rows_unix_ns": str(time.time_ns())}  # When the last row was computed, as this host's clock has it.
+            self._pump.post(replace(finish, metadata={**finish.metadata, **stamp}))
         for abort in plan.aborts:
             self._first_position.pop(abort.req_id, None)
             self._pump.post(abort)

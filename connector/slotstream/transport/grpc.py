@@ -6,7 +6,6 @@ as fast as the network takes them, so that nothing but staging holds rows that w
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections import deque
@@ -16,11 +15,12 @@ from typing import Any
 import grpc
 
 from slotstream.transport.base import Acked, Committed, Failed, LinkDown, LinkUp, SinkEvent, StagedChunk
+from slotstream.transport.logs import connector_logger
 from slotstream.v1 import ingest_pb2
 from slotstream.wire.frames import encode_chunk
 from slotstream.wire.names import MESSAGE_BYTES_MAX, WINDOW_BYTES
 
-logger = logging.getLogger(__name__)
+logger = connector_logger(__name__)
 
 _METHOD = "/slotstream.v1.Ingest/Stream"
 _RETRY_S = 0.25  # After the first failure; doubles up to _RETRY_S_MAX.

@@ -1,0 +1,176 @@
+"""Real processes for the demo and the end-to-end tests: a storage server, and vLLM's OpenAI server with the connector."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+POLL_S = 0.1
+STOP_S = 30.0
+
+
+class ProcessFailed(RuntimeError):
+    """A process ended, or did not come up; the message ends with the tail of its log."""
+
+
+class Running:
+    """A child process with its output in a file; leaving the `with` block stops it, and whatever it started."""
+
+    def __init__(self, name: str, command: Sequence[str], log: Path, env: Mapping[str, str] | None = None) -> None:
+        self.name = name
+        self.log = log
+        with log.open("ab") as out:
+            self.process = subprocess.Popen(
+                list(command),
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                env={**os.environ, **(env or {})},
+                start_new_session=True,  # So that a signal to its group reaches vLLM's engine and workers too.
+            )
+
+    def wait_until(self, ready: Callable[[], bool], timeout_s: float) -> None:
+        """Return once `ready()`. Raises ProcessFailed when the process ends first or the time passes."""
+        deadline = time.monotonic() + timeout_s
+        while not ready():
+            if self.process.poll() is not None:
+                raise ProcessFailed(f"{self.name} exited with {self.process.returncode}:\n{self.tail()}")
+            if time.monotonic() > deadline:
+                raise ProcessFailed(f"{self.name} was not ready after {timeout_s:.0f} s:\n{self.tail()}")
+            time.sleep(POLL_S)
+
+    def tail(self, lines: int = 30) -> str:
+        """The last lines of the log."""
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
+
+    def stop(self, timeout_s: float = STOP_S) -> int:
+        """SIGTERM, then SIGKILL for whatever is left of its process group; returns the exit status."""
+        if self.process.poll() is None:
+            self.process.terminate()
+            try:
+                self.process.wait(timeout_s)
+            except subprocess.TimeoutExpired:
+                pass
+        try:
+            os.killpg(self.process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+        return self.process.wait()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.stop()
+
+
+def free_port() -> int:
+    """A TCP port on 127.0.0.1 that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def listening(port: int) -> bool:
+    """Whether somebody accepts connections on 127.0.0.1:`port`."""
+    try:
+        with socket.create_connection(("127.0.0.1", port), timeout=1.0):
+            return True
+    except OSError:
+        return False
+
+
+def start_server(data: Path, log: Path, port: int, *options: str) -> Running:
+    """`slotstream serve` on 127.0.0.1:`port`, up and listening."""
+    command = [sys.executable, "-m", "slotstream.server.cli", "serve", "--listen", f"127.0.0.1:{port}", "--data", str(data)]
+    server = Running("slotstream serve", [*command, *options], log)
+    try:
+        server.wait_until(lambda: listening(port), 30.0)
+    except ProcessFailed:
+        server.stop()
+        raise
+    return server
+
+
+def vllm_command(model: Path, port: int) -> list[str]:
+    """vLLM's OpenAI server; the CPU distribution has no working `vllm` command, its module does the same."""
+    try:
+        importlib.metadata.version("vllm")
+    except importlib.metadata.PackageNotFoundError:
+        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
+    else:
+        command = [str(Path(sys.executable).with_name("vllm")), "serve", str(model)]
+    return [*command, "--host", "127.0.0.1", "--port", str(port)]
+
+
+def extraction_options(layer_ids: Sequence[int]) -> list[str]:
+    """The vLLM option that extracts these layers."""
+    draft = {"hf_config": {"eagle_aux_hidden_state_layer_ids": list(layer_ids)}}
+    config = {"method": "extract_hidden_states", "num_speculative_tokens": 1, "draft_model_config": draft}
+    return ["--speculative-config", json.dumps(config)]
+
+
+def connector_options(**extra: Any) -> list[str]:
+    """The vLLM option that loads the connector with these options."""
+    config = {
+        "kv_connector": "SlotStreamConnector",
+        "kv_connector_module_path": "slotstream.connector",
+        "kv_role": "kv_producer",
+        "kv_connector_extra_config": extra,
+    }
+    return ["--kv-transfer-config", json.dumps(config)]
+
+
+# A tiny model on a CPU: starts in about half a minute, and cuts prompts into steps of 64 tokens.
+SMALL_ENGINE = (
+    "--enforce-eager",
+    "--block-size=32",
+    "--max-model-len=1024",
+    "--max-num-batched-tokens=64",
+    "--max-num-seqs=16",
+    "--enable-prefix-caching",
+)
+SMALL_ENGINE_ENV = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
+
+
+def start_vllm(model: Path, log: Path, port: int, *options: str, timeout_s: float = 240.0) -> Running:
+    """vLLM serving `model` on 127.0.0.1:`port`, up and healthy."""
+    engine = Running("vLLM", [*vllm_command(model, port), *options], log, SMALL_ENGINE_ENV)
+    try:
+        engine.wait_until(lambda: _healthy(port), timeout_s)
+    except ProcessFailed:
+        engine.stop()
+        raise
+    return engine
+
+
+def _healthy(port: int) -> bool:
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=2.0) as answer:
+            return bool(answer.status == 200)
+    except (OSError, urllib.error.URLError):
+        return False
+
+
+def complete(port: int, body: Mapping[str, Any], timeout_s: float = 300.0) -> dict[str, Any]:
+    """POST `body` to vLLM's /v1/completions; returns its JSON answer."""
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{port}/v1/completions",
+        data=json.dumps(body).encode(),
+        headers={"Content-Type": "application/json"},
+    )
+    with urllib.request.urlopen(request, timeout=timeout_s) as answer:
+        parsed: dict[str, Any] = json.load(answer)
+        return parsed

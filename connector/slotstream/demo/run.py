@@ -1,0 +1,180 @@
+"""Runs the demo: make a model, start a server and vLLM, send completions, read every sample back, check every row."""
+
+from __future__ import annotations
+
+import argparse
+import random
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from slotstream.client import Sample, connect
+from slotstream.demo import truth_model
+from slotstream.demo.processes import (
+    SMALL_ENGINE,
+    ProcessFailed,
+    complete,
+    connector_options,
+    extraction_options,
+    free_port,
+    start_server,
+    start_vllm,
+)
+
+LAYER_IDS = [1, 3, truth_model.LAYERS]
+_PREFIX_TOKENS = 256
+_STEP_TOKENS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class _Checked:
+    """One sample, and what was found out about it."""
+
+    sample: Sample
+    wrong_rows: int
+    chunks: int
+    hit_tokens: int
+    durable_ms: float
+
+
+def add_demo_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `slotstream demo`."""
+    parser.add_argument("--requests", type=int, default=12, help="completions to send (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the prompts (default: %(default)s)")
+    parser.add_argument("--keep", type=Path, metavar="DIR", help="keep model, samples and logs in DIR, which must not exist")
+
+
+def run_demo(arguments: argparse.Namespace) -> int:
+    """Run the demo; returns the exit status. 0 only when every row of every sample was right."""
+    console = Console()
+    if not 1 <= arguments.requests <= 1000:
+        print("slotstream demo: --requests must be from 1 to 1000", file=sys.stderr)
+        return 2
+    if arguments.keep is not None and arguments.keep.exists():
+        print(f"slotstream demo: {arguments.keep} exists already", file=sys.stderr)
+        return 1
+    work = arguments.keep or Path(tempfile.mkdtemp(prefix="slotstream-demo-"))
+    work.mkdir(parents=True, exist_ok=True)
+    try:
+        return _demo(work, arguments.requests, arguments.seed, console)
+    except ProcessFailed as error:
+        print(f"slotstream demo: {error}", file=sys.stderr)
+        return 1
+    finally:
+        if arguments.keep is None:
+            shutil.rmtree(work, ignore_errors=True)
+
+
+def _demo(work: Path, requests: int, seed: int, console: Console) -> int:
+    console.print("[1/4] making a tiny model whose hidden states spell their token and layer")
+    model = truth_model.make(work / "model")
+    server_port, vllm_port = free_port(), free_port()
+    address = f"127.0.0.1:{server_port}"
+    console.print(f"[2/4] starting slotstream serve on {address} and vLLM on 127.0.0.1:{vllm_port} (about half a minute)")
+    with (
+        start_server(work / "data", work / "server.log", server_port),
+        start_vllm(
+            model,
+            work / "vllm.log",
+            vllm_port,
+            *SMALL_ENGINE,
+            "--served-model-name=truth",
+            *extraction_options(LAYER_IDS),
+            *connector_options(server=address),
+        ),
+    ):
+        prompts = _prompts(requests, random.Random(seed))
+        console.print(f"[3/4] sending {requests} completions, a third of them with a shared prefix")
+        answers = _send(vllm_port, prompts)
+        console.print("[4/4] reading every sample back and checking every row")
+        with connect(address) as client:
+            checked = [
+                _check(client.get(answer["sample_id"], namespace=answer["namespace"]), prompt)
+                for answer, prompt in zip(answers, prompts, strict=True)
+            ]
+    console.print(_table(checked))
+    wrong = sum(c.wrong_rows for c in checked)
+    rows = sum(len(c.sample.token_ids) for c in checked)
+    console.print(f"{rows} rows of {len(checked)} samples checked, {wrong} wrong")
+    return 1 if wrong else 0
+
+
+def _prompts(count: int, rng: random.Random) -> list[list[int]]:
+    """Prompts of up to 900 tokens; every third begins with the same tokens."""
+
+    def text(tokens: int) -> list[int]:
+        first = truth_model.FIRST_TEXT_TOKEN
+        return [rng.randrange(first, first + truth_model.TEXT_TOKENS) for _ in range(tokens)]
+
+    prefix = text(_PREFIX_TOKENS)
+    return [
+        prefix + text(rng.randrange(1, 640)) if i % 3 == 0 else text(rng.randrange(2 * _STEP_TOKENS, 900)) for i in range(count)
+    ]
+
+
+def _send(port: int, prompts: Sequence[list[int]]) -> list[dict[str, Any]]:
+    """Send the prompts, the first one ahead so that its prefix is cached for the others; returns what was said of each."""
+
+    def one(prompt: list[int]) -> dict[str, Any]:
+        answer = complete(port, {"model": "truth", "prompt": prompt, "max_tokens": 4, "temperature": 0})
+        said: dict[str, Any] = answer["kv_transfer_params"]["slotstream"]
+        if "error" in said:
+            raise ProcessFailed(f"a capture failed: {said['error']['code']}: {said['error']['message']}")
+        return said
+
+    with ThreadPoolExecutor(8) as pool:
+        return [one(prompts[0]), *pool.map(one, prompts[1:])]
+
+
+def _check(sample: Sample, prompt: list[int]) -> _Checked:
+    if sample.token_ids.tolist() != prompt:
+        wrong = max(len(prompt), len(sample.token_ids))
+    else:
+        truth = truth_model.expected(sample.token_ids, list(sample.layer_ids))
+        wrong = int((sample.hidden_states != truth).flatten(1).any(1).sum())
+    said = sample.metadata
+    durable_ns = int(said["committed_unix_ns"]) - int(said["last_rows_unix_ns"])
+    return _Checked(sample, wrong, int(said["chunks"]), int(said["prefix_hit_tokens"]), durable_ns / 1e6)
+
+
+def _table(checked: Sequence[_Checked]) -> Table:
+    table = Table(title="samples, checked row by row")
+    table.add_column("sample", overflow="fold")
+    for name in ("tokens", "prefix-hit tokens", "chunks", "bytes", "durable after", "rows right"):
+        table.add_column(name, justify="right")
+    for c in checked:
+        tokens = len(c.sample.token_ids)
+        table.add_row(
+            c.sample.sample_id,
+            str(tokens),
+            str(c.hit_tokens),
+            str(c.chunks),
+            f"{c.sample.hidden_states.nbytes:,}",
+            f"{c.durable_ms:.1f} ms",
+            "all" if c.wrong_rows == 0 else f"[red]{tokens - c.wrong_rows} of {tokens}[/red]",
+        )
+    table.caption = "durable after: from the step that computed the last row to the sample being on disk for good"
+    return table
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """`python -m slotstream.demo.run`."""
+    parser = argparse.ArgumentParser(prog="slotstream demo", description=__doc__)
+    add_demo_arguments(parser)
+    began = time.monotonic()
+    status = run_demo(parser.parse_args(arguments))
+    print(f"took {time.monotonic() - began:.0f} s")
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

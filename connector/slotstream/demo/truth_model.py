@@ -1,0 +1,135 @@
+"""A small checkpoint whose hidden states state their own truth, so that every row can be checked for equality.
+
+Every attention and MLP output projection is zero, so the residual stream stays equal to the token embedding. The
+embedding spells the token id in +1/-1 bits, and an MLP bias adds 1 to one column per layer passed. So each row says which
+token and which layer it came from, exactly in bf16, on any device, under any batching, chunking, prefix hit or preemption:
+
+    row[token t, layer k]  =  bits(t) in columns 0..15,  k in column 16,  a fixed +-1 code elsewhere
+
+Kinds: "dense", a Llama with one KV-cache group; "swa", a Llama with alternating sliding-window and full attention, a
+hybrid whose hidden states have a group and a block size of their own; "gdn", a Qwen3-Next with gated delta nets, whose
+projections have no bias, so that column 16 stays 0 (prefix caching in "align" mode needs a GPU).
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+Kind = Literal["dense", "swa", "gdn"]
+
+ID_BITS = 16
+LAYER_COLUMN = 16
+VOCAB = 4096
+HIDDEN = 256
+LAYERS = 6
+FIRST_TEXT_TOKEN = 2  # 0 ends the text and 1 begins it; the 256 byte tokens follow.
+TEXT_TOKENS = 256
+
+
+def embedding(vocab: int = VOCAB, hidden: int = HIDDEN) -> torch.Tensor:
+    """Token codes, float32 [vocab, hidden], every entry -1, 0 or +1 (exact in bf16)."""
+    generator = torch.Generator().manual_seed(0)
+    code = torch.where(torch.rand(vocab, hidden, generator=generator) < 0.5, -1.0, 1.0)
+    ids = torch.arange(vocab)
+    for bit in range(ID_BITS):
+        code[:, bit] = ((ids >> bit) & 1).float() * 2 - 1
+    code[:, LAYER_COLUMN] = 0
+    return code
+
+
+def decode(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Read rows [..., hidden] back as (token ids [...], layer numbers [...]); for saying what a wrong row is."""
+    weights = 2 ** torch.arange(ID_BITS)
+    token_ids = ((rows[..., :ID_BITS].float() > 0).long() * weights).sum(-1)
+    return token_ids, rows[..., LAYER_COLUMN].float().round().long()
+
+
+def expected(
+    token_ids: torch.Tensor, layer_ids: list[int], vocab: int = VOCAB, hidden: int = HIDDEN, *, kind: Kind = "dense"
+) -> torch.Tensor:
+    """The exact rows that vLLM must extract for `token_ids` [tokens]: bf16 [tokens, len(layer_ids), hidden]."""
+    rows = embedding(vocab, hidden)[token_ids].unsqueeze(1).repeat(1, len(layer_ids), 1)
+    if kind != "gdn":
+        rows[:, :, LAYER_COLUMN] = torch.tensor(layer_ids, dtype=torch.float32)
+    return rows.to(torch.bfloat16)
+
+
+def make(out: Path, kind: Kind = "dense", hidden: int = HIDDEN, layers: int = LAYERS, vocab: int = VOCAB) -> Path:
+    """Write the checkpoint and a byte-level tokenizer to `out`; returns `out`. Needs transformers."""
+    if vocab > 2**ID_BITS:
+        raise ValueError(f"a vocabulary of {vocab} does not fit {ID_BITS} bits")
+    config, model_class = _config(kind, hidden, layers, vocab)
+    torch.manual_seed(0)
+    model = model_class(config).to(torch.bfloat16)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if any(key in name for key in ("o_proj", "out_proj", "down_proj", "experts")):
+                parameter.zero_()
+        model.get_input_embeddings().weight.copy_(embedding(vocab, hidden))
+        if kind != "gdn":
+            for layer in model.model.layers:
+                layer.mlp.down_proj.bias[LAYER_COLUMN] = 1
+    model.save_pretrained(out)
+    write_tokenizer(out)
+    if kind == "swa":  # vLLM reads the pattern from the config; transformers' Llama ignores it.
+        path = out / "config.json"
+        saved = json.loads(path.read_text())
+        saved["layer_types"] = ["full_attention" if i % 2 else "sliding_attention" for i in range(layers)]
+        saved["sliding_window"] = 64
+        path.write_text(json.dumps(saved, indent=1))
+    return out
+
+
+def write_tokenizer(out: Path) -> None:
+    """A tokenizer of 256 byte tokens behind <eos> (0) and <bos> (1), in `out`."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocab = {"<eos>": 0, "<bos>": 1}
+    for char in sorted(pre_tokenizers.ByteLevel.alphabet()):
+        vocab[char] = len(vocab)
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", bos_token="<bos>").save_pretrained(out)
+
+
+def _config(kind: Kind, hidden: int, layers: int, vocab: int) -> tuple[Any, Any]:
+    common: dict[str, Any] = {
+        "vocab_size": vocab,
+        "hidden_size": hidden,
+        "intermediate_size": 64,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "max_position_embeddings": 32768,
+        "eos_token_id": 0,
+        "bos_token_id": 1,
+        "tie_word_embeddings": False,
+        "dtype": "bfloat16",
+    }
+    if kind != "gdn":
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        return LlamaConfig(**common, mlp_bias=True), LlamaForCausalLM
+    from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
+
+    config = Qwen3NextConfig(
+        **common,
+        linear_num_key_heads=4,
+        linear_num_value_heads=4,
+        linear_key_head_dim=64,
+        linear_value_head_dim=64,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=64,
+        shared_expert_intermediate_size=64,
+        mlp_only_layers=list(range(layers - 1)),  # vLLM wants at least one mixture-of-experts layer.
+        layer_types=["full_attention" if i % 4 == 3 else "linear_attention" for i in range(layers)],
+    )
+    return config, Qwen3NextForCausalLM

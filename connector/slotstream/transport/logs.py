@@ -1,0 +1,10 @@
+"""Where the connector's log lines go."""
+
+from __future__ import annotations
+
+import logging
+
+
+def connector_logger(name: str) -> logging.Logger:
+    """A logger below vLLM's own: vLLM sets up handlers for that tree only, with the process's name in front of each line."""
+    return logging.getLogger(f"vllm.{name}")
