@@ -1,10 +1,45 @@
-"""Makes `tests/support` importable as `support`, for every test directory."""
+"""For every test directory: `tests/support` importable as `support`, and one real server a session to send to and read from."""
 
 from __future__ import annotations
 
+import itertools
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
 
 _HERE = str(Path(__file__).parent)
 if _HERE not in sys.path:
     sys.path.insert(0, _HERE)
+
+if TYPE_CHECKING:
+    from support.ingest_client import IngestClient
+    from support.server import ServerProcess
+
+_namespaces = (f"test-{number}" for number in itertools.count())
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """A `slotstream serve` shared by the whole session; tests keep apart by `namespace`, and leave it running."""
+    from support.server import ServerProcess
+
+    with ServerProcess(tmp_path_factory.mktemp("data")) as process:
+        yield process
+
+
+@pytest.fixture
+def ingest(server: ServerProcess) -> Iterator[IngestClient]:
+    """A sender to the session's server."""
+    from support.ingest_client import IngestClient
+
+    with IngestClient(server.address) as sender:
+        yield sender
+
+
+@pytest.fixture
+def namespace() -> str:
+    """A namespace that no other test of the session uses."""
+    return next(_namespaces)

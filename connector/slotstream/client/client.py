@@ -179,8 +179,11 @@ class Client:
     def verify(self, sample_id: str | None = None, *, namespace: str | None = None) -> Iterator[Verdict]:
         """Has the server check stored samples against their hashes; one verdict a sample, sound or damaged, as they come.
 
-        None: every committed sample, or every namespace. Raises SampleNotFound for an id that is not stored.
+        sample_id None: every committed sample, of every namespace if that is None too. An id without a namespace is one of
+        the default namespace; SampleNotFound when it is not stored there.
         """
+        if sample_id is not None and namespace is None:
+            namespace = DEFAULT_NAMESPACE
         request = samples_pb2.VerifyRequest(
             namespace="" if namespace is None else check_namespace(namespace),
             sample_id="" if sample_id is None else check_sample_id(sample_id),

@@ -1,0 +1,146 @@
+"""What the commands share: the server option, times and sizes as people write them, and output that fits its reader."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import re
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+from slotstream.wire.errors import SlotStreamError
+from slotstream.wire.names import DEFAULT_ADDRESS, DEFAULT_NAMESPACE
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import Progress, ProgressColumn
+
+    from slotstream.client import Client
+
+_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
+_AGO = re.compile(r"([0-9]{1,9})([smhdw])(?: ago)?")
+# RFC 3339, section 5.6; fromisoformat alone would also take forms that it leaves out.
+_MOMENT = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}[Tt ][0-9]{2}:[0-9]{2}:[0-9]{2}(\.[0-9]+)?([Zz]|[+-][0-9]{2}:[0-9]{2})")
+
+
+class CommandFailed(Exception):
+    """A command cannot go on; the message is one sentence for the person at the terminal."""
+
+
+def add_server_argument(parser: Any) -> None:
+    """`--server`, to a parser or a group of exclusive options."""
+    parser.add_argument(
+        "--server",
+        metavar="ADDR",
+        help=f"the server, host:port or unix:/path (default: $SLOTSTREAM_SERVER, else {DEFAULT_ADDRESS})",
+    )
+
+
+def add_namespace_argument(parser: argparse.ArgumentParser, *, any_by_default: bool = False) -> None:
+    parser.add_argument(
+        "--namespace",
+        metavar="NAME",
+        default=None if any_by_default else DEFAULT_NAMESPACE,
+        help="the samples' namespace (default: " + ("any)" if any_by_default else "%(default)s)"),
+    )
+
+
+def add_json_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print one JSON object a line (default: text for people)")
+
+
+def open_client(arguments: argparse.Namespace) -> Client:
+    """A client of the server that `--server` names. A server that is not there is told at once, not waited for."""
+    from slotstream.client import connect
+
+    return connect(arguments.server, connect_timeout_s=0)
+
+
+def moment(text: str) -> int:
+    """An argument such as 15m, 3d or 2026-01-31T12:00:00Z as nanoseconds since 1970 UTC."""
+    if ago := _AGO.fullmatch(text.strip()):
+        return max(0, time.time_ns() - int(ago[1]) * _SECONDS[ago[2]] * 1_000_000_000)
+    if _MOMENT.fullmatch(text.strip()):
+        try:
+            when = datetime.datetime.fromisoformat(text.strip().upper())
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a moment: {error}") from None
+        return round(when.timestamp() * 1e6) * 1000
+    raise argparse.ArgumentTypeError(f"{text!r} is neither like 30s, 15m, 2h, 3d, 1w nor like 2026-01-31T12:00:00Z (RFC 3339)")
+
+
+def tag(text: str) -> tuple[str, str]:
+    """An argument `key=value`."""
+    key, equals, value = text.partition("=")
+    if not key or not equals:
+        raise argparse.ArgumentTypeError(f"{text!r} is not of the form key=value")
+    return key, value
+
+
+def shown(text: str) -> str:
+    """`text` safe for a terminal: what cannot be printed, a peer's escape sequences for one, appears escaped."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in text)
+
+
+def size_text(nbytes: int) -> str:
+    """Bytes in binary units, three digits or so: 517 B, 1.2 MiB, 340 GiB."""
+    size, unit = float(nbytes), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if size < 1024:
+            break
+        size, unit = size / 1024, larger
+    return f"{size:.0f} {unit}" if unit == "B" or size >= 100 else f"{size:.1f} {unit}"
+
+
+def age_text(unix_ns: int, now_ns: int) -> str:
+    """How long ago, in the largest unit that counts at least two: 90s, 15m, 30h, 3d."""
+    seconds = max(0, now_ns - unix_ns) // 1_000_000_000
+    for unit in ("d", "h", "m"):
+        if seconds >= 2 * _SECONDS[unit]:
+            return f"{seconds // _SECONDS[unit]}{unit}"
+    return f"{seconds}s"
+
+
+def layers_text(layer_ids: tuple[int, ...], *, at_most: int = 6) -> str:
+    """Layer ids, the middle left out where there are many: `1,2,3 … 36 (36 layers)`."""
+    if len(layer_ids) <= at_most:
+        return ",".join(map(str, layer_ids))
+    return f"{','.join(map(str, layer_ids[:3]))} … {layer_ids[-1]} ({len(layer_ids)} layers)"
+
+
+def print_json(value: dict[str, Any]) -> None:
+    print(json.dumps(value, ensure_ascii=False), flush=True)
+
+
+def note(text: str) -> None:
+    """A remark beside the output, on stderr."""
+    print(text, file=sys.stderr)
+
+
+def complain_about(command: str, what: str, error: SlotStreamError) -> None:
+    """One of several things failed, and the command goes on."""
+    note(f"slotstream {command}: {shown(what)}: {error} ({error.code})")
+
+
+def terminal() -> Console:
+    """Where tables are laid out: as wide as the terminal, or as wide as they need to be where nobody looks at one."""
+    from rich.console import Console
+
+    return Console(markup=False, highlight=False, width=None if sys.stdout.isatty() else 1 << 14)
+
+
+def progress_bar(*columns: ProgressColumn | str) -> Progress:
+    """A progress display on stderr; none at all where stderr is not a terminal."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    return Progress(
+        *columns,
+        console=Console(stderr=True, highlight=False),
+        transient=True,
+        disable=not sys.stderr.isatty(),
+        # Lines printed meanwhile go above the bar, but a redirected stdout must not end up on the terminal.
+        redirect_stdout=sys.stdout.isatty(),
+    )

@@ -1,0 +1,231 @@
+"""The frame of the command line: help, usage, exit codes, failures as one sentence. Needs no server."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import subprocess
+import sys
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+from support.fake_samples import serving
+from support.server import run_cli
+
+from slotstream.server import cli, commands_common
+from slotstream.wire.errors import ConfigError, StoreFull
+
+COMMANDS = ["serve", "ls", "stat", "get", "rm", "verify", "demo"]
+
+
+def test_help_lists_every_command_and_the_exit_codes() -> None:
+    done = run_cli("--help")
+    assert done.returncode == 0
+    assert all(f"\n    {name} " in done.stdout for name in COMMANDS)
+    assert "exit codes:" in done.stdout
+    assert done.stderr == ""
+
+
+def test_version() -> None:
+    assert run_cli("--version").stdout == f"slotstream {version('slotstream')}\n"
+
+
+@pytest.mark.parametrize("name", [name for name in COMMANDS if name not in ("serve", "demo")])
+def test_each_command_helps_with_an_example_and_every_default(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main([name, "--help"])
+    assert caught.value.code == 0
+    shown = capsys.readouterr().out
+    assert f"slotstream {name} " in shown.split("example", 1)[-1] or name == "get"
+    parser = argparse.ArgumentParser()
+    getattr(__import__(f"slotstream.server.{cli.COMMANDS[name].module}", fromlist=["x"]), f"add_{name}_arguments")(parser)
+    options = [action for action in parser._actions if action.option_strings and action.dest != "help"]
+    assert options
+    assert all("default:" in str(action.help) for action in options)
+
+
+def test_help_imports_nothing_heavy() -> None:
+    script = (
+        "import sys; from slotstream.server import cli\n"
+        "for words in (['--help'], ['ls', '--help'], ['get', '--help'], ['verify', '--help']):\n"
+        "    try: cli.main(words)\n"
+        "    except SystemExit: pass\n"
+        "heavy = [name for name in ('grpc', 'torch', 'rich', 'google.protobuf', 'sqlite3') if name in sys.modules]\n"
+        "sys.exit(f'imported {heavy}' if heavy else 0)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        [],
+        ["nonsense"],
+        ["--nonsense"],
+        ["stat"],
+        ["rm"],
+        ["get"],
+        ["get", "a", "b"],
+        ["get", "a", "--layers", "1,x"],
+        ["get", "a", "--layers", ""],
+        ["get", "a", "--start", "1.5"],
+        ["get", "a", "--wait", "soon"],
+        ["ls", "--state", "asleep"],
+        ["ls", "--limit", "-1"],
+        ["ls", "--limit", "many"],
+        ["ls", "--tag", "novalue"],
+        ["ls", "--tag", "=v"],
+        ["ls", "--since", "yesterday"],
+        ["ls", "--since", "2026-01-31"],
+        ["ls", "--since", "2026-01-31T12:00:00"],
+        ["ls", "--since", "2026-02-31T12:00:00Z"],
+        ["verify", "--server", "127.0.0.1:1", "--data", "x"],
+    ],
+    ids=" ".join,
+)
+def test_a_wrong_command_line_exits_with_2(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(words)
+    assert caught.value.code == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "error:" in captured.err
+    assert "Traceback" not in captured.err
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["ls", "--server", "nonsense"], ["stat", "a", "--server", "unix:x"], ["verify", "--data", "/nonexistent/data"]],
+    ids=" ".join,
+)
+def test_a_wrong_address_or_directory_exits_with_2(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(words) == 2
+    _is_one_sentence(capsys.readouterr().err, words[0])
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["ls"],
+        ["stat", "a", "b"],
+        ["get", "a"],
+        ["rm", "a", "b", "--yes"],
+        ["verify"],
+    ],
+    ids=" ".join,
+)
+def test_no_server_is_one_sentence(words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([*words, "--server", f"unix:{tmp_path}/s"]) == 1
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "no server answers" in captured.err
+    _is_one_sentence(captured.err, words[0])
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["stat", "../a"], ["get", "a", "--layers", "1,1"], ["get", "a", "--start", "-1"], ["get", "a", "--wait", "-1"]],
+    ids=" ".join,
+)
+def test_what_no_sample_can_be_fails_before_anything_is_sent(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([*words, "--server", "127.0.0.1:1"]) == 1
+    _is_one_sentence(capsys.readouterr().err, words[0])
+
+
+def test_the_environment_names_the_server(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("SLOTSTREAM_SERVER", "nonsense")
+    assert cli.main(["ls"]) == 2
+    assert "'nonsense'" in capsys.readouterr().err
+    with serving() as address:
+        monkeypatch.setenv("SLOTSTREAM_SERVER", address)
+        assert cli.main(["ls"]) == 1
+    assert "no slotstream server of this version" in capsys.readouterr().err
+
+
+def _raising(error: BaseException) -> Callable[[argparse.Namespace], int]:
+    def run(arguments: argparse.Namespace) -> int:
+        raise error
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "sentence"),
+    [
+        (KeyboardInterrupt(), 130, None),
+        (ConfigError("wrong option"), 2, "slotstream ls: wrong option\n"),
+        (StoreFull("the disk is full"), 1, "slotstream ls: the disk is full\n"),
+        (commands_common.CommandFailed("no"), 1, "slotstream ls: no\n"),
+        (OSError(28, "No space left on device", "/x/y"), 1, "slotstream ls: /x/y: No space left on device\n"),
+        (MemoryError(), 1, "slotstream ls: MemoryError\n"),
+        (
+            ZeroDivisionError("two\nlines"),
+            1,
+            "slotstream ls: unexpected fault, ZeroDivisionError: two lines (SLOTSTREAM_DEBUG=1 shows where)\n",
+        ),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else "",
+)
+def test_every_failure_has_its_exit_code(
+    error: BaseException, code: int, sentence: str | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("slotstream.server.commands_samples.run_ls", _raising(error))
+    assert cli.main(["ls"]) == code
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err == (sentence or "")
+
+
+def test_a_fault_shows_its_traceback_when_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("slotstream.server.commands_samples.run_ls", _raising(ZeroDivisionError()))
+    monkeypatch.setenv("SLOTSTREAM_DEBUG", "1")
+    with pytest.raises(ZeroDivisionError):
+        cli.main(["ls"])
+
+
+def test_the_demo_without_its_extras_names_them(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setitem(sys.modules, "slotstream.connector.demo", None)
+    assert cli.main(["demo"]) == 1
+    assert "slotstream[vllm,torch]" in capsys.readouterr().err
+
+
+def test_ago_and_rfc_3339_are_moments(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 1_800_000_000_123_456_789
+    monkeypatch.setattr(commands_common.time, "time_ns", lambda: now)
+    assert commands_common.moment("15m") == now - 15 * 60 * 10**9
+    assert commands_common.moment("2h ago") == now - 2 * 3600 * 10**9
+    assert commands_common.moment("3d") == now - 3 * 86400 * 10**9
+    assert commands_common.moment("99999w") == 0
+    expected = int(datetime.datetime(2026, 1, 31, 10, 0, 0, 250000, datetime.UTC).timestamp() * 1000) * 10**6
+    assert commands_common.moment("2026-01-31T12:00:00.25+02:00") == expected
+    assert commands_common.moment("2026-01-31t10:00:00.25z") == expected
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"),
+    [(0, "0 B"), (1023, "1023 B"), (1024, "1.0 KiB"), (102400, "100 KiB"), (5 << 30, "5.0 GiB"), (3 << 50, "3072 TiB")],
+)
+def test_sizes(nbytes: int, text: str) -> None:
+    assert commands_common.size_text(nbytes) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(-5, "0s"), (0, "0s"), (119, "119s"), (120, "2m"), (7199, "119m"), (7200, "2h"), (172799, "47h"), (172800, "2d")],
+)
+def test_ages(seconds: int, text: str) -> None:
+    now = 1_800_000_000_000_000_000
+    assert commands_common.age_text(now - seconds * 10**9, now) == text
+
+
+def test_what_cannot_be_printed_is_escaped() -> None:
+    assert commands_common.shown("a\x1b[31mb\n\u202e\udc80é") == "a\\x1b[31mb\\n\\u202e\\udc80é"
+
+
+def _is_one_sentence(text: str, command: str) -> None:
+    assert text.startswith(f"slotstream {command}: ")
+    assert text.count("\n") == 1
+    assert "Traceback" not in text

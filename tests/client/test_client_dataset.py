@@ -1,0 +1,150 @@
+"""The torch dataset: every sample once, sharded without talk, and resumed where the trainer was."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from support.ingest_client import IngestClient
+from support.server import ServerProcess
+from support.synthetic import SyntheticSample
+from torch.utils.data import DataLoader
+
+from slotstream.client import Client, ConfigError, Sample, connect
+from slotstream.client.dataset import SampleDataset
+
+
+@pytest.fixture
+def stored(ingest: IngestClient, namespace: str) -> list[str]:
+    """Ids of 12 samples, newest first."""
+    ids = [f"s{number:02}" for number in range(12)]
+    ingest.store(*(SyntheticSample(i, namespace=namespace, num_tokens=3, tags={"last": i[-1]}) for i in ids))
+    return ids[::-1]
+
+
+def ids(samples: Any) -> list[str]:
+    return [sample.sample_id for sample in samples]
+
+
+def _one(batch: list[Sample]) -> Sample:
+    (sample,) = batch
+    return sample
+
+
+def test_each_pass_yields_what_is_stored_then(
+    server: ServerProcess, ingest: IngestClient, namespace: str, stored: list[str]
+) -> None:
+    ingest.fail(SyntheticSample("failed", namespace=namespace))
+    ingest.store(SyntheticSample("elsewhere", namespace=f"{namespace}-other", num_tokens=3))
+    dataset = SampleDataset(server.address, namespace=namespace, layers=[4, 1])
+    samples = list(dataset)
+    assert ids(samples) == stored
+    assert samples[0].layer_ids == (4, 1)
+    assert samples[0].hidden_states.shape == (3, 2, 16)
+    assert ids(SampleDataset(server.address, namespace=namespace, tags={"last": "1"})) == ["s11", "s01"]
+    ingest.store(SyntheticSample("new", namespace=namespace, num_tokens=3))
+    assert ids(dataset) == ["new", *stored]
+
+
+def test_it_goes_on_where_the_trainer_was(
+    server: ServerProcess, ingest: IngestClient, namespace: str, stored: list[str]
+) -> None:
+    with connect(server.address) as client:
+        dataset = SampleDataset(client, namespace=namespace)
+        received = iter(dataset)
+        first = [next(received).sample_id for _ in range(5)]
+        state = json.loads(json.dumps(dataset.state_dict()))
+        assert state["received"] == 5
+        # The list shifts under the cursor: one more on top, the last one received and the next one gone.
+        ingest.store(SyntheticSample("new", namespace=namespace, num_tokens=3))
+        client.delete(stored[4], namespace=namespace)
+        client.delete(stored[5], namespace=namespace)
+        resumed = SampleDataset(client, namespace=namespace)
+        resumed.load_state_dict(state)
+        rest = ids(resumed)
+        assert first + rest == [*stored[:5], *stored[6:]]
+        assert resumed.state_dict()["received"] == 5 + len(rest)
+        # The pass that was resumed is over; the next one is a whole one.
+        assert ids(resumed) == ["new", *stored[:4], *stored[6:]]
+
+
+def test_a_pass_that_was_over_stays_over_once(server: ServerProcess, namespace: str, stored: list[str]) -> None:
+    dataset = SampleDataset(server.address, namespace=namespace)
+    assert len(list(dataset)) == 12
+    resumed = SampleDataset(server.address, namespace=namespace)
+    resumed.load_state_dict(dataset.state_dict())
+    assert ids(resumed) == []
+    assert ids(resumed) == stored
+
+
+def test_a_sample_deleted_during_the_pass_is_left_out(server: ServerProcess, namespace: str, stored: list[str]) -> None:
+    with connect(server.address) as client:
+        received = iter(SampleDataset(client, namespace=namespace))
+        first = next(received)
+        client.delete(stored[3], namespace=namespace)
+        assert ids([first, *received]) == [i for i in stored if i != stored[3]]
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_ranks_share_the_samples(server: ServerProcess, namespace: str, stored: list[str], world_size: int) -> None:
+    shares = [ids(SampleDataset(server.address, namespace=namespace, rank=r, world_size=world_size)) for r in range(world_size)]
+    assert sorted(i for share in shares for i in share) == sorted(stored)
+    assert all(shares)
+
+
+def test_workers_share_the_samples_and_keep_their_state(server: ServerProcess, namespace: str, stored: list[str]) -> None:
+    # The client was used here before the workers are forked: each has to open a connection of its own.
+    with connect(server.address) as client:
+        dataset = SampleDataset(client, namespace=namespace)
+        assert len(list(dataset)) == 12
+        loader: DataLoader[Sample] = DataLoader(dataset, batch_size=1, collate_fn=_one, num_workers=2)
+        samples = list(loader)
+        assert sorted(ids(samples)) == sorted(stored)
+        assert torch.equal(samples[0].token_ids, torch.tensor([1000, 1001, 1002]))
+        with pytest.raises(RuntimeError, match="StatefulDataLoader"):
+            dataset.state_dict()
+
+
+def test_a_loader_that_collects_the_workers_state_resumes(server: ServerProcess, namespace: str, stored: list[str]) -> None:
+    stateful = pytest.importorskip("torchdata.stateful_dataloader")
+
+    def loader() -> Any:
+        dataset = SampleDataset(server.address, namespace=namespace)
+        return stateful.StatefulDataLoader(dataset, batch_size=1, collate_fn=_one, num_workers=2)
+
+    first = loader()
+    received = iter(first)
+    before = [next(received).sample_id for _ in range(5)]
+    state = first.state_dict()
+    second = loader()
+    second.load_state_dict(state)
+    assert sorted(before + ids(second)) == sorted(stored)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"version": 2}, {"version": None}, {"shards": 2}, {"received": "x"}, {"cursor": []}, {"cursor": 7}],
+    ids=str,
+)
+def test_a_state_of_another_kind_is_refused(change: dict[str, Any]) -> None:
+    dataset = SampleDataset("127.0.0.1:1")
+    good = dataset.state_dict()
+    dataset.load_state_dict(good)
+    with pytest.raises(ValueError, match="state"):
+        dataset.load_state_dict({**good, **change})
+    with pytest.raises(ValueError, match="state"):
+        dataset.load_state_dict({})
+
+
+def test_a_rank_outside_the_world_is_refused() -> None:
+    with pytest.raises(ConfigError, match="rank 2"):
+        SampleDataset("127.0.0.1:1", rank=2, world_size=2)
+
+
+def test_a_client_passed_in_stays_open(server: ServerProcess, namespace: str, stored: list[str]) -> None:
+    client: Client
+    with connect(server.address) as client:
+        assert len(list(SampleDataset(client, namespace=namespace))) == 12
+        assert client.stat(stored[0], namespace=namespace).num_tokens == 3

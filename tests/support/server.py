@@ -1,0 +1,68 @@
+"""A real `slotstream serve` in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from slotstream.client import ServerUnavailable, connect
+
+
+class ServerProcess:
+    """Listens on a socket of its own until the `with` block ends. `address`, `data_dir`, and `log()` for when it failed."""
+
+    def __init__(self, data_dir: Path, *options: str, address: str | None = None, start_timeout_s: float = 60.0) -> None:
+        # Not in the test's own directory: a socket's path may be 107 bytes long.
+        self._sockets = tempfile.TemporaryDirectory(prefix="slotstream-")
+        self._log_path = Path(self._sockets.name) / "log"
+        self.data_dir = data_dir
+        self.address = address or f"unix:{self._sockets.name}/s"
+        command = [sys.executable, "-m", "slotstream.server.cli", "serve", "--listen", self.address, "--data", str(data_dir)]
+        with self._log_path.open("wb") as log:
+            self.process = subprocess.Popen([*command, *options], stdout=log, stderr=log, stdin=subprocess.DEVNULL)
+        self._wait_until_up(start_timeout_s)
+
+    def log(self) -> str:
+        return self._log_path.read_text(errors="replace")
+
+    def stop(self, number: int = signal.SIGTERM) -> int:
+        """Signals the server and waits for its exit; the exit code."""
+        if self.process.poll() is None:
+            self.process.send_signal(number)
+        try:
+            return self.process.wait(30)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+            raise AssertionError(f"the server did not stop:\n{self.log()}") from None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        try:
+            self.stop()
+        finally:
+            self._sockets.cleanup()
+
+    def _wait_until_up(self, timeout_s: float) -> None:
+        try:
+            connect(self.address, connect_timeout_s=timeout_s).close()
+        except ServerUnavailable:
+            self.process.kill()
+            self.process.wait()
+            raise AssertionError(f"the server did not start:\n{self.log()}") from None
+
+
+def run_cli(*arguments: str, stdin: str = "", environment: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    """`slotstream ...` in a process of its own, its output captured: what a script sees."""
+    command: Sequence[str] = [sys.executable, "-m", "slotstream.server.cli", *arguments]
+    env = {**os.environ, "COLUMNS": "80", **(environment or {})}
+    return subprocess.run(command, input=stdin, capture_output=True, text=True, env=env, timeout=120, check=False)
