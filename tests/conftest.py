@@ -26,7 +26,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     """A `slotstream serve` shared by the whole session; tests keep apart by `namespace`, and leave it running."""
     from support.server import ServerProcess
 
-    with ServerProcess(tmp_path_factory.mktemp("data")) as process:
+    # A slow machine may take its time between a test's read and its upload: the read waits for it.
+    with ServerProcess(tmp_path_factory.mktemp("data"), "--appear-grace-s", "60") as process:
         yield process
 
 

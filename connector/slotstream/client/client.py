@@ -112,8 +112,9 @@ class Client:
         layers: layer ids (not positions), in the order wanted, each once; None: all, in the file's order.
         wait_s: how long to wait for a sample that is still arriving or not known yet, 0 to 3600.
 
-        Raises SampleNotFound (the id did not appear within wait_s), SampleFailed (its `reason` is the code of why),
-        DeadlineExceeded (still arriving after wait_s), BadTokenRange, BadLayers, and Damaged (the file fails its hashes).
+        Raises SampleNotFound (the id did not appear within wait_s, nor within the server's own shorter grace for ids that
+        nobody has opened), SampleFailed (its `reason` is the code of why), DeadlineExceeded (still arriving after wait_s),
+        BadTokenRange, BadLayers, and Damaged (the file fails its hashes).
         """
         wait_s = float(wait_s)
         if not 0 <= wait_s <= WAIT_S_MAX:
