@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import random
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -62,6 +63,8 @@ def run_demo(arguments: argparse.Namespace) -> int:
     if arguments.keep is not None and arguments.keep.exists():
         print(f"slotstream demo: {arguments.keep} exists already", file=sys.stderr)
         return 1
+    # A plain SIGTERM would leave the server and the engine behind.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     work = arguments.keep or Path(tempfile.mkdtemp(prefix="slotstream-demo-"))
     work.mkdir(parents=True, exist_ok=True)
     try:

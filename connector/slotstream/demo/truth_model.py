@@ -95,7 +95,8 @@ def write_tokenizer(out: Path) -> None:
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", bos_token="<bos>").save_pretrained(out)
+    fast: Any = PreTrainedTokenizerFast
+    fast(tokenizer_object=tokenizer, eos_token="<eos>", bos_token="<bos>").save_pretrained(out)
 
 
 def _config(kind: Kind, hidden: int, layers: int, vocab: int) -> tuple[Any, Any]:

@@ -27,7 +27,7 @@ def run_serve(arguments: argparse.Namespace) -> int:
 
 def add_demo_arguments(parser: argparse.ArgumentParser) -> None:
     try:
-        from slotstream.connector.demo import add_demo_arguments as add
+        from slotstream.demo.run import add_demo_arguments as add
     except ImportError as error:
         raise _demo_needs_more(error) from error
     add(parser)

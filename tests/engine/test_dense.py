@@ -1,0 +1,186 @@
+"""The main job on a dense model: real vLLM over HTTP, 64-token steps, every row checked."""
+
+from __future__ import annotations
+
+import random
+import sqlite3
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from support.stack import Stack
+from support.workload import LAYER_IDS, Ask, assert_rows_are_true, check_exact, random_prompts, send, text_tokens
+
+from slotstream.client import Client, SampleNotFound, connect
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+
+
+def _scrape(port: int) -> str:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10.0) as answer:
+        return str(answer.read().decode())
+
+
+def _metric(text: str, name: str, **labels: str) -> float:
+    """The sum of a metric's series that have these labels."""
+    lines = [line for line in text.splitlines() if line.startswith((f"{name}{{", f"{name} "))]
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if all(f'{k}="{v}"' in line for k, v in labels.items()))
+
+
+def test_every_row_is_right_and_again_when_nearly_everything_is_a_prefix_hit(dense: Stack, client: Client) -> None:
+    prompts = random_prompts(random.Random(1), 40)
+    first = check_exact(client, dense.vllm_port, "first", prompts)
+    second = check_exact(client, dense.vllm_port, "second", prompts)
+    assert [a.text for a in first] == [a.text for a in second]
+    hits = sum(int(info.metadata["prefix_hit_tokens"]) for info in client.list(namespace="second"))
+    assert hits > 0.8 * sum(len(p) - 32 for p in prompts if len(p) > 32)
+
+
+def test_output_rows_are_those_of_the_confirmed_text(dense: Stack, client: Client) -> None:
+    rng = random.Random(2)
+    asks = [
+        Ask(text_tokens(rng, n), {"namespace": "outputs", "sample_id": f"o{n}", "include_output_tokens": True}, max_tokens=100)
+        for n in (1, 33, 200)
+    ]
+    for ask, answer in zip(asks, send(dense.vllm_port, asks), strict=True):
+        assert answer.said is not None
+        sample = client.get(answer.said["sample_id"], namespace="outputs")
+        # The last sampled token is never run through the model.
+        assert answer.said["num_tokens"] == len(sample.token_ids) == len(ask.prompt) + ask.max_tokens - 1
+        assert sample.token_ids[: len(ask.prompt)].tolist() == ask.prompt
+        assert_rows_are_true(sample)
+
+
+def test_layer_subsets_and_ranges_are_exactly_those_rows(dense: Stack, client: Client) -> None:
+    prompt = text_tokens(random.Random(3), 700)
+    send(dense.vllm_port, [Ask(prompt, {"namespace": "ranges", "sample_id": "s"})])
+    whole = client.get("s", namespace="ranges")
+    for start, stop in ((0, 1), (63, 65), (100, 612), (699, 700), (5, None)):
+        for layers in ([3], [LAYER_IDS[-1], 1], None):
+            part = client.get("s", namespace="ranges", start=start, stop=stop, layers=layers)
+            columns = [LAYER_IDS.index(i) for i in layers or LAYER_IDS]
+            assert torch.equal(part.hidden_states, whole.hidden_states[start:stop][:, columns])
+            assert part.token_ids.tolist() == prompt[start:stop]
+            assert part.layer_ids == tuple(layers or LAYER_IDS)
+
+
+def test_a_window_of_the_prompt_and_opting_out(dense: Stack, client: Client) -> None:
+    prompt = text_tokens(random.Random(4), 300)
+    params = {"namespace": "window", "tags": {"kind": "window"}}
+    window, none = send(
+        dense.vllm_port,
+        [Ask(prompt, {**params, "sample_id": "w", "tokens": [70, 201]}), Ask(prompt, {**params, "capture": False})],
+    )
+    assert window.said is not None
+    assert window.said["num_tokens"] == 131
+    sample = client.get("w", namespace="window")
+    assert sample.token_ids.tolist() == prompt[70:201]
+    assert sample.metadata["token_start"] == "70"
+    assert_rows_are_true(sample)
+    assert none.said is None
+    assert [info.sample_id for info in client.list(namespace="window", tags={"kind": "window"})] == ["w"]
+
+
+@pytest.mark.parametrize(
+    ("params", "code"),
+    [
+        ({"sample_id": "../../x"}, "BAD_SAMPLE_ID"),
+        ({"sample_id": ""}, "BAD_SAMPLE_ID"),
+        ({"sample_id": "x" * 10_000}, "BAD_SAMPLE_ID"),
+        ({"sample_id": 7}, "BAD_SAMPLE_ID"),
+        ({"namespace": "../up"}, "BAD_NAMESPACE"),
+        ({"namespace": "catalog.sqlite"}, "BAD_NAMESPACE"),
+        ({"tokens": [0, 10_000]}, "BAD_TOKEN_RANGE"),
+        ({"tokens": [5, 5]}, "BAD_TOKEN_RANGE"),
+        ({"tokens": [-1, 5]}, "BAD_TOKEN_RANGE"),
+        ({"tokens": "all"}, "BAD_TOKEN_RANGE"),
+        ({"smaple_id": "typo"}, "BAD_PARAMS"),
+        ({"capture": "yes"}, "BAD_PARAMS"),
+        ({"tags": {"k": 1}}, "BAD_TAGS"),
+    ],
+)
+def test_bad_params_are_answered_and_nothing_is_written(
+    dense: Stack, client: Client, params: dict[str, object], code: str
+) -> None:
+    before = sorted(p for p in (dense.work / "data").rglob("*.safetensors"))
+    (answer,) = send(dense.vllm_port, [Ask(text_tokens(random.Random(5), 20), params)])
+    assert answer.text
+    assert answer.said is not None
+    assert answer.said["error"]["code"] == code
+    assert len(answer.said["error"]["message"]) < 300
+    assert sorted(p for p in (dense.work / "data").rglob("*.safetensors")) == before
+    assert not (dense.work / "x.safetensors").exists()
+
+
+def test_the_same_id_again_is_stored_once_and_other_content_is_refused(dense: Stack, client: Client) -> None:
+    rng = random.Random(6)
+    prompt, other = text_tokens(rng, 100), text_tokens(rng, 100)
+    params = {"namespace": "again", "sample_id": "a"}
+    send(dense.vllm_port, [Ask(prompt, params), Ask(prompt, params)], at_once=1)
+    send(dense.vllm_port, [Ask(other, params)])
+    # The refusal comes after the answer: it shows in vLLM's own metrics with the next step.
+    for _ in range(100):
+        send(dense.vllm_port, [Ask(prompt, {"capture": False})])
+        if _metric(_scrape(dense.vllm_port), "slotstream_samples_failed_total", code="ALREADY_EXISTS"):
+            break
+    assert _metric(_scrape(dense.vllm_port), "slotstream_samples_failed_total", code="ALREADY_EXISTS") == 1
+    assert client.get("a", namespace="again").token_ids.tolist() == prompt
+    assert len(list(client.list(namespace="again"))) == 1
+
+
+def test_early_chunks_are_on_the_server_before_the_last_is_computed(dense: Stack, client: Client) -> None:
+    prompt = text_tokens(random.Random(7), 900)
+    send(dense.vllm_port, [Ask(prompt, {"namespace": "stream", "sample_id": "s"})])
+    said = client.get("s", namespace="stream").metadata
+    assert int(said["chunks"]) >= len(prompt) // 64
+    # Both are this host's clock: the server had a chunk before the connector had the last row.
+    assert int(said["first_chunk_unix_ns"]) < int(said["last_rows_unix_ns"]) < int(said["committed_unix_ns"])
+
+
+def test_standard_tools_see_standard_things(dense: Stack, client: Client) -> None:
+    prompt = text_tokens(random.Random(8), 150)
+    send(dense.vllm_port, [Ask(prompt, {"namespace": "plain", "sample_id": "s"})])
+    sample = client.get("s", namespace="plain")
+    (path,) = (dense.work / "data" / "plain").rglob("s.safetensors")
+    tensors = load_file(path)
+    assert set(tensors) == {"hidden_states", "token_ids"}
+    assert torch.equal(tensors["hidden_states"], sample.hidden_states)
+    assert torch.equal(tensors["token_ids"], sample.token_ids)
+    with sqlite3.connect(f"file:{dense.work / 'data' / 'catalog.sqlite'}?mode=ro", uri=True) as catalogue:
+        row = catalogue.execute("SELECT state, num_tokens FROM samples WHERE sample_id='s' AND namespace='plain'").fetchone()
+    assert row == ("committed", len(prompt))
+    assert "# TYPE" in _scrape(dense.metrics_port)
+
+
+def test_an_outage_fails_captures_and_nothing_else_and_ends_by_itself(dense: Stack) -> None:
+    """Last in the module: it stops the server."""
+    rng = random.Random(9)
+    assert dense.server.stop() == 0
+
+    def capture(sample_id: str) -> dict[str, object]:
+        (answer,) = send(dense.vllm_port, [Ask(text_tokens(rng, 80), {"namespace": "outage", "sample_id": sample_id})])
+        assert answer.text
+        assert answer.said is not None
+        return answer.said
+
+    for attempt in range(1000):  # Until the engine has noticed; each completion is served all the same.
+        said = capture(f"down{attempt}")
+        if "error" in said:
+            break
+    assert said["error"]["code"] == "SERVER_UNAVAILABLE"  # type: ignore[index]
+    with ThreadPoolExecutor(8) as pool:
+        assert all("error" in s for s in pool.map(capture, [f"still{i}" for i in range(16)]))
+    assert _metric(_scrape(dense.vllm_port), "slotstream_samples_failed_total", code="SERVER_UNAVAILABLE") >= 17
+    assert "SERVER_UNAVAILABLE" in Path(dense.engine.log).read_text()
+
+    dense.restart_server()
+    for attempt in range(1000):
+        if "error" not in capture(f"up{attempt}"):
+            break
+    with connect(dense.address) as client:
+        assert_rows_are_true(client.get(f"up{attempt}", namespace="outage"))
+        with pytest.raises(SampleNotFound):
+            client.get("still0", namespace="outage", wait_s=0)

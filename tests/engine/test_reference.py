@@ -1,0 +1,106 @@
+"""What a layer id means, against transformers; and that text is the same with and without the connector."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from support.stack import stack
+from support.workload import MODEL_NAME, Answer, Ask, send, text_tokens
+
+from slotstream.client import Sample, connect
+from slotstream.demo.processes import SMALL_ENGINE, free_port, start_vllm
+from slotstream.demo.truth_model import write_tokenizer
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+
+LAYERS = 4
+LAYER_IDS = [0, 1, 3, LAYERS]
+# bf16 keeps 8 bits of mantissa; four layers in another order of operations stay well below this, another layer does not.
+RELATIVE_ERROR_MAX = 0.03
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random-weight Qwen3, its logits far enough apart for greedy text to be well defined."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    path = tmp_path_factory.mktemp("random") / "qwen3"
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=512,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        max_position_embeddings=4096,
+        eos_token_id=0,
+        tie_word_embeddings=False,
+        initializer_range=0.1,
+        dtype="bfloat16",
+    )
+    Qwen3ForCausalLM(config).to(torch.bfloat16).save_pretrained(path)
+    write_tokenizer(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    rng = random.Random(21)
+    return [text_tokens(rng, n) for n in (1, 5, 64, 65, 200, 411)]
+
+
+@pytest.fixture(scope="module")
+def captured(
+    model_path: Path, prompts: list[list[int]], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[list[Answer], list[Sample]]]:
+    with stack(tmp_path_factory.mktemp("reference"), model_path, LAYER_IDS) as running:
+        asks = [Ask(p, {"sample_id": f"p{i}"}, max_tokens=40) for i, p in enumerate(prompts)]
+        answers = send(running.vllm_port, asks)
+        with connect(running.address) as client:
+            yield answers, [client.get(f"p{i}") for i in range(len(prompts))]
+
+
+def _residual_streams(model_path: Path, prompt: list[int]) -> torch.Tensor:
+    """transformers' residual stream after each of LAYER_IDS layers, float32 [tokens, layers, hidden]."""
+    from transformers import Qwen3ForCausalLM
+
+    model = Qwen3ForCausalLM.from_pretrained(model_path, dtype=torch.bfloat16).eval()
+    streams: dict[int, torch.Tensor] = {}
+
+    def keep(layer_id: int, output: object) -> None:
+        tensor = output[0] if isinstance(output, tuple) else output
+        assert isinstance(tensor, torch.Tensor)
+        streams[layer_id] = tensor.reshape(-1, tensor.shape[-1]).float()
+
+    model.model.embed_tokens.register_forward_hook(lambda module, args, output: keep(0, output))
+    for i, layer in enumerate(model.model.layers):
+        layer.register_forward_hook(lambda module, args, output, i=i: keep(i + 1, output))
+    with torch.no_grad():
+        model(torch.tensor([prompt]))
+    return torch.stack([streams[i] for i in LAYER_IDS], dim=1)
+
+
+def test_rows_are_the_residual_streams_of_transformers(
+    captured: tuple[list[Answer], list[Sample]], prompts: list[list[int]], model_path: Path
+) -> None:
+    for prompt, sample in zip(prompts, captured[1], strict=True):
+        truth = _residual_streams(model_path, prompt)
+        rows = sample.hidden_states.float()
+        assert rows.shape == truth.shape
+        error = (rows - truth).norm(dim=-1) / truth.norm(dim=-1)
+        assert float(error.max()) < RELATIVE_ERROR_MAX
+
+
+def test_text_is_the_same_without_extraction_and_connector(
+    captured: tuple[list[Answer], list[Sample]], prompts: list[list[int]], model_path: Path, tmp_path: Path
+) -> None:
+    port = free_port()
+    with start_vllm(model_path, tmp_path / "plain.log", port, *SMALL_ENGINE, f"--served-model-name={MODEL_NAME}"):
+        plain = send(port, [Ask(p, max_tokens=40) for p in prompts])
+    assert [a.text for a in plain] == [a.text for a in captured[0]]
