@@ -9,7 +9,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from slotstream.wire.dtypes import row_bytes
-from slotstream.wire.errors import BadLayers, BadParams, TooLarge
+from slotstream.wire.errors import BadLayers, BadParams, SlotStreamError, TooLarge
 from slotstream.wire.hashing import to_hex, xxh3
 from slotstream.wire.layout import TOKEN_ID_BYTES
 from slotstream.wire.names import (
@@ -164,6 +164,19 @@ class SampleRecord:
             tags=dict(spec.tags),
             metadata=connector_metadata(spec.metadata),
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why a sample failed, as its row and its sender are told. `code` is stable; a peer's own codes are allowed."""
+
+    code: str
+    message: str
+    retryable: bool = False
+
+    @classmethod
+    def of(cls, error: SlotStreamError) -> Failure:
+        return cls(error.code, str(error), error.retryable)
 
 
 def check_metadata(metadata: Mapping[str, str]) -> None:

@@ -18,7 +18,7 @@ from slotstream.store.catalogue_sql import ListQuery
 from slotstream.store.catalogue_sql import get as get_record
 from slotstream.store.files import DIR_MODE, Files, store_error
 from slotstream.store.reading import SampleReader
-from slotstream.store.records import SampleKey, SampleRecord, SampleSpec, State
+from slotstream.store.records import Failure, SampleKey, SampleRecord, SampleSpec, State
 from slotstream.store.recovery import open_catalogue, recover
 from slotstream.store.sample_file import SampleFile, read_sample_file
 from slotstream.store.upload import Draft, Upload
@@ -111,7 +111,7 @@ class SampleStore:
         with self._uploads_lock:
             uploads = [upload for same in self._uploads.values() for upload in same]
         for upload in uploads:
-            upload.abort(Interrupted("the server stopped while the sample was arriving"))
+            upload.abort(Failure.of(Interrupted("the server stopped while the sample was arriving")))
         self._catalogue.close(clean=not self._unrecorded)
         fd, self._lock_fd = self._lock_fd, -1
         if fd >= 0:
@@ -135,22 +135,21 @@ class SampleStore:
                 self._catalogue.put_arriving(SampleRecord.arriving(spec, upload.created_unix_ns))
             return upload
         except SlotStreamError as error:
-            self.record_failed(spec, error)
+            self.record_failed(SampleRecord.arriving(spec, time.time_ns()), Failure.of(error))
             raise
         finally:
             with self._uploads_lock:
                 self._opening -= 1
 
-    def record_failed(self, spec: SampleSpec, error: SlotStreamError) -> None:
+    def record_failed(self, record: SampleRecord, failure: Failure) -> None:
         """Let readers of the id know why there is no sample. Does nothing while another upload of it is arriving."""
-        record = SampleRecord.arriving(spec, time.time_ns())
         with self._uploads_lock:
-            if spec.key in self._uploads:
+            if record.key in self._uploads:
                 return
-            written = self._catalogue.put_failed(record, error.code, str(error))
-        self._wait_failed(spec.key, written)
+            written = self._catalogue.put_failed(record, failure.code, failure.message)
+        self._wait_failed(record.key, written)
 
-    def _ended(self, upload: Upload, error: SlotStreamError | None) -> None:
+    def _ended(self, upload: Upload, failure: Failure | None) -> None:
         """An upload's last word. Its row is queued before it leaves `_uploads`, so whoever misses it there finds the row."""
         key = upload.spec.key
         written: Future[bool] | None = None
@@ -159,9 +158,9 @@ class SampleStore:
             same.remove(upload)
             if not same:
                 del self._uploads[key]
-                if error is not None:
+                if failure is not None:
                     record = SampleRecord.arriving(upload.spec, upload.created_unix_ns)
-                    written = self._catalogue.put_failed(record, error.code, str(error))
+                    written = self._catalogue.put_failed(record, failure.code, failure.message)
         if written is not None:
             self._wait_failed(key, written)
 

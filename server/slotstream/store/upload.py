@@ -17,13 +17,20 @@ from pathlib import Path
 
 from slotstream.store.files import Files, store_error
 from slotstream.store.ranges import RangeSet
-from slotstream.store.records import PARTIAL_SUFFIX, SampleRecord, SampleSpec, State, check_metadata, connector_metadata
+from slotstream.store.records import (
+    PARTIAL_SUFFIX,
+    Failure,
+    SampleRecord,
+    SampleSpec,
+    State,
+    check_metadata,
+    connector_metadata,
+)
 from slotstream.store.rowhash import GroupHasher
 from slotstream.store.sample_file import Content, final_header, pack_token_ids, reserve_header
 from slotstream.wire.errors import (
     BadChunk,
     BadParams,
-    CaptureAborted,
     HashMismatch,
     InternalFault,
     Interrupted,
@@ -54,7 +61,7 @@ class Upload:
     """A sample on its way. Made by `SampleStore.open_upload`; ends with exactly one of commit or abort.
 
     The store hands in `publish`, which calls `seal` and makes the partial the committed file, or finds the same content
-    there already (True); and `ended`, called once, with None or with the error that the sample failed with.
+    there already (True); and `ended`, called once, with None or with why the sample failed.
     """
 
     def __init__(
@@ -64,7 +71,7 @@ class Upload:
         files: Files,
         free_bytes_min: int,
         publish: Callable[[Upload, Draft], bool],
-        ended: Callable[[Upload, SlotStreamError | None], None],
+        ended: Callable[[Upload, Failure | None], None],
     ) -> None:
         """Creates the partial. Raises StoreFull, TooLarge and InternalFault, leaving no file behind."""
         self.spec = spec
@@ -135,10 +142,10 @@ class Upload:
                 self._release()
         except OSError as error:
             failure = store_error(error, "writing rows")
-            self.abort(failure)
+            self.abort(Failure.of(failure))
             raise failure from error
         except SlotStreamError as error:
-            self.abort(error)
+            self.abort(Failure.of(error))
             raise
 
     def _check_chunk(self, first_row: int, rows: int, view: memoryview, digest: int) -> None:
@@ -252,17 +259,19 @@ class Upload:
             header_xxh3=to_hex(xxh3(raw)),
         )
 
-    def abort(self, error: SlotStreamError | None = None) -> None:
-        """Fail the sample with `error` (default: ABORTED) and remove its bytes. Does nothing when it ended before."""
+    def abort(self, failure: Failure) -> bool:
+        """Fail the sample and remove its bytes. False, and nothing is done, when it ended before or is being committed."""
         with self._lock:
             if self._finished:
-                return
+                return False
             self._finished = True
-        self._fail(error or CaptureAborted("the sample was given up"))
+        self._discard()
+        self._ended(self, failure)
+        return True
 
     def _fail(self, error: SlotStreamError) -> SlotStreamError:
         self._discard()
-        self._ended(self, error)
+        self._ended(self, Failure.of(error))
         return error
 
     def _discard(self) -> None:

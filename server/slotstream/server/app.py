@@ -1,0 +1,225 @@
+"""Starts the server, runs it until a signal, drains it and stops it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import resource
+import signal
+import socket
+import stat
+import sys
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import grpc.aio
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
+from slotstream.server.arrivals import Arrivals
+from slotstream.server.config import ServerConfig
+from slotstream.server.ingest import IngestService, server_version
+from slotstream.server.lane import Pools
+from slotstream.server.logs import configure_logging
+from slotstream.server.metrics import Metrics, serve_metrics
+from slotstream.server.serving import SamplesService
+from slotstream.store.samples import SampleStore
+from slotstream.wire.errors import ConfigError
+from slotstream.wire.names import MESSAGE_BYTES_MAX
+
+_log = logging.getLogger(__name__)
+SERVICES = ("slotstream.v1.Ingest", "slotstream.v1.Samples")
+_LAST_CALLS_S = 1.0  # How long calls that should have ended may still take before they are cut off.
+_FRAME_SPARE_BYTES = 64 << 10
+
+
+def run(config: ServerConfig, *, ready: Callable[[str], None] | None = None) -> int:
+    """Serve until SIGTERM or SIGINT; the exit code. `ready` gets the real address once the server answers.
+
+    What the operator has to change is said in one sentence on stderr, and the exit code is 1.
+    """
+    configure_logging(config)
+    _raise_descriptor_limit()
+    try:
+        asyncio.run(_serve(config, ready))
+    except ConfigError as error:
+        print(f"slotstream serve: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+async def _serve(config: ServerConfig, ready: Callable[[str], None] | None) -> None:
+    signals = _Signals()
+    server = Server(config)
+    await server.start()
+    if ready is not None:
+        ready(server.address)
+    try:
+        await signals.first.wait()
+        await server.drain(hurry=signals.second)
+    finally:
+        await server.stop()
+
+
+class _Signals:
+    """SIGTERM and SIGINT: the first asks to drain, the second to stop now."""
+
+    def __init__(self) -> None:
+        self.first = asyncio.Event()
+        self.second = asyncio.Event()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, self._caught, number)
+
+    def _caught(self, number: signal.Signals) -> None:
+        if self.first.is_set():
+            self.second.set()
+        self.first.set()
+        _log.info("%s: %s", number.name, "stopping now" if self.second.is_set() else "draining")
+
+
+class Server:
+    """One server in this event loop: `start`, then `drain` if wanted, then `stop`."""
+
+    def __init__(self, config: ServerConfig, *, store: SampleStore | None = None) -> None:
+        """`store`: an open store to serve instead of the configuration's data directory; `stop` closes it."""
+        self.config = config
+        self.address = config.listen
+        self.metrics_address: str | None = None
+        self._given_store = store
+        self._closing = contextlib.AsyncExitStack()
+
+    async def start(self) -> None:
+        """Open the store and answer. Raises ConfigError, with nothing left behind."""
+        try:
+            await self._start()
+        except BaseException:
+            await self._closing.aclose()
+            raise
+
+    async def _start(self) -> None:
+        config = self.config
+        _check_listen(config.listen)
+        store = await asyncio.to_thread(self._open_store) if self._given_store is None else self._given_store
+        self._closing.push_async_callback(asyncio.to_thread, store.close)
+        pools = Pools()
+        self._closing.push_async_callback(asyncio.to_thread, pools.shutdown)
+        metrics = Metrics(store)
+        self._arrivals = Arrivals()
+        self._ingest = IngestService(config, store, pools, metrics, self._arrivals)
+        self._samples = SamplesService(config, store, pools, metrics, self._arrivals)
+        self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
+        self._grpc = grpc.aio.server(
+            options=(
+                ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX + _FRAME_SPARE_BYTES),
+                ("grpc.max_send_message_length", MESSAGE_BYTES_MAX + _FRAME_SPARE_BYTES),
+                ("grpc.so_reuseport", 0),  # A second server on the same port must fail, not share it.
+            )
+        )
+        self._grpc.add_generic_rpc_handlers((self._ingest.handler(), self._samples.handler()))
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._grpc)
+        for service in ("", *SERVICES):
+            await self._health.set(service, health_pb2.HealthCheckResponse.SERVING)
+        self.address = self._bind()
+        if config.metrics_listen is not None:
+            self.metrics_address, stop_metrics = serve_metrics(metrics, config.metrics_listen)
+            self._closing.push_async_callback(asyncio.to_thread, stop_metrics)
+            _log.info("metrics on http://%s/metrics", self.metrics_address)
+        await self._grpc.start()
+        self._closing.push_async_callback(self._stop_grpc)
+        _log.info("slotstream %s listening on %s", server_version(), self.address)
+
+    def _open_store(self) -> SampleStore:
+        return SampleStore.open(self.config.data_dir, free_bytes_min=self.config.free_bytes_min)
+
+    def _bind(self) -> str:
+        listen = self.config.listen
+        try:
+            port = self._grpc.add_insecure_port(listen)
+        except RuntimeError as error:
+            raise ConfigError(f"--listen: cannot listen on {listen}") from error
+        return listen if listen.startswith("unix:") else f"{listen.rpartition(':')[0]}:{port}"
+
+    async def drain(self, hurry: asyncio.Event | None = None) -> None:
+        """Take no more samples, and let open ones and running reads finish within drain_s, or until `hurry` is set."""
+        await self._health.enter_graceful_shutdown()
+        self._ingest.drain()
+        deadline = asyncio.get_running_loop().time() + self.config.drain_s
+        await _until(self._ingest.idle(), deadline, hurry)
+        # No sample will arrive any more: whoever waits for one is told, and running reads get the rest of the time.
+        self._ingest.end_streams()
+        await self._ingest.idle()
+        self._arrivals.close()
+        await _until(self._samples.idle(), deadline, hurry)
+
+    async def stop(self) -> None:
+        """End every call and close everything. What is still arriving fails as SERVER_DRAINING."""
+        await self._closing.aclose()
+        _log.info("stopped")
+
+    async def _stop_grpc(self) -> None:
+        self._ingest.end_streams()
+        self._arrivals.close()
+        await self._grpc.stop(_LAST_CALLS_S)
+        await self._ingest.idle()
+
+
+async def _until(done: Awaitable[None], deadline: float, hurry: asyncio.Event | None) -> None:
+    """Returns when `done`, when the loop's clock reaches `deadline`, or when `hurry` is set."""
+    waits: list[asyncio.Future[Any]] = [asyncio.ensure_future(done)]
+    if hurry is not None:
+        waits.append(asyncio.ensure_future(hurry.wait()))
+    timeout = max(0.0, deadline - asyncio.get_running_loop().time())
+    await asyncio.wait(waits, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+    for wait in waits:
+        wait.cancel()
+
+
+def _check_listen(listen: str) -> None:
+    """Raises ConfigError, saying why, when nothing can listen there; gRPC itself would only say that it failed."""
+    if listen.startswith("unix:"):
+        _check_socket_path(Path(listen.removeprefix("unix:")))
+        return
+    host, _, port = listen.rpartition(":")
+    if port == "0":
+        return
+    try:
+        found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, kind, protocol, _, address = found[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+            probe.listen(1)
+    except OSError as error:
+        raise ConfigError(f"--listen: cannot listen on {listen}: {error.strerror or error}") from error
+
+
+def _check_socket_path(path: Path) -> None:
+    """A socket that nobody listens on is a dead server's, and is removed; anything else at the path stays."""
+    try:
+        if not stat.S_ISSOCK(path.lstat().st_mode):
+            raise ConfigError(f"--listen: {path} exists and is not a socket")
+        with socket.socket(socket.AF_UNIX) as probe:
+            probe.settimeout(1.0)
+            probe.connect(str(path))
+        raise ConfigError(f"--listen: another server is listening on {path}")
+    except FileNotFoundError:
+        pass
+    except ConnectionRefusedError:
+        path.unlink()
+    except OSError as error:
+        raise ConfigError(f"--listen: cannot use {path}: {error.strerror or error}") from error
+    try:
+        with socket.socket(socket.AF_UNIX) as probe:
+            probe.bind(str(path))
+        path.unlink()
+    except OSError as error:
+        raise ConfigError(f"--listen: cannot listen on {path}: {error.strerror or error}") from error
+
+
+def _raise_descriptor_limit() -> None:
+    """Every arriving sample is an open file; the usual soft limit of 1024 is a default for programs that use select()."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

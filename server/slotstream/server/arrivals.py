@@ -1,0 +1,48 @@
+"""Who waits for which sample: readers sleep until something happened to the id they want; nobody polls."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from slotstream.store.records import SampleKey
+from slotstream.wire.errors import ServerDraining
+
+
+class Arrivals:
+    """Wakes waiters by sample. Belongs to one event loop."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[SampleKey, set[asyncio.Event]] = {}
+        self._closed = False
+
+    @contextmanager
+    def watch(self, key: SampleKey) -> Iterator[asyncio.Event]:
+        """An event that is set whenever the sample's state may have changed. Watch first, then look, then wait."""
+        event = asyncio.Event()
+        self._waiting.setdefault(key, set()).add(event)
+        try:
+            yield event
+        finally:
+            events = self._waiting[key]
+            events.discard(event)
+            if not events:
+                del self._waiting[key]
+
+    def notify(self, key: SampleKey) -> None:
+        """Something happened to the sample."""
+        for event in self._waiting.get(key, ()):
+            event.set()
+
+    def close(self) -> None:
+        """Wake everybody: nothing will arrive any more."""
+        self._closed = True
+        for events in self._waiting.values():
+            for event in events:
+                event.set()
+
+    def check_open(self) -> None:
+        """Raises ServerDraining after `close`."""
+        if self._closed:
+            raise ServerDraining("the server is shutting down")

@@ -1,0 +1,69 @@
+"""Between the store's records and the read service's messages."""
+
+from __future__ import annotations
+
+from slotstream.store.catalogue_sql import ListQuery
+from slotstream.store.records import SampleKey, SampleRecord, State
+from slotstream.store.verifying import Verdict
+from slotstream.v1 import sample_pb2, samples_pb2
+from slotstream.wire.errors import BadParams
+from slotstream.wire.names import DEFAULT_NAMESPACE, check_namespace
+
+PAGE_SIZE_DEFAULT = 100
+_TO_WIRE = {
+    State.ARRIVING: sample_pb2.SAMPLE_STATE_ARRIVING,
+    State.COMMITTED: sample_pb2.SAMPLE_STATE_COMMITTED,
+    State.FAILED: sample_pb2.SAMPLE_STATE_FAILED,
+}
+_FROM_WIRE = {wire: state for state, wire in _TO_WIRE.items()}
+
+
+def key_of(namespace: str, sample_id: str) -> SampleKey:
+    """Raises BadNamespace and BadSampleId. An empty namespace is the default one."""
+    return SampleKey.checked(namespace or DEFAULT_NAMESPACE, sample_id)
+
+
+def info_of(record: SampleRecord) -> sample_pb2.SampleInfo:
+    return sample_pb2.SampleInfo(
+        namespace=record.namespace,
+        sample_id=record.sample_id,
+        state=_TO_WIRE[record.state],
+        model=record.model,
+        dtype=record.dtype,
+        layer_ids=record.layer_ids,
+        hidden_size=record.hidden_size,
+        num_tokens=record.num_tokens,
+        file_bytes=record.file_bytes,
+        created_unix_ns=record.created_unix_ns,
+        committed_unix_ns=record.committed_unix_ns,
+        error_code=record.error_code,
+        error_message=record.error_message,
+        tags=record.tags,
+        metadata=record.metadata,
+    )
+
+
+def query_of(request: samples_pb2.ListRequest) -> ListQuery:
+    """Raises BadParams and BadNamespace."""
+    if request.state not in _FROM_WIRE and request.state != sample_pb2.SAMPLE_STATE_UNSPECIFIED:
+        raise BadParams(f"sample state {request.state} is not known")
+    return ListQuery(
+        namespace=check_namespace(request.namespace) if request.namespace else "",
+        model=request.model,
+        state=_FROM_WIRE.get(request.state),
+        created_from_unix_ns=request.created_from_unix_ns,
+        created_until_unix_ns=request.created_until_unix_ns,
+        tags=dict(request.tags),
+        page_size=request.page_size or PAGE_SIZE_DEFAULT,
+        page_token=request.page_token,
+    )
+
+
+def reply_of(verdict: Verdict) -> samples_pb2.VerifyReply:
+    return samples_pb2.VerifyReply(
+        namespace=verdict.namespace,
+        sample_id=verdict.sample_id,
+        damage=verdict.damage,
+        message=verdict.message,
+        bytes=verdict.bytes_checked,
+    )

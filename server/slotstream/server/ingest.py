@@ -1,0 +1,393 @@
+"""The Ingest service: streams of raw frames in, acks and verdicts out. v1/ingest.proto is its specification.
+
+The event loop reads frames and keeps the books; lanes do the disk work. What a peer does wrong with one sample fails that
+sample; what breaks the protocol ends its stream; neither touches any other stream.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import time
+from collections import deque
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from importlib import metadata as packages
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from slotstream.server.arrivals import Arrivals
+from slotstream.server.config import ServerConfig
+from slotstream.server.lane import Abort, Chunk, Commit, Done, Ended, Lane, Open, Pools, Refuse
+from slotstream.server.metrics import Metrics, code_label
+from slotstream.server.status import abort
+from slotstream.store.ranges import RangeSet
+from slotstream.store.records import MODEL_BYTES_MAX, Failure, SampleKey, SampleRecord, SampleSpec, State
+from slotstream.store.samples import SampleStore
+from slotstream.v1 import ingest_pb2 as pb
+from slotstream.wire.errors import (
+    HashMismatch,
+    InternalFault,
+    Interrupted,
+    ProtocolViolation,
+    ServerDraining,
+    SlotStreamError,
+    StoreFull,
+    error_from_code,
+)
+from slotstream.wire.frames import decode_request
+from slotstream.wire.names import CHUNK_BYTES_MAX, LAYERS_MAX, PROTOCOL_VERSION
+
+_log = logging.getLogger(__name__)
+_HELD_ITEMS_MAX = 4096  # Frames taken and not done with, and replies not sent, on one stream.
+_REFUSED_MAX = 256  # Samples beyond the limit of open ones whose refusal is under way.
+_USED_RANGES_MAX = 1 << 16
+_CODE = re.compile(r"[A-Z][A-Z0-9_]{0,63}")
+_MESSAGE_CHARS_MAX = 1024
+_EOF: Any = grpc.aio.EOF  # type: ignore[attr-defined]  # Missing in grpc-stubs.
+_Context = grpc.aio.ServicerContext[bytes, bytes]
+
+
+def server_version() -> str:
+    return packages.version("slotstream")
+
+
+class IngestService:
+    """All ingest streams of a server."""
+
+    def __init__(self, config: ServerConfig, store: SampleStore, pools: Pools, metrics: Metrics, arrivals: Arrivals) -> None:
+        self.config = config
+        self.store = store
+        self.pools = pools
+        self.metrics = metrics
+        self.arrivals = arrivals
+        self.draining = False
+        self._streams: set[_Stream] = set()  # A stream stays until its last sample ended, connected or not.
+        self._open = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    def handler(self) -> grpc.GenericRpcHandler[bytes, bytes]:
+        stream: Any = self._stream
+        methods = {"Stream": grpc.stream_stream_rpc_method_handler(stream)}  # No serializers: raw bytes both ways.
+        return grpc.method_handlers_generic_handler("slotstream.v1.Ingest", methods)
+
+    async def _stream(self, requests: AsyncIterator[bytes], context: _Context) -> None:
+        stream = _Stream(self, context)
+        self._streams.add(stream)
+        self.metrics.streams.inc()
+        try:
+            await stream.run()
+        except ProtocolViolation as error:
+            self.metrics.violations.inc()
+            _log.warning("ending the stream of %s: %s", stream.peer, error)
+            await abort(context, error)
+        except ServerDraining as error:
+            await abort(context, error)
+        finally:
+            self.metrics.streams.dec()
+            self.forget(stream)
+
+    def opened(self) -> None:
+        self._open += 1
+        self._idle.clear()
+        self.metrics.open_samples.set(self._open)
+
+    def ended(self, lane: Lane, ended: Ended) -> None:
+        """Books the end of a sample and wakes who waits for it."""
+        self._open -= 1
+        self.metrics.open_samples.set(self._open)
+        if not self._open:
+            self._idle.set()
+        if ended.failure is None:
+            self.metrics.samples.labels("duplicate" if ended.duplicate else "committed", "").inc()
+            self.metrics.open_to_durable.observe(ended.open_s)
+            self.metrics.commit_to_durable.observe(ended.commit_s)
+            _log.debug("sample %s committed", lane.key)
+        else:
+            self.metrics.samples.labels("failed", code_label(ended.failure.code)).inc()
+            if ended.failure.code == HashMismatch.code:
+                self.metrics.hash_mismatches.inc()
+            _log.info("sample %s failed: %s: %s", lane.key, ended.failure.code, ended.failure.message)
+        if lane.key is not None:
+            self.arrivals.notify(lane.key)
+
+    def forget(self, stream: _Stream) -> None:
+        if stream.is_over():
+            self._streams.discard(stream)
+
+    def drain(self) -> None:
+        """Open no more samples, and tell every peer so."""
+        self.draining = True
+        for stream in self._streams:
+            stream.reply(pb.IngestReply(draining=pb.Draining()))
+
+    async def idle(self) -> None:
+        """Returns once no sample is open."""
+        await self._idle.wait()
+
+    def end_streams(self) -> None:
+        """Fail what is still open and end every stream with SERVER_DRAINING."""
+        for stream in tuple(self._streams):
+            stream.end()
+
+
+class _Stream:
+    """One peer. Everything here runs on the event loop but `_post`."""
+
+    def __init__(self, service: IngestService, context: _Context) -> None:
+        self.peer = context.peer()
+        self._service = service
+        self._context = context
+        self._loop = asyncio.get_running_loop()
+        self._lanes: dict[int, Lane] = {}
+        self._used = RangeSet()
+        self._held_bytes = 0
+        self._held_items = 0
+        self._room = asyncio.Event()  # Set whenever something was let go of.
+        self._replies: deque[bytes] = deque()
+        self._replied = asyncio.Event()  # Set whenever there is something to send.
+        self._ending = asyncio.Event()
+        self._connected = True
+        self._results: deque[Done] = deque()
+        self._collecting = False
+
+    # The call.
+
+    async def run(self) -> None:
+        """Serve the peer until it is done, gone, or wrong. Raises ProtocolViolation and ServerDraining."""
+        receiver = asyncio.create_task(self._receive())
+        sender = asyncio.create_task(self._send())
+        ending = asyncio.create_task(self._ending.wait())
+        try:
+            await asyncio.wait((receiver, sender, ending), return_when=asyncio.FIRST_COMPLETED)
+            if receiver.done():
+                receiver.result()
+                # The peer says no more. What it did not commit will never be whole.
+                self._abandon(Failure.of(Interrupted("the stream ended before the sample was committed")))
+            await self._flushed(sender)
+            if ending.done():
+                raise ServerDraining("the server is shutting down")
+        finally:
+            self._connected = False
+            for task in (receiver, sender, ending):
+                task.cancel()
+            self._abandon(Failure.of(Interrupted("the stream broke while the sample was arriving")))
+            await asyncio.gather(receiver, sender, ending, return_exceptions=True)
+
+    async def _flushed(self, sender: asyncio.Task[None]) -> None:
+        """Returns once every sample ended and every reply was sent, or the peer is gone."""
+        while (self._lanes or self._replies) and not sender.done():
+            self._room.clear()
+            room = asyncio.create_task(self._room.wait())
+            await asyncio.wait((room, sender), return_when=asyncio.FIRST_COMPLETED)
+            room.cancel()
+
+    async def _receive(self) -> None:
+        hello = await self._context.read()
+        if hello is _EOF:
+            return
+        self._greet(hello)
+        while True:
+            while self._is_full():
+                self._room.clear()
+                await self._room.wait()
+            frame = await self._context.read()
+            if frame is _EOF:
+                return
+            self._take(frame)
+
+    def _is_full(self) -> bool:
+        """Whether to leave further frames to flow control. The peer is promised window_bytes, and gets no more memory."""
+        config = self._service.config
+        return (
+            self._held_bytes >= config.window_bytes
+            or self._held_items + len(self._replies) >= _HELD_ITEMS_MAX
+            or len(self._lanes) >= config.open_samples_max + _REFUSED_MAX
+        )
+
+    async def _send(self) -> None:
+        while True:
+            await self._replied.wait()
+            self._replied.clear()
+            while self._replies:
+                await self._context.write(self._replies[0])
+                # Only now: an empty queue means that everything is on its way.
+                self._replies.popleft()
+            self._room.set()
+
+    def reply(self, reply: pb.IngestReply) -> None:
+        if self._connected:
+            self._replies.append(reply.SerializeToString())
+            self._replied.set()
+
+    def end(self) -> None:
+        self._abandon(Failure.of(ServerDraining("the server shut down before the sample was finished")))
+        self._ending.set()
+
+    def is_over(self) -> bool:
+        return not self._connected and not self._lanes
+
+    def _abandon(self, failure: Failure) -> None:
+        for lane in self._lanes.values():
+            self._hold(0)
+            lane.abandon(failure)
+
+    # What the peer says.
+
+    def _greet(self, frame: bytes) -> None:
+        request, _ = decode_request(frame)
+        if request.WhichOneof("kind") != "hello":
+            raise ProtocolViolation("the first request of a stream must be Hello")
+        hello = request.hello
+        if hello.protocol != PROTOCOL_VERSION:
+            raise ProtocolViolation(f"this server speaks protocol {PROTOCOL_VERSION}, not {hello.protocol}")
+        _log.info("stream of %s: engine %.64r, rank %d", self.peer, hello.engine_id, hello.worker_rank)
+        welcome = pb.Welcome(
+            protocol=PROTOCOL_VERSION,
+            server_version=server_version(),
+            window_bytes=self._service.config.window_bytes,
+            chunk_bytes_max=CHUNK_BYTES_MAX,
+        )
+        self.reply(pb.IngestReply(welcome=welcome))
+        if self._service.draining:
+            self.reply(pb.IngestReply(draining=pb.Draining()))
+
+    def _take(self, frame: bytes) -> None:
+        request, data = decode_request(frame)
+        kind = request.WhichOneof("kind")
+        if kind == "chunk":
+            self._take_chunk(request.chunk, data, len(frame))
+            return
+        if len(data):
+            raise ProtocolViolation("only a chunk may carry data")
+        if kind == "open":
+            self._take_open(request.open)
+        elif kind == "commit":
+            commit = request.commit
+            if lane := self._lane(commit.sample):
+                self._hold(len(frame))
+                lane.push(Commit(commit.row_count, commit.token_ids, dict(commit.metadata)), len(frame))
+        elif kind == "abort":
+            if lane := self._lane(request.abort.sample):
+                self._hold(0)
+                lane.push(Abort(_peers_failure(request.abort)))
+        else:
+            raise ProtocolViolation(f"a request of kind {kind} does not belong here")
+
+    def _take_chunk(self, header: pb.ChunkHeader, data: memoryview, nbytes: int) -> None:
+        self._service.metrics.chunks.inc()
+        self._service.metrics.chunk_bytes.inc(len(data))
+        lane = self._lane(header.sample)
+        if lane is None:  # It failed a moment ago and the peer has not heard yet.
+            self.reply(pb.IngestReply(ack=pb.Ack(chunk=header.chunk)))
+            return
+        self._hold(nbytes)
+        lane.push(Chunk(header.chunk, header.first_row, header.rows, data, header.xxh3), nbytes)
+
+    def _take_open(self, request: pb.OpenSample) -> None:
+        number = request.sample
+        if number in self._used:
+            raise ProtocolViolation(f"sample number {number} was used before on this stream")
+        self._used.add(number, number + 1)
+        if len(self._used) > _USED_RANGES_MAX:
+            self._used.forget_lowest()
+        try:
+            key: SampleKey | None = SampleKey.checked(request.namespace, request.sample_id)
+        except SlotStreamError:
+            key = None
+        lane = self._lanes[number] = Lane(self._service.store, self._service.pools, number, key, self._post)
+        self._service.opened()
+        self._hold(0)
+        try:
+            self._check_room()
+            lane.push(Open(_spec(request)))
+        except SlotStreamError as error:
+            lane.push(Refuse(_refused_record(key, request), Failure.of(error)))
+
+    def _check_room(self) -> None:
+        if self._service.draining:
+            raise ServerDraining("the server is shutting down")
+        limit = self._service.config.open_samples_max
+        if len(self._lanes) > limit:
+            raise StoreFull(f"{limit} samples are open on this stream already, as many as this server allows")
+
+    def _lane(self, number: int) -> Lane | None:
+        """The open sample `number`; None when it ended. Raises ProtocolViolation when it was never opened."""
+        lane = self._lanes.get(number)
+        if lane is None and number not in self._used:
+            raise ProtocolViolation(f"sample number {number} was never opened on this stream")
+        return lane
+
+    def _hold(self, nbytes: int) -> None:
+        self._held_bytes += nbytes
+        self._held_items += 1
+
+    # What the lanes say.
+
+    def _post(self, done: Done) -> None:
+        """Called from the lanes' threads. One wake-up of the loop collects whatever came in meanwhile."""
+        self._results.append(done)
+        if not self._collecting:
+            self._collecting = True
+            with suppress(RuntimeError):  # The loop is closed: the process is ending, and there is nobody left to tell.
+                self._loop.call_soon_threadsafe(self._collect)
+
+    def _collect(self) -> None:
+        self._collecting = False  # Before looking: what is posted from here on asks for another wake-up.
+        while self._results:
+            done = self._results.popleft()
+            self._held_bytes -= done.nbytes
+            self._held_items -= 1
+            if done.acked is not None:
+                self.reply(pb.IngestReply(ack=pb.Ack(chunk=done.acked)))
+            if done.opened and done.lane.key is not None:
+                self._service.arrivals.notify(done.lane.key)
+            if done.ended is not None:
+                self._end_sample(done.lane, done.ended)
+        self._room.set()
+        if not self._connected:
+            self._service.forget(self)
+
+    def _end_sample(self, lane: Lane, ended: Ended) -> None:
+        del self._lanes[lane.number]
+        self._service.ended(lane, ended)
+        failure = ended.failure
+        if failure is None:
+            self.reply(pb.IngestReply(committed=pb.Committed(sample=lane.number, duplicate=ended.duplicate)))
+            return
+        failed = pb.Failed(sample=lane.number, code=failure.code, message=failure.message, retryable=failure.retryable)
+        self.reply(pb.IngestReply(failed=failed))
+
+
+def _spec(request: pb.OpenSample) -> SampleSpec:
+    return SampleSpec(
+        namespace=request.namespace,
+        sample_id=request.sample_id,
+        model=request.model,
+        dtype=request.dtype,
+        layer_ids=tuple(request.layer_ids[: LAYERS_MAX + 1]),
+        hidden_size=request.hidden_size,
+        rows_max=request.rows_max,
+        rows_exact=request.rows_exact,
+        tags=dict(request.tags),
+        metadata=dict(request.metadata),
+    )
+
+
+def _refused_record(key: SampleKey | None, request: pb.OpenSample) -> SampleRecord | None:
+    """What can safely be said about a sample that was refused: its name, and its model if that is no longer than allowed."""
+    if key is None:
+        return None
+    model = request.model if len(request.model.encode()) <= MODEL_BYTES_MAX else ""
+    return SampleRecord(key.namespace, key.sample_id, State.ARRIVING, time.time_ns(), model=model)
+
+
+def _peers_failure(request: pb.AbortSample) -> Failure:
+    code = request.code if _CODE.fullmatch(request.code) else "ABORTED"
+    message = request.message[:_MESSAGE_CHARS_MAX] or "the sender gave the sample up"
+    known = error_from_code(code, message)
+    return Failure(code, message, known.retryable and not isinstance(known, InternalFault))

@@ -1,0 +1,198 @@
+"""One sample's disk work, in the order it was asked for, off the event loop.
+
+Samples of a stream run side by side, the chunks of one sample one after another: written in order they are hashed in
+order, and nothing has to be read back at the commit. Commits wait for the disk, so they have threads of their own.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+from slotstream.store.records import Failure, SampleKey, SampleRecord, SampleSpec
+from slotstream.store.samples import SampleStore
+from slotstream.store.upload import Upload
+from slotstream.wire.errors import InternalFault, SlotStreamError
+
+_log = logging.getLogger(__name__)
+_TURN = 16  # Items a lane does before it lets another lane have the thread.
+
+
+@dataclass(slots=True)
+class Pools:
+    """Threads that wait for the disk. Sizes: enough to keep a disk busy; the work itself hardly needs the CPU."""
+
+    chunks: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(4, "chunk"))
+    commits: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(8, "commit"))
+    reads: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(8, "read"))
+
+    def shutdown(self) -> None:
+        """Let the threads finish what they have and end them."""
+        for pool in (self.chunks, self.commits, self.reads):
+            pool.shutdown()
+
+
+@dataclass(frozen=True, slots=True)
+class Open:
+    spec: SampleSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Refuse:
+    """Fail a sample that was never opened; `record` is what its catalogue row will say, if it can have one."""
+
+    record: SampleRecord | None
+    failure: Failure
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    chunk: int
+    first_row: int
+    rows: int
+    data: memoryview
+    digest: int
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    row_count: int
+    token_ids: Sequence[int]
+    metadata: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    failure: Failure
+
+
+Item = Open | Refuse | Chunk | Commit | Abort
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """A sample's last word: committed (then `failure` is None) or failed."""
+
+    failure: Failure | None
+    duplicate: bool = False
+    open_s: float = 0.0
+    commit_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """An item is done with: its bytes are free. `acked` is its chunk's number; `ended` is set once a sample."""
+
+    lane: Lane
+    nbytes: int = 0
+    acked: int | None = None
+    opened: bool = False
+    ended: Ended | None = None
+
+
+class Lane:
+    """One sample on its way. `push` belongs to the event loop; `post` is called from threads, for every item pushed."""
+
+    def __init__(
+        self, store: SampleStore, pools: Pools, number: int, key: SampleKey | None, post: Callable[[Done], None]
+    ) -> None:
+        self.number = number
+        self.key = key  # None when the sample was opened under a name that cannot be.
+        self._store = store
+        self._pools = pools
+        self._post = post
+        self._opened_at = time.monotonic()
+        self._items: deque[tuple[Item, int]] = deque()
+        self._lock = threading.Lock()  # Guards _items and _running.
+        self._running = False
+        self._abandoned = False
+        # Only the thread whose turn it is touches these.
+        self._upload: Upload | None = None
+        self._ended = False
+
+    def push(self, item: Item, nbytes: int = 0) -> None:
+        """Do `item` after those pushed before. `nbytes` of memory are held until its Done."""
+        with self._lock:
+            self._items.append((item, nbytes))
+            if self._running:
+                return
+            self._running = True
+        self._pools.chunks.submit(self._run)
+
+    def abandon(self, failure: Failure) -> None:
+        """Fail the sample without doing what is still waiting. A commit that has begun is finished."""
+        self._abandoned = True
+        self.push(Abort(failure))
+
+    def _run(self) -> None:
+        for _ in range(_TURN):
+            with self._lock:
+                if not self._items:
+                    self._running = False
+                    return
+                item, nbytes = self._items.popleft()
+            if isinstance(item, Commit) and not self._ended:
+                self._pools.commits.submit(self._run_commit, item, nbytes)
+                return
+            self._guarded(item, nbytes)
+        self._pools.chunks.submit(self._run)
+
+    def _run_commit(self, item: Commit, nbytes: int) -> None:
+        self._guarded(item, nbytes)
+        self._pools.chunks.submit(self._run)
+
+    def _guarded(self, item: Item, nbytes: int) -> None:
+        """Does one item. Whatever goes wrong fails this sample and nothing else."""
+        ended: Ended | None = None
+        if not self._ended:
+            try:
+                ended = self._do(item)
+            except SlotStreamError as error:
+                ended = Ended(Failure.of(error))
+            except Exception:
+                _log.exception("a fault in the server failed sample %s", self.key)
+                failure = Failure.of(InternalFault("the server failed; its log says how"))
+                self._give_up(failure)
+                ended = Ended(failure)
+        self._ended = self._ended or ended is not None
+        acked = item.chunk if isinstance(item, Chunk) else None
+        self._post(Done(self, nbytes, acked, isinstance(item, Open) and ended is None, ended))
+
+    def _do(self, item: Item) -> Ended | None:
+        match item:
+            case Chunk():
+                # Nobody waits for an abandoned sample's rows; its abort is in the queue.
+                if self._upload is not None and not self._abandoned:
+                    self._upload.write_chunk(item.first_row, item.rows, item.data, item.digest)
+                return None
+            case Open():
+                self._upload = self._store.open_upload(item.spec)
+                return None
+            case Commit():
+                return None if self._abandoned or self._upload is None else self._commit(self._upload, item)
+            case Refuse():
+                if item.record is not None:
+                    self._store.record_failed(item.record, item.failure)
+                return Ended(item.failure)
+            case Abort():
+                if self._upload is not None:
+                    self._upload.abort(item.failure)
+                return Ended(item.failure)
+
+    def _commit(self, upload: Upload, item: Commit) -> Ended:
+        begun_at = time.monotonic()
+        duplicate = upload.commit(item.row_count, item.token_ids, item.metadata)
+        now = time.monotonic()
+        return Ended(None, duplicate, now - self._opened_at, now - begun_at)
+
+    def _give_up(self, failure: Failure) -> None:
+        try:
+            if self._upload is not None:
+                self._upload.abort(failure)
+        except Exception:
+            _log.exception("sample %s cannot be given up", self.key)

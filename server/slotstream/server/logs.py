@@ -1,0 +1,24 @@
+"""Logging of the server process: text for people, or one JSON object a line. Never rows, token ids or prompts."""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+from pythonjsonlogger.json import JsonFormatter
+
+from slotstream.server.config import ServerConfig
+
+
+def configure_logging(config: ServerConfig) -> None:
+    """Send the process's log to stderr. For the program `slotstream serve` alone: a library does not do this."""
+    handler = logging.StreamHandler(sys.stderr)
+    if config.log_format == "json":
+        fields = "%(asctime)s %(levelname)s %(name)s %(message)s"
+        renamed = {"asctime": "time", "levelname": "level", "name": "logger"}
+        handler.setFormatter(JsonFormatter(fields, rename_fields=renamed, datefmt="%Y-%m-%dT%H:%M:%S%z"))
+    else:
+        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)-7s %(name)s: %(message)s"))
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(config.log_level_number)

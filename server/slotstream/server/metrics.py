@@ -1,0 +1,100 @@
+"""What the server counts: one table, a sentence each. Labels take values from fixed sets only, never from peers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from wsgiref.simple_server import WSGIServer
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
+from prometheus_client.core import GaugeMetricFamily, Metric
+
+from slotstream.store.records import State
+from slotstream.store.samples import SampleStore
+from slotstream.wire import errors
+from slotstream.wire.errors import ConfigError, SlotStreamError
+
+_LATENCY_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
+_KNOWN_CODES = frozenset(
+    kind.code
+    for name in errors.__all__
+    if isinstance(kind := getattr(errors, name), type) and issubclass(kind, SlotStreamError)
+)
+
+
+def code_label(code: str) -> str:
+    """`code` if it is one of slotstream's own, else OTHER: a peer may abort a sample with any code."""
+    return code if code in _KNOWN_CODES else "OTHER"
+
+
+class _Stored:
+    """Asks the store when it is scraped."""
+
+    def __init__(self, store: SampleStore) -> None:
+        self._store = store
+
+    def collect(self) -> Iterable[Metric]:
+        samples = GaugeMetricFamily("slotstream_stored_samples", "Samples in the catalogue, by state.", labels=["state"])
+        nbytes = GaugeMetricFamily("slotstream_stored_bytes", "Bytes of committed sample files.")
+        free = GaugeMetricFamily("slotstream_free_bytes", "Bytes that may still be written to the data directory's disk.")
+        try:
+            totals = self._store.totals()
+            free.add_metric([], self._store.free_bytes())
+        except SlotStreamError:
+            return  # A scrape must not fail because the disk does; the other metrics say that it did.
+        for state, (count, _) in sorted(totals.items()):
+            samples.add_metric([str(state)], count)
+        nbytes.add_metric([], totals[State.COMMITTED][1])
+        yield from (samples, nbytes, free)
+
+
+class Metrics:
+    """Every metric of one server, in a registry of its own."""
+
+    def __init__(self, store: SampleStore) -> None:
+        registry = self.registry = CollectorRegistry()
+
+        def counter(name: str, sentence: str, labels: Iterable[str] = ()) -> Counter:
+            return Counter(f"slotstream_{name}", sentence, labels, registry=registry)
+
+        def gauge(name: str, sentence: str) -> Gauge:
+            return Gauge(f"slotstream_{name}", sentence, registry=registry)
+
+        def seconds(name: str, sentence: str) -> Histogram:
+            return Histogram(f"slotstream_{name}_seconds", sentence, buckets=_LATENCY_S, registry=registry)
+
+        self.samples = counter(
+            "samples", "Samples that ended: committed, duplicate or failed; code says why.", ("outcome", "code")
+        )
+        self.open_samples = gauge("open_samples", "Samples that are arriving now.")
+        self.streams = gauge("ingest_streams", "Connected ingest streams.")
+        self.chunks = counter("chunks", "Chunks received.")
+        self.chunk_bytes = counter("received_bytes", "Bytes of rows received.")
+        self.hash_mismatches = counter("hash_mismatches", "Samples that failed because a chunk did not match its hash.")
+        self.violations = counter("protocol_violations", "Ingest streams ended because the peer broke the protocol.")
+        self.open_to_durable = seconds("open_to_durable", "Seconds from a sample's open until it was durable.")
+        self.commit_to_durable = seconds("commit_to_durable", "Seconds from a sample's commit until it was durable.")
+        self.requests = counter("requests", "Finished requests of the Samples service.", ("method", "code"))
+        self.sent_bytes = counter("sent_bytes", "Bytes of rows sent to readers.")
+        self.reads = gauge("reads", "Reads running or waiting now.")
+        self.waiting_reads = gauge("waiting_reads", "Reads waiting for a sample that is not committed yet.")
+        registry.register(_Stored(store))
+
+
+def serve_metrics(metrics: Metrics, address: str) -> tuple[str, Callable[[], None]]:
+    """Serve /metrics on `address` (host:port); returns the real address and what stops it. Raises ConfigError."""
+    host, _, port = address.rpartition(":")
+    try:
+        server, thread = start_http_server(int(port), host.strip("[]"), registry=metrics.registry)
+    except OSError as error:
+        raise ConfigError(f"--metrics: cannot listen on {address}: {error.strerror or error}") from error
+
+    def stop() -> None:
+        _stop(server)
+        thread.join()
+
+    return f"{host}:{server.server_port}", stop
+
+
+def _stop(server: WSGIServer) -> None:
+    server.shutdown()
+    server.server_close()
