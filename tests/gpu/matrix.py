@@ -1,0 +1,121 @@
+"""The GPU matrix: every combination of runner, graphs, model kind, prefix caching and chunking, each in an engine of its own.
+
+usage: python tests/gpu/matrix.py [--at-once 6] [--only SUBSTRING ...] [--logs DIR] [--write docs/compatibility.md]
+Needs a GPU and vLLM; says so and exits 0 where there is none.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import itertools
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from cell import Cell
+
+CELL_TIMEOUT_S = 420
+
+
+def cells(only: Sequence[str]) -> list[Cell]:
+    """The slowest kind first, so that the last ones to run are short."""
+    every = [
+        Cell(runner, eager, kind, prefix, chunked)
+        for kind, runner, eager, prefix, chunked in itertools.product(
+            ("gdn", "swa", "dense"), (2, 1), (False, True), (True, False), (True, False)
+        )
+    ]
+    return [c for c in every if not only or any(text in c.name for text in only)]
+
+
+def run_cell(cell: Cell, model: Path, server: str, logs: Path) -> dict[str, Any]:
+    log = logs / f"{cell.name}.log"
+    command = [sys.executable, str(Path(__file__).with_name("cell.py")), json.dumps(asdict(cell)), str(model), server]
+    env = {**os.environ, "VLLM_USE_V2_MODEL_RUNNER": str(cell.runner - 1)}
+    with log.open("w") as out:
+        try:
+            subprocess.run(command, stdout=out, stderr=subprocess.STDOUT, env=env, timeout=CELL_TIMEOUT_S, check=False)
+        except subprocess.TimeoutExpired:
+            pass
+    said = [line for line in log.read_text(errors="replace").splitlines() if line.startswith("CELL ")]
+    if said:
+        found: dict[str, Any] = json.loads(said[-1][5:])
+    else:
+        found = {**asdict(cell), "name": cell.name, "rows": 0, "wrong": 0, "problems": ["the engine did not finish"]}
+    verdict = "ok " if is_green(found) else "BAD"
+    print(f"{verdict} {found['name']}: {found['rows']} rows, {found['wrong']} wrong, {found['problems']}", flush=True)
+    return found
+
+
+def is_green(found: dict[str, Any]) -> bool:
+    return bool(found["rows"] and not found["wrong"] and not found["problems"])
+
+
+def as_markdown(found: Sequence[dict[str, Any]], device: str) -> str:
+    """docs/compatibility.md."""
+    first = next((f for f in found if "vllm" in f), {"vllm": "?", "torch": "?"})
+    lines = [
+        "# Compatibility",
+        "",
+        "Written by `python tests/gpu/matrix.py --write docs/compatibility.md`; every row of every sample was compared with the",
+        "truth model's, twice over (the second time most of the prompt is a prefix-cache hit), output rows for every other request.",
+        "",
+        f"{datetime.date.today().isoformat()}, {device}, vLLM {first['vllm']}, torch {first['torch']}.",
+        "",
+        "| model | runner | mode | prefix caching | prompts | rows | of them output | wrong | verdict |",
+        "| --- | --- | --- | --- | --- | ---: | ---: | ---: | --- |",
+    ]
+    for f in sorted(found, key=lambda f: f["name"]):
+        mode, caching = "eager" if f["eager"] else "graphs", "on" if f["prefix_caching"] else "off"
+        prompts = "chunked" if f["chunked"] else "whole"
+        verdict = "right" if is_green(f) else "; ".join(f["problems"]) or "wrong rows"
+        lines.append(
+            f"| {f['kind']} | V{f['runner']} | {mode} | {caching} | {prompts} | {f['rows']:,} | "
+            f"{f.get('output_rows', 0):,} | {f['wrong']} | {verdict} |"
+        )
+    total = sum(f["rows"] for f in found)
+    lines += ["", f"{total:,} rows in {len(found)} engines, {sum(f['wrong'] for f in found)} wrong."]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--at-once", type=int, default=6, help="engines that share the GPU at a time (default: %(default)s)")
+    parser.add_argument("--only", action="append", default=[], metavar="TEXT", help="only cells whose name contains TEXT")
+    parser.add_argument("--logs", type=Path, default=None, help="keep the engines' logs here")
+    parser.add_argument("--write", type=Path, default=None, help="write the table here")
+    arguments = parser.parse_args()
+    import torch
+
+    if not torch.cuda.is_available():
+        print("no GPU here: nothing to run")
+        return 0
+    from slotstream.demo import truth_model
+    from slotstream.demo.processes import free_port, start_server
+
+    with tempfile.TemporaryDirectory(prefix="slotstream-gpu-") as scratch:
+        work = Path(scratch)
+        logs = arguments.logs or work
+        logs.mkdir(parents=True, exist_ok=True)
+        chosen = cells(arguments.only)
+        models = {kind: truth_model.make(work / kind, kind) for kind in {c.kind for c in chosen}}
+        port = free_port()
+        with start_server(work / "data", logs / "server.log", port), ThreadPoolExecutor(arguments.at_once) as pool:
+            found = list(pool.map(lambda c: run_cell(c, models[c.kind], f"127.0.0.1:{port}", logs), chosen))
+    if arguments.write is not None:
+        arguments.write.write_text(as_markdown(found, torch.cuda.get_device_name()))
+    return 0 if all(is_green(f) for f in found) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
