@@ -136,11 +136,8 @@ def main() -> int:
         found = run(cell, sys.argv[2], sys.argv[3])
     except Exception as error:
         traceback.print_exc()
-        found = {
-            "rows": 0,
-            "wrong": 0,
-            "problems": [f"{type(error).__name__}: {str(error).splitlines()[0][:200] if str(error) else ''}"],
-        }
+        problem = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        found = {"rows": 0, "wrong": 0, "problems": [problem]}
     import vllm
 
     found |= {"vllm": vllm.__version__, "torch": torch.__version__, "seconds": round(time.monotonic() - began)}

@@ -7,6 +7,7 @@ Needs a GPU and vLLM; says so and exits 0 where there is none.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import itertools
 import json
@@ -43,10 +44,8 @@ def run_cell(cell: Cell, model: Path, server: str, logs: Path) -> dict[str, Any]
     command = [sys.executable, str(Path(__file__).with_name("cell.py")), json.dumps(asdict(cell)), str(model), server]
     env = {**os.environ, "VLLM_USE_V2_MODEL_RUNNER": str(cell.runner - 1)}
     with log.open("w") as out:
-        try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
             subprocess.run(command, stdout=out, stderr=subprocess.STDOUT, env=env, timeout=CELL_TIMEOUT_S, check=False)
-        except subprocess.TimeoutExpired:
-            pass
     said = [line for line in log.read_text(errors="replace").splitlines() if line.startswith("CELL ")]
     if said:
         found: dict[str, Any] = json.loads(said[-1][5:])
@@ -67,8 +66,9 @@ def as_markdown(found: Sequence[dict[str, Any]], device: str) -> str:
     lines = [
         "# Compatibility",
         "",
-        "Written by `python tests/gpu/matrix.py --write docs/compatibility.md`; every row of every sample was compared with the",
-        "truth model's, twice over (the second time most of the prompt is a prefix-cache hit), output rows for every other request.",
+        "Written by `python tests/gpu/matrix.py --write docs/compatibility.md`: every row of every sample was compared with",
+        "the truth model's, in two passes over the same prompts (with prefix caching the second finds most of them cached),",
+        "output rows included for every other request.",
         "",
         f"{datetime.date.today().isoformat()}, {device}, vLLM {first['vllm']}, torch {first['torch']}.",
         "",
