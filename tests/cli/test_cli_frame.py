@@ -187,7 +187,7 @@ def test_a_fault_shows_its_traceback_when_asked(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_the_demo_without_its_extras_names_them(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setitem(sys.modules, "slotstream.connector.demo", None)
+    monkeypatch.setitem(sys.modules, "slotstream.demo.run", None)
     assert cli.main(["demo"]) == 1
     assert "slotstream[vllm,torch]" in capsys.readouterr().err
 

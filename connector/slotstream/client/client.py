@@ -108,7 +108,8 @@ class Client:
     ) -> RowReader:
         """Rows [start, stop) of a sample as bytes, without torch: the facts at once, the rows by iterating the reader.
 
-        start, stop: rows, not negative, counted from the sample's first; stop None: to the end. No row at all is an error.
+        start, stop: rows, not negative, counted from the sample's first; stop None: to the end. As with slices start may
+        equal stop, for no row; but a stop past the sample's end is an error.
         layers: layer ids (not positions), in the order wanted, each once; None: all, in the file's order.
         wait_s: how long to wait for a sample that is still arriving or not known yet, 0 to 3600.
 
@@ -228,8 +229,8 @@ def _checked_range(start: int, stop: int | None) -> tuple[int, int | None]:
     except TypeError:
         raise BadTokenRange(f"rows [{start!r}, {stop!r}) are not integers") from None
     # The end that is left open is checked by the server, which knows it.
-    if not 0 <= first < (ROWS_MAX if last is None else last) <= ROWS_MAX:
-        raise BadTokenRange(f"rows [{first}, {'end' if last is None else last}) are not a range of at least one row")
+    if not 0 <= first <= (ROWS_MAX if last is None else last) <= ROWS_MAX:
+        raise BadTokenRange(f"rows [{first}, {'end' if last is None else last}) are not a range of rows")
     return first, last
 
 

@@ -104,13 +104,13 @@ class RowReader:
         wanted_stop = request.stop if request.HasField("stop") else self.info.num_tokens
         if (self.info.sample_id, self.layer_ids) != (request.sample_id, wanted_layers):
             raise ProtocolViolation("the server answered a read with another sample's rows, or with other layers")
-        if (self.start, self.stop) != (request.start, wanted_stop) or not self.start < self.stop <= self.info.num_tokens:
+        if (self.start, self.stop) != (request.start, wanted_stop) or not self.start <= self.stop <= self.info.num_tokens:
             raise ProtocolViolation(f"the server answered with rows [{self.start}, {self.stop}), which were not asked for")
         if self.info.num_tokens > ROWS_MAX or len(self.layer_ids) > LAYERS_MAX or len(header.token_ids) != self.num_rows:
             raise ProtocolViolation("the server's read header names more rows or layers, or other token ids, than it may")
         if self.info.dtype not in dtypes.ELEMENT_BYTES:
             raise ProtocolViolation(f"the server's rows are of dtype {self.info.dtype!r}, which this client does not know")
-        if not 0 < self.nbytes <= SAMPLE_BYTES_MAX:
+        if not self.row_bytes or self.nbytes > SAMPLE_BYTES_MAX:
             raise ProtocolViolation(f"the server's rows are {self.nbytes} bytes, outside of what a sample may be")
         try:
             self.token_ids = array("q", header.token_ids)

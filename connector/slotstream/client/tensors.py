@@ -59,7 +59,10 @@ def receive_sample(reader: RowReader) -> Sample:
         namespace=info.namespace,
         sample_id=info.sample_id,
         hidden_states=rows,
-        token_ids=torch.frombuffer(reader.token_ids, dtype=torch.int64),
+        # frombuffer takes the array's memory over, but does not take an empty one.
+        token_ids=torch.frombuffer(reader.token_ids, dtype=torch.int64)
+        if reader.num_rows
+        else torch.empty(0, dtype=torch.int64),
         layer_ids=reader.layer_ids,
         start=reader.start,
         tags=info.tags,

@@ -8,6 +8,7 @@ import json
 import re
 import sys
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from slotstream.wire.errors import SlotStreamError
@@ -103,11 +104,11 @@ def age_text(unix_ns: int, now_ns: int) -> str:
     return f"{seconds}s"
 
 
-def layers_text(layer_ids: tuple[int, ...], *, at_most: int = 6) -> str:
-    """Layer ids, the middle left out where there are many: `1,2,3 … 36 (36 layers)`."""
+def layers_text(layer_ids: Sequence[int], *, at_most: int = 4) -> str:
+    """Layer ids, the middle left out where there are many: `1,2…36 (12)` for 12 of them."""
     if len(layer_ids) <= at_most:
         return ",".join(map(str, layer_ids))
-    return f"{','.join(map(str, layer_ids[:3]))} … {layer_ids[-1]} ({len(layer_ids)} layers)"
+    return f"{layer_ids[0]},{layer_ids[1]}…{layer_ids[-1]} ({len(layer_ids)})"
 
 
 def print_json(value: dict[str, Any]) -> None:
@@ -124,11 +125,11 @@ def complain_about(command: str, what: str, error: SlotStreamError) -> None:
     note(f"slotstream {command}: {shown(what)}: {error} ({error.code})")
 
 
-def terminal() -> Console:
-    """Where tables are laid out: as wide as the terminal, or as wide as they need to be where nobody looks at one."""
+def table_console() -> Console:
+    """Lays tables out as wide as they are: what does not fit a terminal wraps there, so that ids are never cut or folded."""
     from rich.console import Console
 
-    return Console(markup=False, highlight=False, width=None if sys.stdout.isatty() else 1 << 14)
+    return Console(markup=False, highlight=False, width=1 << 14)
 
 
 def progress_bar(*columns: ProgressColumn | str) -> Progress:

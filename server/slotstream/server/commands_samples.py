@@ -9,7 +9,7 @@ import itertools
 import sys
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from slotstream.server.commands_common import (
     add_json_argument,
@@ -24,8 +24,8 @@ from slotstream.server.commands_common import (
     print_json,
     shown,
     size_text,
+    table_console,
     tag,
-    terminal,
 )
 from slotstream.wire.errors import SlotStreamError
 
@@ -177,7 +177,8 @@ def _print_table(samples: Sequence[SampleInfo]) -> None:
         return
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     for name in ("SAMPLE", "NAMESPACE", "STATE", "TOKENS", "LAYERS", "SIZE", "AGE", "MODEL"):
-        table.add_column(name, justify="right" if name in ("TOKENS", "SIZE", "AGE") else "left", overflow="fold")
+        justify: Literal["left", "right"] = "right" if name in ("TOKENS", "SIZE", "AGE") else "left"
+        table.add_column(name, justify=justify)
     now_ns = time.time_ns()
     for info in samples:
         state = info.state.lower()
@@ -191,7 +192,7 @@ def _print_table(samples: Sequence[SampleInfo]) -> None:
             age_text(info.created_unix_ns, now_ns),
             shown(info.model),
         )
-    console = terminal()
+    console = table_console()
     # Printed by us, not by rich: no padding at the ends of lines, and a closed pipe is handled in one place.
     with console.capture() as laid_out:
         console.print(table)
