@@ -166,8 +166,10 @@ class _Stream:
             await asyncio.wait((receiver, sender, ending), return_when=asyncio.FIRST_COMPLETED)
             if receiver.done():
                 receiver.result()
-                # The peer says no more. What it did not commit will never be whole.
-                self._abandon(Failure.of(Interrupted("the stream ended before the sample was committed")))
+                # The peer says no more. What it committed is finished; what it did not will never be whole.
+                for lane in self._lanes.values():
+                    self._hold(0)
+                    lane.push(Abort(Failure.of(Interrupted("the stream ended before the sample was committed"))))
             await self._flushed(sender)
             if ending.done():
                 raise ServerDraining("the server is shutting down")
