@@ -114,6 +114,11 @@ class Server:
                 ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX + _FRAME_SPARE_BYTES),
                 ("grpc.max_send_message_length", MESSAGE_BYTES_MAX + _FRAME_SPARE_BYTES),
                 ("grpc.so_reuseport", 0),  # A second server on the same port must fail, not share it.
+                # A peer whose host vanished sends no goodbye: without pings its samples would stay open for ever.
+                ("grpc.keepalive_time_ms", 30_000),
+                ("grpc.keepalive_timeout_ms", 20_000),
+                ("grpc.keepalive_permit_without_calls", 1),
+                ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
             )
         )
         self._grpc.add_generic_rpc_handlers((self._ingest.handler(), self._samples.handler()))

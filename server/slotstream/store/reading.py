@@ -16,7 +16,7 @@ from slotstream.store.files import Files, store_error
 from slotstream.store.records import SampleRecord
 from slotstream.store.sample_file import SampleFile, read_sample_file, unpack_token_ids
 from slotstream.wire.dtypes import ELEMENT_BYTES
-from slotstream.wire.errors import BadLayers, BadTokenRange, Damaged
+from slotstream.wire.errors import BadLayers, BadTokenRange, Damaged, SlotStreamError, StoreFull
 from slotstream.wire.hashing import Buffer, to_hex, xxh3
 from slotstream.wire.layout import TOKEN_ID_BYTES
 
@@ -82,7 +82,7 @@ class SampleReader:
         return [where[layer] for layer in layer_ids]
 
     def token_ids(self, start: int, stop: int) -> array[int]:
-        """Ids of rows [start, stop), checked. Raises Damaged and InternalFault."""
+        """Ids of rows [start, stop), checked. Raises Damaged."""
         header = self.file.header
         raw = self._read(header.num_tokens * TOKEN_ID_BYTES, header.token_ids_at)
         if to_hex(xxh3(raw)) != self.file.token_ids_xxh3:
@@ -93,7 +93,7 @@ class SampleReader:
         """Rows [start, stop) in blocks of about BLOCK_BYTES, of the layers at `positions` (None: whole rows).
 
         Whole rows are checked against their hashes before they are handed out. A subset of layers reads those alone and
-        so cannot be checked. Raises Damaged and InternalFault.
+        so cannot be checked. Raises Damaged.
         """
         if positions is None or list(positions) == list(range(self.file.header.num_layers)):
             return self._whole_rows(start, stop)
@@ -113,7 +113,7 @@ class SampleReader:
                 yield RowBlock(first, last - first, (part,))
 
     def read_group(self, group: int) -> bytes:
-        """All rows of one hash group, checked. Raises Damaged and InternalFault."""
+        """All rows of one hash group, checked. Raises Damaged."""
         header = self.file.header
         start = group * self.file.hash_rows
         rows = min(self.file.hash_rows, header.num_tokens - start)
@@ -137,10 +137,16 @@ class SampleReader:
         try:
             data = self._files.pread(self._fd, nbytes, at)
         except OSError as error:
-            raise store_error(error, "reading the sample's file") from error
+            raise unreadable(error) from error
         if len(data) < nbytes:
             raise Damaged("the file became shorter while it was read")
         return data
+
+
+def unreadable(error: OSError) -> SlotStreamError:
+    """What a read is answered with: StoreFull while the process is out of descriptors, else the file is Damaged."""
+    failure = store_error(error, "opening or reading the sample's file")
+    return failure if isinstance(failure, StoreFull) else Damaged(str(failure))
 
 
 def _runs(positions: Sequence[int]) -> list[tuple[int, int]]:

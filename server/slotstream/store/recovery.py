@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import logging
 import time
+from concurrent.futures import Future
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -32,6 +33,7 @@ from slotstream.store.verifying import key_of_path, tree_files
 from slotstream.wire.errors import BadNamespace, BadSampleId, Damaged, Interrupted
 
 _log = logging.getLogger(__name__)
+_BATCH = 256
 _INTERRUPTED = "the server stopped while the sample was arriving"
 
 
@@ -78,11 +80,13 @@ def recover(files: Files, data_dir: Path, catalogue: Catalogue) -> Recovered:
     """Works through the cases above. Raises OSError, StoreFull and InternalFault."""
     done = Recovered()
     clean = catalogue.was_shut_down_cleanly
+    adopting = _Adopting(files, data_dir, catalogue)
     for path in tree_files(files, data_dir):
         if path.name.endswith(PARTIAL_SUFFIX):
             _sweep_partial(files, data_dir, catalogue, path, done)
         elif not clean:
-            _adopt(files, data_dir, catalogue, path, done)
+            adopting.look_at(path)
+    done.adopted = adopting.finish()
     for record in catalogue.unfinished() if clean else catalogue.scan():
         if record.state is State.DELETING:
             _finish_deletion(files, data_dir, catalogue, record, done)
@@ -119,27 +123,52 @@ def _key_of_partial(data_dir: Path, path: Path) -> SampleKey | None:
     return key if key.shard == parts[1] else None
 
 
-def _adopt(files: Files, data_dir: Path, catalogue: Catalogue, path: Path, done: Recovered) -> None:
-    """Catalogues a whole file whose row was lost. A committed row is trusted without opening its file: reads check it."""
-    key = key_of_path(data_dir, path)
-    if key is None:
-        _log.warning("%s is not a file of a sample; it is left alone", path)
-        return
-    before = catalogue.get(key)
-    if before is not None and before.state in (State.COMMITTED, State.DELETING):
-        return
-    try:
-        file = _read(files, path)
-        record = file.record()
-    except Damaged as error:
-        _log.warning("%s is left alone: %s", path, error)
-        return
-    if file.key != key:
-        _log.warning("%s is left alone: it is the file of sample %s", path, file.key)
-        return
-    files.sync_dir(path.parent)  # The server may have died between the rename and this.
-    catalogue.put_committed(record).result()
-    done.adopted += 1
+class _Adopting:
+    """Catalogues whole files whose rows were lost; many at a time, for the day when every row was."""
+
+    def __init__(self, files: Files, data_dir: Path, catalogue: Catalogue) -> None:
+        self._files = files
+        self._data_dir = data_dir
+        self._catalogue = catalogue
+        self._synced: Path | None = None
+        self._written: list[Future[None]] = []
+        self._adopted = 0
+
+    def look_at(self, path: Path) -> None:
+        """Adopts the file if it is a sample that is not catalogued as committed; such a row is trusted: reads check it."""
+        key = key_of_path(self._data_dir, path)
+        if key is None:
+            _log.warning("%s is not a file of a sample; it is left alone", path)
+            return
+        before = self._catalogue.get(key)
+        if before is not None and before.state in (State.COMMITTED, State.DELETING):
+            return
+        try:
+            file = _read(self._files, path)
+            record = file.record()
+        except Damaged as error:
+            _log.warning("%s is left alone: %s", path, error)
+            return
+        if file.key != key:
+            _log.warning("%s is left alone: it is the file of sample %s", path, file.key)
+            return
+        if self._synced != path.parent:  # The server may have died between the rename and its sync.
+            self._files.sync_dir(path.parent)
+            self._synced = path.parent
+        self._written.append(self._catalogue.put_committed(record))
+        self._adopted += 1
+        if len(self._written) >= _BATCH:
+            self._wait()
+
+    def finish(self) -> int:
+        """How many were adopted; their rows are written."""
+        self._wait()
+        return self._adopted
+
+    def _wait(self) -> None:
+        for written in self._written:
+            written.result()
+        self._written.clear()
 
 
 def _read(files: Files, path: Path) -> SampleFile:

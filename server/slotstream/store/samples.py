@@ -17,7 +17,7 @@ from slotstream.store.catalogue import Catalogue
 from slotstream.store.catalogue_sql import ListQuery
 from slotstream.store.catalogue_sql import get as get_record
 from slotstream.store.files import DIR_MODE, Files, store_error
-from slotstream.store.reading import SampleReader
+from slotstream.store.reading import SampleReader, unreadable
 from slotstream.store.records import Failure, SampleKey, SampleRecord, SampleSpec, State
 from slotstream.store.recovery import open_catalogue, recover
 from slotstream.store.sample_file import SampleFile, read_sample_file
@@ -317,7 +317,7 @@ class SampleStore:
             except FileNotFoundError:
                 error = Damaged(f"the file of {key} is gone")
             except OSError as failure:
-                raise store_error(failure, f"opening {key}") from failure
+                raise unreadable(failure) from failure
             except Damaged as failure:
                 error = failure
             # Unless it was deleted, or replaced, between the look at the catalogue and the look at the disk.

@@ -125,13 +125,13 @@ class Upload:
         Rows that were written before are not written again: the first to arrive stay. Any error fails the sample.
         Raises BadChunk, TooLarge, HashMismatch, StoreFull and InternalFault, and Interrupted when it ended before.
         """
-        view = memoryview(data)
+        view = memoryview(data).cast("B")
         try:
             self._check_chunk(first_row, rows, view, digest)
             with self._lock:
                 if self._finished:
                     raise Interrupted("the sample is not open any more")
-                missing = self._claim(first_row, first_row + rows, view)
+                missing = self._claim(first_row, first_row + rows, view, digest)
             try:
                 if not self._preallocated:
                     self._check_free(view.nbytes)
@@ -158,12 +158,12 @@ class Upload:
         if xxh3(view) != digest:
             raise HashMismatch(f"rows [{first_row}, {first_row + rows}) do not match the hash they were sent with")
 
-    def _claim(self, start: int, stop: int, view: memoryview) -> list[tuple[int, int]]:
+    def _claim(self, start: int, stop: int, view: memoryview, digest: int) -> list[tuple[int, int]]:
         """Marks the rows of a chunk that are new, feeds their hashes, and counts a writer. Called with the lock held."""
         missing = self._rows.gaps(start, stop)
         for first, last in missing:
             part = view[(first - start) * self._row_bytes : (last - start) * self._row_bytes]
-            self._hasher.feed(first, last - first, part)
+            self._hasher.feed(first, last - first, part, digest if part.nbytes == view.nbytes else xxh3(part))
         self._rows.add(start, stop)
         if len(self._rows) > _RANGES_MAX:
             raise TooLarge(f"the sample's rows arrived in more than {_RANGES_MAX} separate ranges")

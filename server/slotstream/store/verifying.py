@@ -9,7 +9,9 @@ FOREIGN        a file that the catalogue does not know
 
 from __future__ import annotations
 
+import shutil
 import sqlite3
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -184,13 +186,22 @@ def _committed_unix_s(files: Files, path: Path, key: SampleKey) -> float:
 
 
 class _ReadOnlyIndex:
-    """The catalogue of a directory that may be in use, read without creating or changing any file."""
+    """The catalogue of a directory that may be in use, read without creating or changing any file there."""
 
     def __init__(self, path: Path) -> None:
-        # With a write-ahead log beside it the database is in use, or was when its server died; SQLite then needs the
-        # log, and finds its shared memory there. Without one, `immutable` keeps SQLite from creating either.
-        in_use = all(path.with_name(path.name + suffix).exists() for suffix in ("-wal", "-shm"))
-        mode = "mode=ro" if in_use else "mode=ro&immutable=1"
+        self._copy: tempfile.TemporaryDirectory[str] | None = None
+        log, shared = (path.with_name(path.name + suffix) for suffix in ("-wal", "-shm"))
+        mode = "mode=ro"
+        if log.exists() and not shared.exists():
+            # A backup, or a mount that lost it: SQLite would have to create the log's shared memory, so let it do that
+            # in a copy.
+            self._copy = tempfile.TemporaryDirectory(prefix="slotstream-verify-")
+            for source in (path, log):
+                shutil.copy(source, self._copy.name)
+            path = Path(self._copy.name) / path.name
+            mode = "mode=rw"
+        elif not log.exists():
+            mode = "mode=ro&immutable=1"  # Shut down cleanly: without this, SQLite would create a log.
         self._db = sqlite3.connect(f"{path.absolute().as_uri()}?{mode}", uri=True, isolation_level=None)
         self._db.execute("SELECT 1 FROM samples LIMIT 1")
 
@@ -206,6 +217,8 @@ class _ReadOnlyIndex:
 
     def close(self) -> None:
         self._db.close()
+        if self._copy is not None:
+            self._copy.cleanup()
 
 
 def verify_directory(data_dir: Path, *, namespace: str = "", sample_id: str = "") -> Iterator[Verdict]:
@@ -223,21 +236,23 @@ def verify_directory(data_dir: Path, *, namespace: str = "", sample_id: str = ""
         SampleKey.checked(namespace, "x")
     files = Files()
     try:
-        index = _ReadOnlyIndex(data_dir / FILE_NAME)
-    except sqlite3.Error as error:
+        with closing(_ReadOnlyIndex(data_dir / FILE_NAME)) as index:
+            yield from _verify_indexed(files, data_dir, index, namespace, wanted)
+    except (sqlite3.Error, OSError) as error:
         if (data_dir / FILE_NAME).exists():
             yield Verdict("", FILE_NAME, "UNREADABLE", f"the catalogue cannot be read: {error}")
         yield from _verify_files_alone(files, data_dir, namespace, wanted)
+
+
+def _verify_indexed(files: Files, data_dir: Path, index: Index, namespace: str, wanted: SampleKey | None) -> Iterator[Verdict]:
+    if wanted is None:
+        yield from verify_samples(files, data_dir, index, namespace)
+        yield from foreign_files(files, data_dir, index, namespace)
         return
-    with closing(index):
-        if wanted is None:
-            yield from verify_samples(files, data_dir, index, namespace)
-            yield from foreign_files(files, data_dir, index, namespace)
-            return
-        record = index.get(wanted)
-        if record is None or record.state is not State.COMMITTED:
-            raise SampleNotFound(f"{wanted} is not a committed sample of {data_dir}")
-        yield verify_record(files, data_dir, record)
+    record = index.get(wanted)
+    if record is None or record.state is not State.COMMITTED:
+        raise SampleNotFound(f"{wanted} is not a committed sample of {data_dir}")
+    yield verify_record(files, data_dir, record)
 
 
 def _verify_files_alone(files: Files, data_dir: Path, namespace: str, wanted: SampleKey | None) -> Iterator[Verdict]:
