@@ -32,7 +32,7 @@ def test_version() -> None:
     assert run_cli("--version").stdout == f"slotstream {version('slotstream')}\n"
 
 
-@pytest.mark.parametrize("name", [name for name in COMMANDS if name not in ("serve", "demo")])
+@pytest.mark.parametrize("name", COMMANDS)
 def test_each_command_helps_with_an_example_and_every_default(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         cli.main([name, "--help"])
@@ -43,6 +43,8 @@ def test_each_command_helps_with_an_example_and_every_default(name: str, capsys:
     getattr(__import__(f"slotstream.server.{cli.COMMANDS[name].module}", fromlist=["x"]), f"add_{name}_arguments")(parser)
     options = [action for action in parser._actions if action.option_strings and action.dest != "help"]
     assert options
+    if name in ("serve", "demo"):
+        return  # Their options, some of them required, are the server's and the demo's own.
     assert all("default:" in str(action.help) for action in options)
 
 

@@ -11,6 +11,14 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     from slotstream.server import serve_arguments
 
     serve_arguments.add_serve_arguments(parser)
+    parser.epilog = """\
+examples:
+  slotstream serve --data /var/lib/slotstream
+  slotstream serve --data samples --listen 0.0.0.0:50151 --metrics 127.0.0.1:9464 --log-format json
+  slotstream serve --data samples --listen unix:/run/slotstream.sock
+
+SIGTERM and Ctrl-C let open samples finish for --drain-s seconds; a second one does not wait for them.
+"""
 
 
 def run_serve(arguments: argparse.Namespace) -> int:
@@ -31,13 +39,14 @@ def add_demo_arguments(parser: argparse.ArgumentParser) -> None:
     except ImportError as error:
         raise _demo_needs_more(error) from error
     add(parser)
+    parser.epilog = "example:\n  slotstream demo --keep demo-data\n"
 
 
 def run_demo(arguments: argparse.Namespace) -> int:
-    from slotstream.connector import demo
-
     try:
-        return int(demo.run_demo(arguments))
+        from slotstream.demo.run import run_demo as run
+
+        return run(arguments)
     except ImportError as error:
         raise _demo_needs_more(error) from error
 
