@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -335,6 +337,11 @@ def test_closing_ends_a_read_under_way() -> None:
 
 
 def test_without_torch_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "torch", None)
+    monkeypatch.setitem(sys.modules, "torch", None)
     with connect("127.0.0.1:1", connect_timeout_s=0) as client, pytest.raises(ImportError, match=r"slotstream\[torch\]"):
         client.get("a")
+
+
+def test_importing_the_client_does_not_import_torch() -> None:
+    script = "import sys, slotstream.client; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
