@@ -14,8 +14,12 @@ def check_address(address: object, *, any_port: bool = False) -> str:
     """`address` as a gRPC target. Raises ConfigError. `any_port` also allows port 0, which only a listener can use."""
     if isinstance(address, str) and address.startswith("unix:"):
         path = address.removeprefix("unix:")
-        if not path.startswith("/") or len(path.encode()) > _UNIX_PATH_BYTES_MAX or "\0" in path:
-            raise ConfigError(f"address {address!r} must be unix: and an absolute path of at most {_UNIX_PATH_BYTES_MAX} bytes")
+        # What cannot be printed cannot be a target either: NUL ends a path, a lone surrogate (a byte of argv that is no
+        # text) has no UTF-8.
+        if not path.startswith("/") or not path.isprintable() or len(path.encode()) > _UNIX_PATH_BYTES_MAX:
+            raise ConfigError(
+                f"address {address!r} must be unix: and an absolute, printable path of at most {_UNIX_PATH_BYTES_MAX} bytes"
+            )
         return address
     match = _HOST_PORT.fullmatch(address) if isinstance(address, str) else None
     if match is None or not (0 if any_port else 1) <= int(match["port"]) <= 65535:
