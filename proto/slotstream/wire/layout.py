@@ -89,25 +89,34 @@ def header_length(first_bytes: bytes) -> int:
 
 def decode_header(raw: bytes) -> SampleHeader:
     """The header of a sample file, from its first `header_length` bytes. Raises Damaged for anything that is not ours."""
+    if header_length(raw) != len(raw):
+        raise Damaged("the file's header is cut short, or its length is wrong")
     try:
-        parsed = json.loads(raw[_LENGTH.size :])
-        tensor, ids = parsed["hidden_states"], parsed["token_ids"]
+        parsed = json.loads(raw[_LENGTH.size :].decode(), object_pairs_hook=_without_repeats)
+        tensor = parsed["hidden_states"]
         tokens, layers, hidden = (_count(n) for n in tensor["shape"])
-        metadata = parsed["__metadata__"]
         header = SampleHeader(
             dtype=tensor["dtype"],
             num_tokens=tokens,
             num_layers=layers,
             hidden_size=hidden,
-            metadata=_strings(metadata),
+            metadata=_strings(parsed["__metadata__"]),
             header_bytes=len(raw),
         )
-        canonical = json.loads(_body(header))
+        # Compared as text: to Python 12 == 12.0 and 0 == False, to other readers of the file they are not.
+        found, canonical = (json.dumps(body, sort_keys=True) for body in (parsed, json.loads(_body(header))))
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise Damaged("the file's header is not that of a sample") from error
-    if canonical != parsed or ids["dtype"] != "I64":
+    if found != canonical:
         raise Damaged("the file's header does not describe hidden_states followed by token_ids")
     return header
+
+
+def _without_repeats(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    entries = dict(pairs)
+    if len(entries) != len(pairs):
+        raise ValueError("a key is there twice")
+    return entries
 
 
 def _count(value: object) -> int:
@@ -119,4 +128,5 @@ def _count(value: object) -> int:
 def _strings(value: object) -> dict[str, str]:
     if not isinstance(value, Mapping) or not all(isinstance(k, str) and isinstance(v, str) for k, v in value.items()):
         raise ValueError("metadata must map strings to strings")
+    "".join((*value.keys(), *value.values())).encode()  # A lone surrogate, which JSON can spell, is no text.
     return dict(value)
