@@ -1,0 +1,94 @@
+"""Addresses are checked where a person typed them: a gRPC target, or one sentence."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from slotstream.wire.address import check_address
+from slotstream.wire.errors import ConfigError
+from slotstream.wire.names import DEFAULT_ADDRESS
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        DEFAULT_ADDRESS,
+        "localhost:1",
+        "10.0.0.1:65535",
+        "storage-0.slotstream.svc.cluster.local:50151",
+        "h_1:50151",
+        "[::1]:50151",
+        "[fe80::1%25]:50151",
+        "unix:/run/slotstream/s.sock",
+        "unix:/" + "a" * 106,
+        "unix:/path with spaces/ü",
+    ],
+)
+def test_addresses_that_are_fine(address: str) -> None:
+    assert check_address(address) == address
+    assert check_address(address, any_port=True) == address
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "",
+        "50151",
+        ":50151",
+        "localhost",
+        "localhost:",
+        "localhost:0",
+        "localhost:65536",
+        "localhost:-1",
+        "localhost:+1",
+        "localhost:1 ",
+        " localhost:1",
+        "localhost:1\n",
+        "localhost:١",
+        "-host:1",
+        "host-:1",
+        "::1:50151",
+        "[::1]",
+        "[]:1",
+        "[localhost]:1",
+        "http://localhost:50151",
+        "dns:///localhost:50151",
+        "localhost:50151/path",
+        "user@host:1",
+        "a,b:1",
+        "unix:",
+        "unix:relative",
+        "unix:///" + "a" * 200,
+        "unix:/" + "a" * 107,
+        "unix:/" + "ü" * 54,
+        "unix:/a\0b",
+        "unix:/a\udcff",
+        "UNIX:/a",
+        None,
+        50151,
+        b"localhost:1",
+        ["localhost:1"],
+    ],
+)
+def test_addresses_that_are_refused(address: object) -> None:
+    with pytest.raises(ConfigError, match="address") as caught:
+        check_address(address)
+    assert str(caught.value).isprintable()
+
+
+def test_only_a_listener_may_have_any_port() -> None:
+    assert check_address("127.0.0.1:0", any_port=True) == "127.0.0.1:0"
+    with pytest.raises(ConfigError):
+        check_address("127.0.0.1:0")
+
+
+@given(st.text(max_size=30) | st.text(max_size=30).map("unix:/{}".format) | st.from_regex(r"[a-z\[\]:.%0-9]{1,20}:[0-9]{1,6}"))
+def test_any_text_is_an_address_or_refused(address: str) -> None:
+    try:
+        checked = check_address(address)
+    except ConfigError:
+        return
+    assert checked == address
+    assert checked.encode()

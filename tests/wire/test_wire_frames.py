@@ -1,0 +1,165 @@
+"""Frames are ordinary protobuf messages, and nothing that a peer sends raises more than ProtocolViolation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from google.protobuf.message import Message
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from slotstream.v1 import ingest_pb2, samples_pb2
+from slotstream.wire.errors import ProtocolViolation
+from slotstream.wire.frames import decode_reply, decode_request, encode_chunk, encode_rows
+
+_U64 = st.integers(0, (1 << 64) - 1)
+_U32 = st.integers(0, (1 << 32) - 1)
+_CHUNK_HEADERS = st.builds(ingest_pb2.ChunkHeader, sample=_U64, chunk=_U64, first_row=_U32, rows=_U32, xxh3=_U64)
+_ROWS_HEADERS = st.builds(samples_pb2.RowsHeader, first_row=_U64, rows=_U32)
+# Lengths around those where the length of `data` needs another byte.
+_DATA = st.one_of(st.binary(max_size=300), st.sampled_from([127, 128, 16383, 16384]).map(bytes))
+
+_TAG_CHUNK, _TAG_ROWS, _TAG_DATA = b"\x1a", b"\x12", b"\x7a"
+
+Decode = Callable[[bytes], tuple[Any, memoryview]]
+DECODERS = pytest.mark.parametrize("decode", [decode_request, decode_reply])
+
+
+def _field(tag: bytes, value: bytes) -> bytes:
+    assert len(value) < 128
+    return tag + bytes((len(value),)) + value
+
+
+@given(_CHUNK_HEADERS, _DATA)
+def test_a_chunk_frame_is_the_ordinary_message(header: ingest_pb2.ChunkHeader, data: bytes) -> None:
+    frame = encode_chunk(header, data)
+    # proto3 leaves an empty `data` out; a frame spells it, which means the same.
+    if data:
+        assert frame == ingest_pb2.IngestRequest(chunk=header, data=data).SerializeToString()
+    assert ingest_pb2.IngestRequest.FromString(frame) == ingest_pb2.IngestRequest(chunk=header, data=data)
+
+
+@given(_CHUNK_HEADERS, _DATA)
+def test_the_ordinary_message_is_read_as_a_chunk(header: ingest_pb2.ChunkHeader, data: bytes) -> None:
+    for frame in (encode_chunk(header, data), ingest_pb2.IngestRequest(chunk=header, data=data).SerializeToString()):
+        request, view = decode_request(frame)
+        assert request == ingest_pb2.IngestRequest(chunk=header)
+        assert bytes(view) == data
+
+
+@given(_ROWS_HEADERS, st.lists(_DATA, max_size=4))
+def test_a_rows_frame_is_the_ordinary_message(header: samples_pb2.RowsHeader, pieces: list[bytes]) -> None:
+    data = b"".join(pieces)
+    frame = encode_rows(header, pieces)
+    assert samples_pb2.ReadReply.FromString(frame) == samples_pb2.ReadReply(rows=header, data=data)
+    for spelling in (frame, samples_pb2.ReadReply(rows=header, data=data).SerializeToString()):
+        reply, view = decode_reply(spelling)
+        assert reply == samples_pb2.ReadReply(rows=header)
+        assert bytes(view) == data
+
+
+def test_data_may_be_any_buffer_of_any_element_type() -> None:
+    header = ingest_pb2.ChunkHeader(sample=1, rows=1)
+    words = memoryview(bytearray(range(16))).cast("Q")
+    assert len({encode_chunk(header, data) for data in (bytes(range(16)), bytearray(range(16)), words)}) == 1
+
+
+def test_the_data_of_a_chunk_is_not_copied() -> None:
+    frame = encode_chunk(ingest_pb2.ChunkHeader(sample=1, rows=1), b"rows")
+    assert decode_request(frame)[1].obj is frame
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        pytest.param(ingest_pb2.IngestRequest(hello=ingest_pb2.Hello(protocol=1, engine_id="e")), id="hello"),
+        pytest.param(ingest_pb2.IngestRequest(open=ingest_pb2.OpenSample(sample=3, tags={"a": "b"})), id="open"),
+        pytest.param(ingest_pb2.IngestRequest(commit=ingest_pb2.CommitSample(sample=3, token_ids=[1, 2])), id="commit"),
+        pytest.param(ingest_pb2.IngestRequest(abort=ingest_pb2.AbortSample(sample=3, code="ABORTED")), id="abort"),
+        pytest.param(ingest_pb2.IngestRequest(), id="of no kind"),
+    ],
+)
+def test_requests_that_are_not_chunks_pass_through(request_: ingest_pb2.IngestRequest) -> None:
+    request, data = decode_request(request_.SerializeToString())
+    assert request == request_
+    assert bytes(data) == b""
+
+
+HEADER = ingest_pb2.ChunkHeader(sample=7, chunk=8, first_row=9, rows=2, xxh3=10)
+_HEAD = HEADER.SerializeToString()
+_DATA_FIELD = _field(_TAG_DATA, b"rows")
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        pytest.param(_DATA_FIELD + _field(_TAG_CHUNK, _HEAD), id="data first"),
+        pytest.param(_field(_TAG_CHUNK, _HEAD[9:]) + _field(_TAG_CHUNK, _HEAD[:9]) + _DATA_FIELD, id="header in two parts"),
+        pytest.param(_field(_TAG_CHUNK, _HEAD[9:] + _HEAD[:9]) + _DATA_FIELD, id="header fields in another order"),
+        pytest.param(_field(_TAG_CHUNK, _HEAD) + _field(_TAG_DATA, b"old") + _DATA_FIELD, id="data twice: the last counts"),
+        pytest.param(b"\xf8\x7f\x01" + _field(_TAG_CHUNK, _HEAD) + _DATA_FIELD, id="an unknown field in front"),
+        pytest.param(_field(_TAG_CHUNK, _HEAD) + b"\xf8\x7f\x01" + _DATA_FIELD, id="an unknown field between"),
+        pytest.param(_field(_TAG_CHUNK, _HEAD) + _DATA_FIELD + b"\xf8\x7f\x01", id="an unknown field behind"),
+        pytest.param(_TAG_CHUNK + b"\xa5\x80\x00" + _HEAD + _TAG_DATA + b"\x84\x80\x80\x00rows", id="lengths spelled long"),
+    ],
+)
+def test_other_spellings_of_a_chunk_are_read(frame: bytes) -> None:
+    request, data = decode_request(frame)
+    request.DiscardUnknownFields()
+    assert request == ingest_pb2.IngestRequest(chunk=HEADER)
+    assert bytes(data) == b"rows"
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        pytest.param(_TAG_CHUNK, id="a tag alone"),
+        pytest.param(_TAG_CHUNK + b"\x80", id="a length cut short"),
+        pytest.param(_TAG_CHUNK + b"\x80" * 11, id="a length too long"),
+        pytest.param(_TAG_CHUNK + b"\x7f", id="a header past the end"),
+        pytest.param(_TAG_CHUNK + b"\x01\xff" + _DATA_FIELD, id="a header that is not one"),
+        pytest.param(_field(_TAG_CHUNK, _HEAD) + _TAG_DATA, id="data without a length"),
+        pytest.param(_field(_TAG_CHUNK, _HEAD) + _TAG_DATA + b"\x05rows", id="data cut short"),
+        pytest.param(_field(_TAG_CHUNK, _HEAD) + _TAG_DATA + b"\xff" * 9 + b"\x7f", id="data of 2**70 bytes"),
+        pytest.param(_field(_TAG_CHUNK, _HEAD) + _DATA_FIELD + b"\x00", id="a byte too many"),
+        pytest.param(_field(b"\x12", _field(b"\x1a", b"\xff\xfe")), id="a string that is not UTF-8"),
+        pytest.param(b"\x1b" * 1000, id="groups within groups"),
+    ],
+)
+def test_what_is_no_request_is_a_violation(frame: bytes) -> None:
+    with pytest.raises(ProtocolViolation):
+        decode_request(frame)
+
+
+@DECODERS
+@given(st.binary(max_size=200))
+@example(b"")
+def test_arbitrary_bytes_raise_nothing_else(decode: Decode, frame: bytes) -> None:
+    _decode_like_protobuf(decode, frame)
+
+
+@DECODERS
+@given(st.data())
+def test_mutated_frames_raise_nothing_else(decode: Decode, data: st.DataObject) -> None:
+    if decode is decode_request:
+        frame = bytearray(encode_chunk(data.draw(_CHUNK_HEADERS), data.draw(st.binary(max_size=40))))
+    else:
+        frame = bytearray(encode_rows(data.draw(_ROWS_HEADERS), [data.draw(st.binary(max_size=40))]))
+    for _ in range(data.draw(st.integers(1, 4))):
+        at = data.draw(st.integers(0, len(frame)))
+        frame[at : at + data.draw(st.integers(0, 4))] = data.draw(st.binary(max_size=4))
+    _decode_like_protobuf(decode, bytes(frame))
+
+
+def _decode_like_protobuf(decode: Decode, frame: bytes) -> None:
+    """What `decode` accepts it reads as an ordinary protobuf library would."""
+    try:
+        message, data = decode(frame)
+    except ProtocolViolation:
+        return
+    ordinary: Message = type(message).FromString(frame)
+    assert bytes(data) == ordinary.data  # type: ignore[attr-defined]
+    ordinary.ClearField("data")
+    assert message == ordinary
