@@ -43,9 +43,8 @@ def run_cell(cell: Cell, model: Path, server: str, logs: Path) -> dict[str, Any]
     log = logs / f"{cell.name}.log"
     command = [sys.executable, str(Path(__file__).with_name("cell.py")), json.dumps(asdict(cell)), str(model), server]
     env = {**os.environ, "VLLM_USE_V2_MODEL_RUNNER": str(cell.runner - 1)}
-    with log.open("w") as out:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            subprocess.run(command, stdout=out, stderr=subprocess.STDOUT, env=env, timeout=CELL_TIMEOUT_S, check=False)
+    with log.open("w") as out, contextlib.suppress(subprocess.TimeoutExpired):
+        subprocess.run(command, stdout=out, stderr=subprocess.STDOUT, env=env, timeout=CELL_TIMEOUT_S, check=False)
     said = [line for line in log.read_text(errors="replace").splitlines() if line.startswith("CELL ")]
     if said:
         found: dict[str, Any] = json.loads(said[-1][5:])
