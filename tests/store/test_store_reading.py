@@ -1,0 +1,148 @@
+"""Reading: exactly the rows and layers asked for, and never a byte that cannot be trusted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from store_kit import BROKEN, FaultyFiles, Sample, read_all
+
+from slotstream.store import reading
+from slotstream.store.samples import SampleStore
+from slotstream.wire.errors import BadLayers, BadTokenRange, Damaged, SampleNotFound
+
+LAYERS = (2, 5, 6, 9)
+SAMPLE = Sample(rows=23, layer_ids=LAYERS)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    bounds=st.tuples(st.integers(0, 23), st.integers(0, 23)).map(sorted),
+    layers=st.lists(st.sampled_from(LAYERS), unique=True),
+    block=st.sampled_from([1, 100, 300, 1 << 20]),
+)
+def test_any_range_and_layers_in_any_order(store: SampleStore, bounds: list[int], layers: list[int], block: int) -> None:
+    if store.stat(SAMPLE.key) is None:
+        SAMPLE.put(store)
+    start, stop = bounds
+    with pytest.MonkeyPatch.context() as patch, store.reader(SAMPLE.key) as reader:
+        patch.setattr(reading, "BLOCK_BYTES", block)
+        blocks = list(reader.blocks(start, stop, reader.positions(layers) if layers else None))
+        assert list(reader.token_ids(start, stop)) == SAMPLE.token_ids[start:stop]
+    assert [row for b in blocks for row in range(b.first_row, b.first_row + b.rows)] == list(range(start, stop))
+    wanted = [LAYERS.index(layer) for layer in layers or LAYERS]
+    cells = [SAMPLE.data[at : at + 32] for at in range(0, len(SAMPLE.data), 32)]
+    expected = b"".join(cells[row * 4 + at] for row in range(start, stop) for at in wanted)
+    assert b"".join(bytes(piece) for b in blocks for piece in b.data) == expected
+
+
+def test_only_what_is_wanted_is_read(tmp_path: Path) -> None:
+    files = FaultyFiles()
+    store = SampleStore.open(tmp_path, files=files)
+    SAMPLE.put(store)
+    with store.reader(SAMPLE.key) as reader:
+        files.calls.clear()
+        list(reader.blocks(5, 7))
+        assert files.calls == ["pread"] * 2  # Rows 4 to 5 and 6 to 7: a group is 2 rows here.
+        files.calls.clear()
+        list(reader.blocks(5, 7, reader.positions([5, 6, 2])))
+        assert files.calls == ["pread"] * 4  # A row at a time: layers 5 and 6 together, then 2.
+    store.close()
+
+
+@pytest.mark.parametrize(("start", "stop"), [(5, 4), (0, 24), (-1, 3), (24, None)])
+def test_what_is_not_a_range_is_refused(store: SampleStore, start: int, stop: int | None) -> None:
+    SAMPLE.put(store)
+    with store.reader(SAMPLE.key) as reader, pytest.raises(BadTokenRange):
+        reader.check_range(start, stop)
+
+
+@pytest.mark.parametrize("layers", [[3], [2, 2], [2, 100]])
+def test_layers_that_are_not_there_or_named_twice_are_refused(store: SampleStore, layers: list[int]) -> None:
+    SAMPLE.put(store)
+    with store.reader(SAMPLE.key) as reader, pytest.raises(BadLayers):
+        reader.positions(layers)
+
+
+def _flip(offset: int) -> Callable[[Path], None]:
+    def damage(path: Path) -> None:
+        raw = bytearray(path.read_bytes())
+        raw[offset] ^= 1
+        path.write_bytes(raw)
+
+    return damage
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        pytest.param(Path.unlink, id="gone"),
+        pytest.param(lambda path: path.write_bytes(b""), id="empty"),
+        pytest.param(lambda path: path.write_bytes(path.read_bytes()[:-1]), id="truncated"),
+        pytest.param(lambda path: path.write_bytes(path.read_bytes()[:100]), id="truncated in the header"),
+        pytest.param(lambda path: path.write_bytes(path.read_bytes() + b"x"), id="padded"),
+        pytest.param(lambda path: path.write_bytes(b"\xff" * 10_000), id="not safetensors"),
+        pytest.param(_flip(-1), id="token ids"),
+        pytest.param(_flip(-23 * 8 - 1), id="last row"),
+        pytest.param(_flip(40), id="header"),
+        pytest.param(lambda path: (path.rename(path.parent / "x"), path.symlink_to("x")), id="a link"),
+        pytest.param(lambda path: (path.unlink(), path.mkdir()), id="a directory"),
+    ],
+)
+def test_a_damaged_file_is_never_served(store: SampleStore, damage: Callable[[Path], None]) -> None:
+    SAMPLE.put(store)
+    damage(SAMPLE.path(store))
+    with pytest.raises(Damaged):
+        read_all(store, SAMPLE.key)
+
+
+def test_damage_elsewhere_does_not_hide_sound_rows(store: SampleStore) -> None:
+    SAMPLE.put(store)
+    _flip(-23 * 8 - 1)(SAMPLE.path(store))
+    with store.reader(SAMPLE.key) as reader:
+        assert b"".join(bytes(p) for b in reader.blocks(0, 20) for p in b.data) == SAMPLE.data[: 20 * 128]
+        with pytest.raises(Damaged):
+            list(reader.blocks(22, 23))
+
+
+def test_another_samples_file_is_not_served(store: SampleStore) -> None:
+    SAMPLE.put(store)
+    other = replace(SAMPLE, sample_id="other")
+    other.put(store)
+    other.path(store).replace(SAMPLE.path(store))
+    with pytest.raises(Damaged, match="not the one that was committed"):
+        store.reader(SAMPLE.key)
+
+
+def test_a_disk_that_cannot_be_read_is_damage(tmp_path: Path) -> None:
+    files = FaultyFiles()
+    store = SampleStore.open(tmp_path, files=files)
+    SAMPLE.put(store)
+    reader = store.reader(SAMPLE.key)
+    files.faults = {"pread": (0, BROKEN)}
+    with pytest.raises(Damaged, match="Input/output error"):
+        list(reader.blocks(0, 23))
+    with pytest.raises(Damaged):
+        store.reader(SAMPLE.key)
+    reader.close()
+    store.close()
+
+
+def test_what_was_never_there(store: SampleStore) -> None:
+    with pytest.raises(SampleNotFound):
+        store.reader(SAMPLE.key)
+
+
+def test_a_file_that_shrinks_while_it_is_read_is_an_error_and_no_more(store: SampleStore) -> None:
+    SAMPLE.put(store)
+    with store.reader(SAMPLE.key) as reader:
+        blocks = reader.blocks(0, 23)
+        next(blocks)
+        with SAMPLE.path(store).open("r+b") as file:
+            file.truncate(reader.file.header.header_bytes + 300)
+        with pytest.raises(Damaged, match="shorter"):
+            list(blocks)
