@@ -57,7 +57,7 @@ def parse_params(kv_transfer_params: Mapping[str, Any] | None, *, req_id: str, n
 def default_sample_id(req_id: str) -> str:
     """A sample id made of vLLM's request id: the same where it is one, else a readable id that stays unique."""
     cleaned = _NOT_IN_IDS.sub("-", req_id).lstrip("._-")
-    if cleaned == req_id and len(req_id) <= _ID_CHARS_MAX:
+    if req_id and cleaned == req_id and len(req_id) <= _ID_CHARS_MAX:
         return req_id
     digest = hashlib.sha256(req_id.encode(errors="replace")).hexdigest()[:16]
     return f"{cleaned[: _ID_CHARS_MAX - 24] or 'request'}-{digest}"

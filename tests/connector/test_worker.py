@@ -1,0 +1,208 @@
+"""The worker half and its pump: rows read at the slots of the plan, checked against the device's own slot mapping."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from support.worker_rig import BLOCK_SIZE, BLOCKS, ROW_BYTES, Rig, WatchedSink, config, make_rig, opened
+
+from slotstream.connector.plan import RowPlan, SampleAbort, SampleFinish, StepPlan
+from slotstream.connector.worker import WorkerHalf
+from slotstream.transport.base import Committed, Failed, LinkDown, StagedChunk
+from slotstream.v1 import ingest_pb2
+from slotstream.wire.errors import ConfigError
+
+
+@pytest.fixture
+def rig() -> Iterator[Rig]:
+    made = make_rig()
+    yield made
+    made.worker.close()
+
+
+def test_a_prompt_in_one_step_arrives_whole(rig: Rig) -> None:
+    rig.capture("a", 30)
+    assert rig.sink.verdict(1) == Committed(1, duplicate=False)
+    assert rig.stored(1) == rig.rows("a", 0, 30)
+    commit = rig.sink.samples[1].committed
+    assert commit is not None
+    assert list(commit.token_ids) == list(range(30))
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(data=st.data())
+def test_any_steps_of_any_requests_give_exactly_their_rows(data: st.DataObject) -> None:
+    """Chunked prompts and prefix hits of several requests, their tokens interleaved in any order in the slot mapping."""
+    rig = make_rig(data.draw(st.integers(0, 1 << 16)), chunk_bytes=4096)
+    try:
+        lengths = data.draw(st.lists(st.integers(1, BLOCKS * BLOCK_SIZE // 4 - BLOCK_SIZE), min_size=1, max_size=3))
+        done = {f"r{i}": 0 for i in range(len(lengths))}
+        total = dict(zip(done, lengths, strict=True))
+        for req_id, tokens in total.items():
+            rig.table(req_id, tokens)
+            hit = data.draw(st.integers(0, tokens - 1))
+            rig.write(rig.slots(req_id, 0, hit))
+            done[req_id] = hit
+        number = {req_id: i + 1 for i, req_id in enumerate(total)}
+        sent = dict.fromkeys(total, 0)
+        opens = tuple(opened(req_id, tokens) for req_id, tokens in total.items())
+        while any(done[r] < total[r] for r in total):
+            rows, finishes, mapping = [], [], []
+            for req_id, tokens in total.items():
+                left = tokens - done[req_id]
+                scheduled = min(left, data.draw(st.sampled_from([64, 17, 4, 0])))  # 0: not this request, not this step.
+                if scheduled == 0:
+                    continue
+                stop = done[req_id] + scheduled
+                mapping += rig.slots(req_id, done[req_id], stop)
+                rows.append(RowPlan(req_id, sent[req_id], stop, done[req_id], rig.tables[req_id]))
+                if stop == tokens:
+                    finishes.append(SampleFinish(req_id, tuple(range(tokens))))
+                sent[req_id] = done[req_id] = stop
+            rig.write(mapping)
+            padded = [*mapping, -1, -1]
+            random.Random(len(mapping)).shuffle(padded)
+            rig.step(StepPlan(opens, tuple(rows), tuple(finishes)), padded)
+            opens = ()
+        for req_id in total:
+            assert isinstance(rig.sink.verdict(number[req_id]), Committed)
+            assert rig.stored(number[req_id]) == rig.rows(req_id, 0, total[req_id])
+    finally:
+        rig.worker.close()
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        pytest.param(lambda slots: slots[:-1], id="a slot that the device did not write"),
+        pytest.param(lambda slots: [*slots, slots[0]], id="a slot written twice"),
+        pytest.param(lambda slots: [s + BLOCK_SIZE for s in slots], id="all rows one block away"),
+        pytest.param(lambda slots: [-1] * len(slots), id="nothing but padding"),
+    ],
+)
+def test_slots_that_are_not_the_block_tables_fail_that_sample_and_no_other(
+    rig: Rig, damage: Callable[[list[int]], list[int]]
+) -> None:
+    tables = {req_id: rig.table(req_id, 6) for req_id in ("good", "bad")}
+    plan = StepPlan(
+        tuple(opened(req_id, 6) for req_id in tables),
+        tuple(RowPlan(req_id, 0, 6, 0, table) for req_id, table in tables.items()),
+        tuple(SampleFinish(req_id, (0,) * 6) for req_id in tables),
+    )
+    good, bad = rig.slots("good", 0, 6), rig.slots("bad", 0, 6)
+    rig.step(plan, [*good, *(s for s in damage(bad) if s not in good)])
+    assert isinstance(rig.sink.verdict(1), Committed)
+    verdict = rig.sink.verdict(2)
+    assert isinstance(verdict, Failed)
+    assert verdict.code == "SLOT_MISMATCH"
+    assert not rig.sink.samples[2].rows
+
+
+def test_a_step_without_extraction_fails_its_samples(rig: Rig) -> None:
+    table = rig.table("a", 5)
+    rig.step(StepPlan((opened("a", 5),), (RowPlan("a", 0, 5, 0, table),)), None)
+    verdict = rig.sink.verdict(1)
+    assert isinstance(verdict, Failed)
+    assert verdict.code == "ROWS_NOT_COMPUTED"
+
+
+def test_a_block_table_that_is_too_short_fails_the_sample(rig: Rig) -> None:
+    table = rig.table("a", 4)
+    rig.step(StepPlan((opened("a", 9),), (RowPlan("a", 0, 9, 0, table),)), [0])
+    verdict = rig.sink.verdict(1)
+    assert isinstance(verdict, Failed)
+    assert verdict.code == "SLOT_MISMATCH"
+
+
+def test_an_abort_reaches_the_server_and_later_rows_do_not(rig: Rig) -> None:
+    table = rig.table("a", 8)
+    rig.step(StepPlan((opened("a", 8),), (RowPlan("a", 0, 4, 0, table),)), rig.slots("a", 0, 4))
+    rig.step(StepPlan(aborts=(SampleAbort("a", "ABORTED", "it ended"),)), None)
+    rig.step(StepPlan(rows=(RowPlan("a", 4, 8, 4, table),)), rig.slots("a", 4, 8))
+    assert rig.sink.verdict(1) == Failed(1, "ABORTED", "it ended")
+    assert sorted(rig.sink.samples[1].rows) == [0, 1, 2, 3]
+
+
+def test_a_step_that_wants_nothing_costs_nothing(rig: Rig) -> None:
+    rig.capture("a", 8)
+    rig.sink.verdict(1)
+    rig.worker.take_stats()
+    for _ in range(50):
+        rig.step(StepPlan(), [0, 1, 2])
+    assert rig.worker.take_stats() == {}
+
+
+def test_releases_are_reported_once_the_step_after_their_rows_were_read(rig: Rig) -> None:
+    rig.worker.bind(StepPlan(releases=("a",)))
+    assert rig.worker.take_releases() == set()  # vLLM asks before this step's rows are read.
+    rig.worker.execute()
+    rig.worker.bind(StepPlan())
+    assert rig.worker.take_releases() == {"a"}
+    assert rig.worker.take_releases() == set()
+
+
+class _MuteSink(WatchedSink):
+    """Takes everything and never says a word of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.taken = threading.Semaphore(0)
+
+    def submit(self, chunk: StagedChunk) -> None:
+        self.taken.release()
+
+    def commit(self, request: ingest_pb2.CommitSample) -> None:
+        return
+
+
+def test_full_staging_fails_samples_and_a_lost_link_empties_it() -> None:
+    sink = _MuteSink()
+    rig = make_rig(sink=sink, staging_bytes=1 << 20, chunk_bytes=4096, on_full="fail_sample")
+    try:
+        stats: dict[str, float] = {}
+        slots = 0
+        for i in range(1000):
+            if i % 8 == 0:
+                rig._unused = random.Random(i).sample(range(BLOCKS), BLOCKS)
+            rig.capture(f"r{i}", 8)
+            stats = rig.worker.take_stats() or stats
+            slots = int(stats["staging_bytes_in_use"] // 4096)
+            assert stats["staging_bytes_in_use"] <= stats["staging_bytes_limit"] <= 1 << 20
+            if slots == stats["staging_bytes_limit"] // 4096:
+                break
+        rig.capture("late", 8)
+        verdict = sink.verdict(i + 2)
+        assert isinstance(verdict, Failed)
+        assert verdict.code == "STAGING_FULL"
+        for _ in range(slots):
+            assert sink.taken.acquire(timeout=30.0)
+        sink._on_event(LinkDown("gone"))
+        faults = []
+        while len(faults) < i + 2:
+            faults += rig.worker.take_faults()
+        assert {f.code for f in faults} == {"STAGING_FULL", "INTERRUPTED"}
+        assert rig.worker._pool.in_use == 0
+        assert rig.worker._pump.in_flight == 0
+    finally:
+        rig.worker.close()
+
+
+@pytest.mark.parametrize(
+    "options", [{"staging_bytes": 1 << 20, "chunk_bytes": 256 << 10}], ids=["fewer than eight slots of staging"]
+)
+def test_options_that_do_not_fit_the_model_stop_the_start(options: dict[str, object]) -> None:
+    cache = torch.zeros(4, 3, 4, 8, dtype=torch.bfloat16)
+    with pytest.raises(ConfigError, match="staging_bytes must be at least"):
+        WorkerHalf(config(**options), cache, WatchedSink(), 16)
+
+
+def test_a_cache_of_another_shape_stops_the_start() -> None:
+    with pytest.raises(ConfigError, match="hidden-state cache has shape"):
+        WorkerHalf(config(), torch.zeros(4, 2, 4, 8, dtype=torch.bfloat16), WatchedSink(), 16)
+    assert ROW_BYTES == 48
