@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
+
 @dataclass
 class SlotStreamMetadata(KVConnectorMetadata):
     """A step's plan, as vLLM carries it to the workers."""

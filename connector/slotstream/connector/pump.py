@@ -23,7 +23,15 @@ from slotstream.connector.throttle import Throttle
 from slotstream.transport.base import Acked, Committed, Failed, LinkDown, LinkUp, SampleSink, SinkEvent, StagedChunk
 from slotstream.transport.logs import connector_logger
 from slotstream.v1 import ingest_pb2
-from slotstream.wire.errors import InternalFault, Interrupted, RowsNotComputed, ServerUnavailable, SlotMismatch, SlotStreamError
+from slotstream.wire.errors import (
+    CaptureAborted,
+    InternalFault,
+    Interrupted,
+    RowsNotComputed,
+    ServerUnavailable,
+    SlotMismatch,
+    SlotStreamError,
+)
 from slotstream.wire.hashing import xxh3
 
 logger = connector_logger(__name__)
@@ -180,6 +188,8 @@ class Pump:
                 continue
             if isinstance(item, _Stop):
                 stop = item
+                for req_id in list(self._samples):  # Those that wait for their commit's answer only are left alone.
+                    self._give_up(req_id, CaptureAborted("the engine shut down before all rows existed"))
             else:
                 self._handle_safely(item)
         if self._samples:
