@@ -26,7 +26,7 @@ class Sample:
     layer_ids: tuple[int, ...]  # layer_ids[j] names hidden_states[:, j]: the residual stream after that many layers
     start: int  # row 0 here is row `start` of the stored sample
     tags: dict[str, str]  # the request's
-    metadata: dict[str, str]  # what the connector recorded
+    metadata: dict[str, str]  # what the connector and the store recorded; times in Unix nanoseconds
 
 
 def require_torch() -> ModuleType:
@@ -66,5 +66,10 @@ def receive_sample(reader: RowReader) -> Sample:
         layer_ids=reader.layer_ids,
         start=reader.start,
         tags=info.tags,
-        metadata=info.metadata,
+        metadata={
+            **info.metadata,
+            "model": info.model,
+            "created_unix_ns": str(info.created_unix_ns),
+            "committed_unix_ns": str(info.committed_unix_ns or 0),
+        },
     )

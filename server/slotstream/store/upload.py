@@ -86,6 +86,8 @@ class Upload:
         self._lock = threading.Lock()  # Guards everything below.
         self._rows = RangeSet()
         self._hasher = GroupHasher(self._row_bytes, self.hash_rows)
+        self._chunks = 0
+        self._first_chunk_unix_ns = 0
         self._writing = 0
         self._finished = False
         self._preallocated = False
@@ -167,6 +169,8 @@ class Upload:
         self._rows.add(start, stop)
         if len(self._rows) > _RANGES_MAX:
             raise TooLarge(f"the sample's rows arrived in more than {_RANGES_MAX} separate ranges")
+        self._first_chunk_unix_ns = self._first_chunk_unix_ns or time.time_ns()
+        self._chunks += 1
         self._writing += 1
         return missing
 
@@ -213,6 +217,7 @@ class Upload:
             raise BadParams(f"{len(token_ids)} token ids do not fit {row_count} rows")
         merged = {**self.spec.metadata, **metadata}
         check_metadata(merged)
+        merged |= {"chunks": str(self._chunks), "first_chunk_unix_ns": str(self._first_chunk_unix_ns)}
         if gaps := self._rows.gaps(0, row_count):
             shown = ", ".join(f"[{start}, {stop})" for start, stop in gaps[:_GAPS_SHOWN])
             raise MissingRows(f"rows {shown}{' and more' if len(gaps) > _GAPS_SHOWN else ''} of {row_count} never arrived")
