@@ -101,10 +101,11 @@ class Server:
         config = self.config
         _check_listen(config.listen)
         store = await asyncio.to_thread(self._open_store) if self._given_store is None else self._given_store
+        self.store = store
         self._closing.push_async_callback(asyncio.to_thread, store.close)
         pools = Pools()
         self._closing.push_async_callback(asyncio.to_thread, pools.shutdown)
-        metrics = Metrics(store)
+        self.metrics = metrics = Metrics(store)
         self._arrivals = Arrivals()
         self._ingest = IngestService(config, store, pools, metrics, self._arrivals)
         self._samples = SamplesService(config, store, pools, metrics, self._arrivals)

@@ -75,23 +75,24 @@ class SamplesService:
 
     @asynccontextmanager
     async def _answering(self, method: str, context: _Context) -> AsyncIterator[None]:
-        """Turns what goes wrong into a status, and counts the outcome."""
-        code = "CANCELLED"
-        try:
-            try:
-                yield
-                code = ""
-            except SlotStreamError as error:
-                code = error.code
-                await abort(context, error)
-            except Exception as error:
-                if isinstance(error, grpc.aio.AbortError):
-                    raise
-                code = InternalFault.code
-                _log.exception("a fault in the server failed a %s", method)
-                await abort(context, InternalFault("the server failed; its log says how"))
-        finally:
+        """Turns what goes wrong into a status, and counts the outcome before the peer hears of it."""
+
+        def count(code: str) -> None:
             self._metrics.requests.labels(method, code).inc()
+
+        try:
+            yield
+            count("")
+        except SlotStreamError as error:
+            count(error.code)
+            await abort(context, error)
+        except asyncio.CancelledError:
+            count("CANCELLED")
+            raise
+        except Exception:
+            count(InternalFault.code)
+            _log.exception("a fault in the server failed a %s", method)
+            await abort(context, InternalFault("the server failed; its log says how"))
 
     async def _in_thread(self, call: Callable[..., _T], *arguments: Any) -> _T:
         return await asyncio.get_running_loop().run_in_executor(self._pools.reads, call, *arguments)

@@ -1,0 +1,79 @@
+"""What a server can be told, and that what it cannot be told is named."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slotstream.server.config import ServerConfig
+from slotstream.server.metrics import code_label
+from slotstream.server.serve_arguments import add_serve_arguments, config_from_arguments
+from slotstream.wire.errors import ConfigError
+
+
+def _parse(*arguments: str) -> ServerConfig:
+    parser = argparse.ArgumentParser()
+    add_serve_arguments(parser)
+    return config_from_arguments(parser.parse_args(arguments))
+
+
+def test_the_options_default_to_the_configuration() -> None:
+    assert _parse("--data", "d") == ServerConfig(data_dir=Path("d"))
+
+
+def test_every_option_reaches_the_configuration() -> None:
+    config = _parse(
+        *("--data", "d", "--listen", "unix:/s", "--metrics", "[::1]:0", "--log-format", "json", "--log-level", "debug"),
+        *("--free-bytes-min", "1", "--window-bytes", "9000000", "--drain-s", "0.5", "--appear-grace-s", "0"),
+        *("--open-samples-max", "7", "--reads-max", "8"),
+    )
+    assert config == ServerConfig(
+        data_dir=Path("d"),
+        listen="unix:/s",
+        metrics_listen="[::1]:0",
+        log_format="json",
+        log_level="debug",
+        free_bytes_min=1,
+        window_bytes=9_000_000,
+        drain_s=0.5,
+        appear_grace_s=0.0,
+        open_samples_max=7,
+        reads_max=8,
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"listen": "nowhere"}, "--listen"),
+        ({"listen": "unix:relative"}, "--listen"),
+        ({"metrics_listen": "unix:/s"}, "--metrics"),
+        ({"metrics_listen": ":1"}, "--metrics"),
+        ({"log_format": "xml"}, "--log-format"),
+        ({"log_level": "loud"}, "--log-level"),
+        ({"free_bytes_min": -1}, "--free-bytes-min"),
+        ({"window_bytes": 1}, "--window-bytes"),
+        ({"drain_s": float("inf")}, "--drain-s"),
+        ({"appear_grace_s": float("nan")}, "--appear-grace-s"),
+        ({"open_samples_max": 0}, "--open-samples-max"),
+        ({"reads_max": 0}, "--reads-max"),
+    ],
+)
+def test_a_value_that_cannot_work_is_named(options: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{named}"):
+        ServerConfig(data_dir=Path("d"), **options)
+
+
+def test_the_help_shows_every_default() -> None:
+    parser = argparse.ArgumentParser()
+    add_serve_arguments(parser)
+    text = " ".join(parser.format_help().split())
+    assert text.count("(default:") == len(ServerConfig.__dataclass_fields__) - 1
+
+
+def test_peers_cannot_invent_metric_labels() -> None:
+    assert code_label("SLOT_MISMATCH") == "SLOT_MISMATCH"
+    assert code_label("EVIL_1") == "OTHER"
