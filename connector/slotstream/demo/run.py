@@ -127,15 +127,17 @@ def _prompts(count: int, rng: random.Random) -> list[list[int]]:
 def _send(port: int, prompts: Sequence[list[int]]) -> list[dict[str, Any]]:
     """Send the prompts, the first one ahead so that its prefix is cached for the others; returns what was said of each."""
 
-    def one(prompt: list[int]) -> dict[str, Any]:
-        answer = complete(port, {"model": "truth", "prompt": prompt, "max_tokens": 4, "temperature": 0})
+    def one(number: int, prompt: list[int]) -> dict[str, Any]:
+        params = {"slotstream": {"sample_id": f"demo-{number:02d}"}}
+        body = {"model": "truth", "prompt": prompt, "max_tokens": 4, "temperature": 0, "kv_transfer_params": params}
+        answer = complete(port, body)
         said: dict[str, Any] = answer["kv_transfer_params"]["slotstream"]
         if "error" in said:
             raise ProcessFailed(f"a capture failed: {said['error']['code']}: {said['error']['message']}")
         return said
 
     with ThreadPoolExecutor(8) as pool:
-        return [one(prompts[0]), *pool.map(one, prompts[1:])]
+        return [one(0, prompts[0]), *pool.map(one, range(1, len(prompts)), prompts[1:])]
 
 
 def _check(sample: Sample, prompt: list[int]) -> _Checked:
@@ -152,7 +154,7 @@ def _check(sample: Sample, prompt: list[int]) -> _Checked:
 def _table(checked: Sequence[_Checked]) -> Table:
     table = Table(title="samples, checked row by row")
     table.add_column("sample", overflow="fold")
-    for name in ("tokens", "prefix-hit tokens", "chunks", "bytes", "durable after", "rows right"):
+    for name in ("tokens", "prefix-hit", "chunks", "bytes", "durable after", "rows right"):
         table.add_column(name, justify="right")
     for c in checked:
         tokens = len(c.sample.token_ids)
@@ -165,7 +167,9 @@ def _table(checked: Sequence[_Checked]) -> Table:
             f"{c.durable_ms:.1f} ms",
             "all" if c.wrong_rows == 0 else f"[red]{tokens - c.wrong_rows} of {tokens}[/red]",
         )
-    table.caption = "durable after: from the step that computed the last row to the sample being on disk for good"
+    table.caption = (
+        "prefix-hit: tokens whose rows an earlier request had computed\ndurable after: from the last row's step to the disk"
+    )
     return table
 
 

@@ -62,6 +62,9 @@ def make(out: Path, kind: Kind = "dense", hidden: int = HIDDEN, layers: int = LA
     """Write the checkpoint and a byte-level tokenizer to `out`; returns `out`. Needs transformers."""
     if vocab > 2**ID_BITS:
         raise ValueError(f"a vocabulary of {vocab} does not fit {ID_BITS} bits")
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     config, model_class = _config(kind, hidden, layers, vocab)
     torch.manual_seed(0)
     model = model_class(config).to(torch.bfloat16)
