@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
 from pathlib import Path
 
 import grpc
@@ -232,3 +234,27 @@ def test_what_is_open_when_the_drain_ends_fails(tmp_path: Path) -> None:
         record = store.stat(Sample().key)
         assert record is not None
         assert record.error_code == "SERVER_DRAINING"
+
+
+def test_a_busy_peer_cannot_keep_the_server_from_stopping(tmp_path: Path) -> None:
+    with RunningServer(tmp_path, drain_s=0.0) as running, Peer(running.address) as peer:
+        stopped = threading.Event()
+
+        def flood() -> None:
+            number = 1
+            while not stopped.is_set():
+                peer.say(Sample(f"s{number}").open(number), Sample().chunk(number, number, 0, 40))
+                number += 1
+                peer.hear_until("ack", "failed")
+
+        def survives() -> None:
+            with contextlib.suppress(grpc.RpcError, StopIteration):
+                flood()
+
+        thread = threading.Thread(target=survives)
+        thread.start()
+        wait_until(lambda: running.metric("chunks_total") > 20)
+        running.call(running.server.stop())
+        stopped.set()
+        thread.join()
+    assert not list(tmp_path.rglob("*.partial"))

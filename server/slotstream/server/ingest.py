@@ -131,6 +131,7 @@ class IngestService:
 
     def end_streams(self) -> None:
         """Fail what is still open and end every stream with SERVER_DRAINING."""
+        self.draining = True
         for stream in tuple(self._streams):
             stream.end()
 
@@ -170,6 +171,8 @@ class _Stream:
                 for lane in self._lanes.values():
                     self._hold(0)
                     lane.push(Abort(Failure.of(Interrupted("the stream ended before the sample was committed"))))
+            if ending.done():
+                receiver.cancel()  # Nothing more is taken: a busy peer must not keep its stream from ending.
             await self._flushed(sender)
             if ending.done():
                 raise ServerDraining("the server is shutting down")
