@@ -170,6 +170,8 @@ class GrpcSink:
             call = stream(self._requests(ended))
             with self._changed:
                 self._call = call
+                if self._closed:  # Just now: close() saw no call that it could cancel.
+                    call.cancel()
             try:
                 for reply in call:
                     self._take(reply)
@@ -186,6 +188,8 @@ class GrpcSink:
     def _take(self, reply: ingest_pb2.IngestReply) -> None:
         kind = reply.WhichOneof("kind")
         with self._changed:
+            if self._closed:
+                return
             self._progress_at = time.monotonic()
             if kind == "welcome":
                 self._was_up = True
