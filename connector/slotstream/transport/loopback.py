@@ -18,10 +18,16 @@ class LoopbackSample:
     rows: dict[int, bytes] = field(default_factory=dict)
     committed: ingest_pb2.CommitSample | None = None
     aborted: ingest_pb2.AbortSample | None = None
+    failed: Failed | None = None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether neither Committed nor Failed was said; only then does anything count."""
+        return self.committed is None and self.failed is None
 
 
 class LoopbackSink:
-    """Answers at once, on the caller's thread. Keeps the protocol: unknown samples and wrong hashes fail the sample."""
+    """Answers at once, on the caller's thread, as a server would: one Acked a chunk, one Committed or Failed a sample."""
 
     def __init__(self) -> None:
         self.samples: dict[int, LoopbackSample] = {}
@@ -35,29 +41,37 @@ class LoopbackSink:
         self.samples[request.sample] = LoopbackSample(request)
 
     def submit(self, chunk: StagedChunk) -> None:
-        sample = self.samples.get(chunk.sample)
-        if sample is None or sample.aborted is not None:
-            self._on_event(Failed(chunk.sample, "PROTOCOL", "the sample is not open"))
+        sample = self.samples[chunk.sample]
+        if not sample.is_open:
+            pass
         elif xxh3(chunk.buffer) != chunk.xxh3:
-            self._on_event(Failed(chunk.sample, "HASH_MISMATCH", "the chunk does not match its hash"))
+            self._fail(sample, "HASH_MISMATCH", "the chunk does not match its hash")
         else:
             row_bytes = chunk.buffer.nbytes // chunk.rows
             for i in range(chunk.rows):
-                sample.rows[chunk.first_row + i] = bytes(chunk.buffer[i * row_bytes : (i + 1) * row_bytes])
+                sample.rows.setdefault(chunk.first_row + i, bytes(chunk.buffer[i * row_bytes : (i + 1) * row_bytes]))
         self._on_event(Acked(chunk.chunk))
 
     def commit(self, request: ingest_pb2.CommitSample) -> None:
         sample = self.samples[request.sample]
+        if not sample.is_open:
+            return
         missing = [row for row in range(request.row_count) if row not in sample.rows]
         if missing:
-            self._on_event(Failed(request.sample, "MISSING_ROWS", f"rows {missing[:8]} never came"))
+            self._fail(sample, "MISSING_ROWS", f"rows {missing[:8]} never came")
             return
         sample.committed = request
         self._on_event(Committed(request.sample, duplicate=False))
 
     def abort(self, request: ingest_pb2.AbortSample) -> None:
-        self.samples[request.sample].aborted = request
-        self._on_event(Failed(request.sample, request.code, request.message))
+        sample = self.samples[request.sample]
+        if sample.is_open:
+            sample.aborted = request
+            self._fail(sample, request.code, request.message)
+
+    def _fail(self, sample: LoopbackSample, code: str, message: str) -> None:
+        sample.failed = Failed(sample.opened.sample, code, message)
+        self._on_event(sample.failed)
 
     def check_deadlines(self) -> None:
         return
@@ -66,4 +80,4 @@ class LoopbackSink:
         self.samples.clear()
 
     def close(self, timeout_s: float) -> None:
-        return
+        self._on_event = lambda event: None
