@@ -1,0 +1,47 @@
+"""Collects what a sink says, and waits for it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+from slotstream.transport.base import SinkEvent
+
+WAIT_S = 60.0  # How long a test waits for what must come; only a failing test ever waits so long.
+TICK_S = 1.0
+_Event = TypeVar("_Event", bound=SinkEvent)
+
+
+class Recorder:
+    """An `on_event` callback that keeps every event in order."""
+
+    def __init__(self) -> None:
+        self._events: list[SinkEvent] = []
+        self._added = threading.Condition()
+
+    def __call__(self, event: SinkEvent) -> None:
+        with self._added:
+            self._events.append(event)
+            self._added.notify_all()
+
+    @property
+    def events(self) -> list[SinkEvent]:
+        """All events so far."""
+        with self._added:
+            return list(self._events)
+
+    def of(self, kind: type[_Event]) -> list[_Event]:
+        """The events of one kind so far."""
+        return [event for event in self.events if isinstance(event, kind)]
+
+    def wait(self, kind: type[_Event], count: int = 1, *, meanwhile: Callable[[], object] = lambda: None) -> list[_Event]:
+        """The events of one kind, once there are `count` of them; `meanwhile` is called again and again until then."""
+        deadline = time.monotonic() + WAIT_S
+        while time.monotonic() < deadline:
+            meanwhile()
+            with self._added:
+                if self._added.wait_for(lambda: sum(isinstance(event, kind) for event in self._events) >= count, TICK_S):
+                    return self.of(kind)
+        raise AssertionError(f"{count} {kind.__name__} did not come; there were {self.events}")
