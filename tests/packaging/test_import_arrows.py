@@ -1,0 +1,112 @@
+"""Who may import whom: the arrows of the design, held against every import statement of every module, lazy ones included."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+_ROOT = Path(__file__).parents[2]
+_SOURCES = {
+    path.relative_to(_ROOT / root).with_suffix("").as_posix().replace("/", ".").removesuffix(".__init__"): path
+    for root in ("connector", "server", "proto")
+    for path in sorted((_ROOT / root).glob("slotstream/**/*.py"))
+}
+
+# Part -> the parts that it may import beside itself.
+ARROWS = {
+    "connector": {"transport", "wire", "v1"},
+    "transport": {"wire", "v1"},
+    "client": {"wire", "v1"},
+    "demo": {"client"},
+    # The command line speaks to a server through the client, and `slotstream demo` starts the demo.
+    "server": {"store", "wire", "v1", "client", "demo"},
+    "store": {"wire"},
+    "wire": {"v1"},
+    "v1": set[str](),
+}
+# Heavy packages -> the only parts that may import them.
+HEAVY = {
+    "vllm": {"connector", "demo"},
+    "torch": {"connector", "client", "demo"},
+    "numpy": {"connector", "transport"},
+    "nixl": {"transport"},
+    "nixl_cu12": {"transport"},
+    "nixl_cu13": {"transport"},
+    "safetensors": {"client", "demo"},
+    "transformers": {"demo"},
+    "grpc": {"connector", "transport", "client", "server", "v1"},
+    "sqlite3": {"store"},
+}
+
+
+def _imports(tree: ast.AST) -> Iterator[tuple[str, int]]:
+    """Every module that the code names in an import, however deep inside a function, and the line."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, node.lineno) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"line {node.lineno}: relative imports hide the arrows"
+            assert node.module is not None
+            yield node.module, node.lineno
+            # `from slotstream import x` and `from slotstream.x import y` may name modules as well.
+            yield from ((f"{node.module}.{alias.name}", node.lineno) for alias in node.names)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in (
+            "importlib.import_module",
+            "import_module",
+            "__import__",
+        ):
+            match node.args:
+                case [ast.Constant(value=str(name)), *_]:
+                    yield name, node.lineno
+                case [ast.JoinedStr(values=[ast.Constant(value=str(name)), *_]), *_]:
+                    yield name, node.lineno
+
+
+def _part(module: str) -> str:
+    """The part of slotstream that a module belongs to; "" for others."""
+    package, _, rest = module.partition(".")
+    return rest.partition(".")[0] if package == "slotstream" else ""
+
+
+def test_every_part_is_here() -> None:
+    assert {_part(module) for module in _SOURCES} == set(ARROWS)
+
+
+@pytest.mark.parametrize("module", _SOURCES)
+def test_imports_follow_the_arrows(module: str) -> None:
+    part = _part(module)
+    for name, line in _imports(ast.parse(_SOURCES[module].read_text())):
+        where = f"{_SOURCES[module]}:{line}"
+        target = _part(name)
+        assert not target or target == part or target in ARROWS[part], f"{where}: {part} must not import {name}"
+        top = name.partition(".")[0]
+        assert top not in HEAVY or part in HEAVY[top], f"{where}: {part} must not import {name}"
+
+
+def test_only_the_connector_imports_vllm_when_it_is_imported() -> None:
+    """The demo may, but lazily: its options are shown where there is no vLLM."""
+    for module, path in _SOURCES.items():
+        if _part(module) != "connector":
+            statements = (s for s in ast.parse(path.read_text()).body if isinstance(s, (ast.Import, ast.ImportFrom)))
+            names = {name for statement in statements for name, _ in _imports(statement)}
+            assert not {name for name in names if name.partition(".")[0] == "vllm"}, module
+
+
+def test_the_walk_sees_lazy_and_named_imports() -> None:
+    code = """
+def f():
+    import torch.nn
+    from slotstream.store import samples
+    importlib.import_module("vllm.config")
+    importlib.import_module(f"slotstream.server.{name}")
+"""
+    assert [name for name, _ in _imports(ast.parse(code))] == [
+        "torch.nn",
+        "slotstream.store",
+        "slotstream.store.samples",
+        "vllm.config",
+        "slotstream.server.",
+    ]
