@@ -19,8 +19,9 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
 LAYERS = 4
 LAYER_IDS = [0, 1, 3, LAYERS]
-# bf16 keeps 8 bits of mantissa; four layers in another order of operations stay well below this, another layer does not.
-RELATIVE_ERROR_MAX = 0.03
+# bf16 keeps 8 bits of mantissa: four layers in another order of operations stay below this; another layer's rows do not.
+RELATIVE_ERROR_MAX = 0.06
+OTHER_LAYER_ERROR_MIN = 0.3
 
 
 @pytest.fixture(scope="module")
@@ -93,8 +94,11 @@ def test_rows_are_the_residual_streams_of_transformers(
         truth = _residual_streams(model_path, prompt)
         rows = sample.hidden_states.float()
         assert rows.shape == truth.shape
-        error = (rows - truth).norm(dim=-1) / truth.norm(dim=-1)
-        assert float(error.max()) < RELATIVE_ERROR_MAX
+        # error[token, i, j]: how far the row captured as layer i is from transformers' row after layer j.
+        error = (rows[:, :, None] - truth[:, None]).norm(dim=-1) / truth[:, None].norm(dim=-1)
+        same = torch.eye(len(LAYER_IDS), dtype=torch.bool)
+        assert float(error[:, same].max()) < RELATIVE_ERROR_MAX
+        assert float(error[:, ~same].min()) > OTHER_LAYER_ERROR_MIN
 
 
 def test_text_is_the_same_without_extraction_and_connector(

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from slotstream.connector.config import ConnectorConfig
 from slotstream.demo.processes import (
     SMALL_ENGINE,
     ProcessFailed,
@@ -15,10 +16,11 @@ from slotstream.demo.processes import (
     free_port,
     start_vllm,
 )
+from slotstream.wire.errors import ConfigError
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
-_NO_LAYERS = ["--speculative-config", json.dumps({"method": "extract_hidden_states", "num_speculative_tokens": 1})]
+_NO_LAYERS = {"method": "extract_hidden_states", "num_speculative_tokens": 1}
 
 
 @pytest.mark.parametrize(
@@ -30,22 +32,10 @@ _NO_LAYERS = ["--speculative-config", json.dumps({"method": "extract_hidden_stat
             id="unknown option",
         ),
         pytest.param(
-            [*extraction_options([1, 3]), *connector_options(server="localhost:notaport")],
-            "address 'localhost:notaport' is neither host:port",
-            id="malformed address",
-        ),
-        pytest.param(
             connector_options(server="127.0.0.1:50151"),
             'slotstream needs vLLM to extract hidden states: add --speculative-config \'{"method": "extract_hidden_states"',
             id="no extraction",
         ),
-        pytest.param(
-            [*extraction_options([1, 99]), *connector_options(server="127.0.0.1:50151")],
-            "eagle_aux_hidden_state_layer_ids [1, 99] must be different layer ids from 0 to 6",
-            id="layers that the model lacks",
-        ),
-        # vLLM itself refuses this one, before it makes any connector.
-        pytest.param([*_NO_LAYERS, *connector_options()], "eagle_aux_hidden_state_layer_ids", id="no layers"),
     ],
 )
 def test_vllm_stops_at_start_and_says_why(
@@ -55,3 +45,58 @@ def test_vllm_stops_at_start_and_says_why(
     with pytest.raises(ProcessFailed, match="exited with"):
         start_vllm(truth_models["dense"], log, free_port(), *SMALL_ENGINE, *options)
     assert sentence in log.read_text()
+
+
+@pytest.mark.parametrize(
+    ("speculative", "transfer", "sentence"),
+    [
+        pytest.param(_NO_LAYERS, {}, "set eagle_aux_hidden_state_layer_ids in the speculative config's", id="no layers"),
+        pytest.param(
+            _NO_LAYERS | {"draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": [1, 99]}}},
+            {},
+            "eagle_aux_hidden_state_layer_ids [1, 99] must be different layer ids from 0 to 6",
+            id="a layer that the model lacks",
+        ),
+        pytest.param(
+            _NO_LAYERS | {"draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": [3, 3]}}},
+            {},
+            "eagle_aux_hidden_state_layer_ids [3, 3] must be different layer ids",
+            id="a layer twice",
+        ),
+        pytest.param(
+            _NO_LAYERS | {"draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": [1]}}},
+            {"kv_role": "kv_consumer"},
+            'slotstream only sends: set "kv_role": "kv_producer"',
+            id="a role that receives",
+        ),
+        pytest.param(
+            _NO_LAYERS | {"draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": [1]}}},
+            {"kv_connector_extra_config": {"server": "localhost:notaport"}},
+            "address 'localhost:notaport' is neither host:port",
+            id="malformed address",
+        ),
+    ],
+)
+def test_vllms_configuration_is_checked_in_one_sentence(
+    speculative: dict[str, Any], transfer: dict[str, Any], sentence: str, truth_models: dict[str, Path]
+) -> None:
+    """The same check on vLLM's own configuration objects, without waiting for an engine."""
+    from vllm.config import KVTransferConfig
+    from vllm.engine.arg_utils import EngineArgs
+
+    connector = {
+        "kv_connector": "SlotStreamConnector",
+        "kv_connector_module_path": "slotstream.connector",
+        "kv_role": "kv_producer",
+        **transfer,
+    }
+    arguments = EngineArgs(
+        model=str(truth_models["dense"]),
+        max_model_len=1024,
+        speculative_config=speculative,
+        kv_transfer_config=KVTransferConfig(**connector),
+    )
+    with pytest.raises(ConfigError) as caught:
+        ConnectorConfig.from_vllm(arguments.create_engine_config())
+    assert sentence in str(caught.value)
+    assert "\n" not in str(caught.value)
