@@ -124,9 +124,9 @@ def test_the_same_id_again_is_stored_once_and_other_content_is_refused(dense: St
     # The refusal comes after the answer: it shows in vLLM's own metrics with the next step.
     for _ in range(100):
         send(dense.vllm_port, [Ask(prompt, {"capture": False})])
-        if _metric(_scrape(dense.vllm_port), "slotstream_samples_failed_total", code="ALREADY_EXISTS"):
+        if _metric(_scrape(dense.vllm_port), "slotstream_connector_samples_failed_total", code="ALREADY_EXISTS"):
             break
-    assert _metric(_scrape(dense.vllm_port), "slotstream_samples_failed_total", code="ALREADY_EXISTS") == 1
+    assert _metric(_scrape(dense.vllm_port), "slotstream_connector_samples_failed_total", code="ALREADY_EXISTS") == 1
     assert client.get("a", namespace="again").token_ids.tolist() == prompt
     assert len(list(client.list(namespace="again"))) == 1
 
@@ -173,7 +173,7 @@ def test_an_outage_fails_captures_and_nothing_else_and_ends_by_itself(dense: Sta
     assert said["error"]["code"] == "SERVER_UNAVAILABLE"  # type: ignore[index]
     with ThreadPoolExecutor(8) as pool:
         assert all("error" in s for s in pool.map(capture, [f"still{i}" for i in range(16)]))
-    assert _metric(_scrape(dense.vllm_port), "slotstream_samples_failed_total", code="SERVER_UNAVAILABLE") >= 17
+    assert _metric(_scrape(dense.vllm_port), "slotstream_connector_samples_failed_total", code="SERVER_UNAVAILABLE") >= 17
     assert "SERVER_UNAVAILABLE" in Path(dense.engine.log).read_text()
 
     dense.restart_server()

@@ -12,7 +12,7 @@ CODE_SEPARATOR = ":"
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One metric. In Prometheus `slotstream_<name>`, counters with `_total`; `by_code` adds the label `code`."""
+    """One metric. In Prometheus `slotstream_connector_<name>`, counters with `_total`; `by_code` adds the label `code`."""
 
     name: str
     kind: Literal["counter", "gauge"]

@@ -39,7 +39,7 @@ class SlotStreamStats(KVConnectorStats):
 
 
 class SlotStreamPromMetrics(KVConnectorPromMetrics):
-    """`slotstream_*` in vLLM's own /metrics, with its labels, and `code` where a metric has one."""
+    """`slotstream_connector_*` in vLLM's own /metrics, with its labels, and `code` where a metric has one."""
 
     def __init__(self, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: Any) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
@@ -50,7 +50,7 @@ class SlotStreamPromMetrics(KVConnectorPromMetrics):
         for metric in METRICS:
             labels = [*labelnames, "code"] if metric.by_code else labelnames
             self._metrics[metric.name] = classes[metric.kind](
-                name=f"slotstream_{metric.name}", documentation=metric.help, labelnames=labels
+                name=f"slotstream_connector_{metric.name}", documentation=metric.help, labelnames=labels
             )
         for metric in METRICS:
             if not metric.by_code:  # So that every series is there, at zero, from the start.
