@@ -25,7 +25,6 @@ METRICS = (
     Metric("bytes", "counter", "Bytes of rows handed to the transport."),
     Metric("chunks", "counter", "Chunks handed to the transport."),
     Metric("gathers", "counter", "Reads of the hidden-state cache; a step that captures nothing makes none."),
-    Metric("prefix_hit_rows", "counter", "Rows read through the block table, because an earlier request had computed them."),
     Metric("samples_opened", "counter", "Samples announced to the server."),
     Metric("samples_committed", "counter", "Samples that the server reported durable."),
     Metric("samples_failed", "counter", "Samples that were not stored, by stable error code.", by_code=True),
