@@ -119,8 +119,9 @@ class Server:
                 ("grpc.keepalive_time_ms", 30_000),
                 ("grpc.keepalive_timeout_ms", 20_000),
                 ("grpc.keepalive_permit_without_calls", 1),
-                # Connectors and clients ping every 20 s too; by default a server takes that for abuse and hangs up.
-                ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
+                # Connectors and clients ping every 20 s too; by default a server takes that for abuse and hangs up. (The
+                # shortest interval accepted, that is: GRPC_ARG_HTTP2_MIN_RECV_PING_INTERVAL_WITHOUT_DATA_MS.)
+                ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
             )
         )
         self._grpc.add_generic_rpc_handlers((self._ingest.handler(), self._samples.handler()))
