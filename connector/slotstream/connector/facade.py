@@ -24,6 +24,7 @@ from slotstream.connector.scheduler import SchedulerHalf
 from slotstream.connector.watch import ServerWatch
 from slotstream.connector.worker import WorkerHalf
 from slotstream.transport.grpc import GrpcSink
+from slotstream.transport.logs import connector_logger
 from slotstream.v1 import ingest_pb2
 from slotstream.wire.errors import ConfigError
 from slotstream.wire.names import PROTOCOL_VERSION
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
+
+logger = connector_logger(__name__)
 
 
 @dataclass
@@ -61,7 +64,11 @@ class SlotStreamConnector(KVConnectorBase_V1, SupportsHMA):
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        self._config = ConnectorConfig.from_vllm(vllm_config)
+        try:
+            self._config = ConnectorConfig.from_vllm(vllm_config)
+        except ConfigError as error:
+            logger.error("slotstream cannot start: %s", error)  # vLLM buries the exception in a page of traceback.
+            raise
         self._fence = Fence(self._on_trip)
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None

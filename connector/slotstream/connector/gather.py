@@ -95,6 +95,11 @@ class RowGather:
         ticket = self._on_side(lambda: host.copy_(snapshot, non_blocking=True), snapshot)
         return SlotMappingCopy(host), ticket
 
+    def settle(self) -> None:
+        """Return once no copy is under way any more. Waits for the device: for when something went wrong."""
+        if self._side is not None:
+            self._side.synchronize()
+
     def _rows(self, slots: torch.Tensor) -> torch.Tensor:
         """Rows [n, layers, hidden], contiguous, of the cache."""
         return self._cache[slots // self.block_size, :, slots % self.block_size].contiguous()

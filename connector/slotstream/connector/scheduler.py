@@ -105,7 +105,7 @@ class SchedulerHalf:
     def plan(self, output: SchedulerOutput) -> StepPlan:
         """The plan of the step that `output` schedules."""
         opens: list[SampleOpen] = []
-        pending, self._pending = self._pending, _Pending()
+        pending = self._pending
         if self._live:
             scheduled = output.num_scheduled_tokens
             computed = _computed_tokens(output)
@@ -114,6 +114,8 @@ class SchedulerHalf:
         plan = StepPlan(
             tuple(opens), tuple(pending.rows), tuple(pending.finishes), tuple(pending.aborts), tuple(pending.releases)
         )
+        # Only now: had anything raised, the blocks that vLLM holds for us would never be released.
+        self._pending = _Pending()
         return plan if plan else EMPTY_PLAN
 
     def on_finished(self, request: Request, block_ids: Sequence[int]) -> tuple[bool, dict[str, Any] | None]:
@@ -128,7 +130,11 @@ class SchedulerHalf:
             return False, None
         if live is None:
             return False, self._response(req_id, capture)
-        hold, error = self._finish_live(live, block_ids)
+        try:
+            hold, error = self._finish_live(live, block_ids)
+        except Exception as fault:  # Behind the fence nobody remembers this request: its sample must not stay open.
+            self._pending.aborts.append(SampleAbort(req_id, InternalFault.code, f"a fault: {type(fault).__name__}"))
+            raise
         return hold, self._response(req_id, capture, error)
 
     def on_faults(self, faults: Sequence[SampleFault]) -> None:

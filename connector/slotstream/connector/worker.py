@@ -11,7 +11,7 @@ import torch
 
 from slotstream.connector.config import ConnectorConfig
 from slotstream.connector.counters import Counters
-from slotstream.connector.gather import INDEX_BYTES, Destination, RowGather, Slots
+from slotstream.connector.gather import INDEX_BYTES, Destination, RowGather, Slots, Ticket
 from slotstream.connector.plan import EMPTY_PLAN, RowPlan, StepPlan
 from slotstream.connector.pump import FailSample, Pump, SampleFault, Segment, StagedBatch, StepMapping, sample_gauges
 from slotstream.connector.staging import StagingPool
@@ -135,7 +135,9 @@ class WorkerHalf:
     def fail_plan(self, plan: StepPlan, why: str) -> None:
         """After a fault in `execute`: every sample of the step is given up, for some of its rows may be missing."""
         error = InternalFault(f"a fault of slotstream's own: {why}")
-        for req_id in dict.fromkeys((*(o.req_id for o in plan.opens), *(r.req_id for r in plan.rows))):
+        touched = (*plan.opens, *plan.rows, *plan.finishes)
+        for req_id in dict.fromkeys(part.req_id for part in touched):
+            self._first_position.pop(req_id, None)
             self._pump.post(FailSample(req_id, error))
 
     def close(self) -> None:
@@ -156,18 +158,26 @@ class WorkerHalf:
                 self._fail(parts, StagingFull("no room in staging: the server or the network takes rows too slowly"))
                 continue
             scratch, slots = leased[:scratch_count], leased[scratch_count:]
-            if wants_mapping:
-                assert self._slot_mapping is not None
-                mapping = StepMapping(*self._gather.copy_slot_mapping(self._slot_mapping, None if on_cpu else scratch[1]))
-            destinations = [Destination(slot, part.slots.size) for slot, part in zip(slots, parts, strict=True)]
-            index = np.concatenate([part.slots for part in parts])
-            ticket = self._gather.gather(index, destinations, None if on_cpu else scratch[0])
-            self._counters.add("gathers")
+            try:
+                if wants_mapping:
+                    assert self._slot_mapping is not None
+                    mapping = StepMapping(*self._gather.copy_slot_mapping(self._slot_mapping, None if on_cpu else scratch[1]))
+                ticket = self._gather_parts(parts, slots, None if on_cpu else scratch[0])
+            except Exception:
+                self._gather.settle()  # A copy may be under way into slots that are about to be used again.
+                self._pool.release(leased)
+                raise
             segments = tuple(
                 Segment(part.req_id, part.first_row, part.slots.size, slot, part.computed)
                 for slot, part in zip(slots, parts, strict=True)
             )
             self._pump.post(StagedBatch(segments, ticket, mapping, tuple(scratch)))
+
+    def _gather_parts(self, parts: list[_Part], slots: list[int], scratch: int | None) -> Ticket:
+        destinations = [Destination(slot, part.slots.size) for slot, part in zip(slots, parts, strict=True)]
+        ticket = self._gather.gather(np.concatenate([part.slots for part in parts]), destinations, scratch)
+        self._counters.add("gathers")
+        return ticket
 
     def _lease(self, count: int, deadline: float) -> list[int] | None:
         began = time.monotonic()
