@@ -135,8 +135,8 @@ class WorkerHalf:
     def fail_plan(self, plan: StepPlan, why: str) -> None:
         """After a fault in `execute`: every sample of the step is given up, for some of its rows may be missing."""
         error = InternalFault(f"a fault of slotstream's own: {why}")
-        touched = (*plan.opens, *plan.rows, *plan.finishes)
-        for req_id in dict.fromkeys(part.req_id for part in touched):
+        touched = [*(o.req_id for o in plan.opens), *(r.req_id for r in plan.rows), *(f.req_id for f in plan.finishes)]
+        for req_id in dict.fromkeys(touched):
             self._first_position.pop(req_id, None)
             self._pump.post(FailSample(req_id, error))
 
