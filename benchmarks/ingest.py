@@ -1,0 +1,243 @@
+"""Ingest throughput of slotstream, and beside it what this machine's memory, sockets, gRPC and disk do on their own.
+
+    python benchmarks/ingest.py
+
+Everything is measured in one run, in interleaved rounds, because absolute figures do not travel from one machine, or one
+minute, to the next; the ratios do. benchmarks/README.md says what each row means.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from children import ChildFailed, cpu_seconds
+from contenders import Contender, GrpcFrames, Memcpy, PlainFile, RawSocket, Slotstream
+from shape import Shape
+
+TARGET = 0.8  # Of the slower of the two that slotstream cannot be faster than.
+_MIB = 1 << 20
+_GB = 1e9
+_WARM_UP_SAMPLES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """One contender's figures of one round. CPU: seconds that each process used, a GB moved."""
+
+    gb_per_s: float
+    sender_cpu: float
+    receiver_cpu: float
+
+
+@dataclass(slots=True)
+class Result:
+    """All rounds of one contender."""
+
+    name: str
+    has_receiver: bool
+    rounds: list[Round] = field(default_factory=list)
+
+    def median(self, what: str) -> float:
+        return float(statistics.median(getattr(one, what) for one in self.rounds))
+
+
+def measure(contender: Contender, samples: int, shape: Shape) -> Round:
+    """Run it once."""
+    pids = [contender.sender_pid, *([contender.receiver_pid] if contender.receiver_pid is not None else [])]
+    before = [cpu_seconds(pid) for pid in pids]
+    seconds = contender.run(samples)
+    used = [cpu_seconds(pid) - then for pid, then in zip(pids, before, strict=True)]
+    gb = samples * shape.sample_bytes / _GB
+    return Round(gb / seconds, used[0] / gb, used[1] / gb if len(used) > 1 else 0.0)
+
+
+@contextmanager
+def all_contenders(options: argparse.Namespace, shape: Shape, work: Path) -> Iterator[list[Contender]]:
+    """Every contender, started."""
+    with ExitStack() as stack, tempfile.TemporaryDirectory(prefix="slotstream-") as sockets:
+
+        def address(name: str) -> str:
+            return f"unix:{sockets}/{name}" if options.unix else "127.0.0.1:0"
+
+        def started(contender: Contender) -> Contender:
+            return stack.enter_context(closing(contender))
+
+        tuned = options.tuned_sender
+        yield [
+            started(Memcpy(shape)),
+            started(RawSocket(shape, address("raw"))),
+            started(GrpcFrames(shape, address("grpc"), tuned_sender=tuned)),
+            started(PlainFile(shape, work / "plain")),
+            started(Slotstream(shape, address("slotstream"), work / "data", options.staging_mib * _MIB, tuned_sender=tuned)),
+        ]
+
+
+def run(options: argparse.Namespace, shape: Shape, work: Path) -> list[Result]:
+    """All rounds of all contenders, one after the other, never two at once."""
+    with all_contenders(options, shape, work) as contenders:
+        results = [Result(contender.name, contender.receiver_pid is not None) for contender in contenders]
+        for number in range(options.rounds + 1):
+            _progress(f"round {number}/{options.rounds}:" if number else "warming up:")
+            for contender, result in zip(contenders, results, strict=True):
+                one = measure(contender, options.samples if number else min(_WARM_UP_SAMPLES, options.samples), shape)
+                _progress(f"  {contender.name} {one.gb_per_s:.2f}")
+                if number:
+                    result.rounds.append(one)
+            _progress("\n")
+    return results
+
+
+def _progress(text: str) -> None:
+    print(text, end="", file=sys.stderr, flush=True)
+
+
+def file_system(path: Path) -> str:
+    """The type of the file system that holds `path`."""
+    mounts = (line.split()[1:3] for line in Path("/proc/self/mounts").read_text().splitlines())
+    holding = [(len(where), kind) for where, kind in mounts if path.is_relative_to(where)]
+    return max(holding, default=(0, "unknown"))[1]
+
+
+def machine() -> dict[str, Any]:
+    """What the figures were measured on."""
+    cpu = "unknown"
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            cpu = line.partition(":")[2].strip()
+            break
+    return {
+        "cpus": len(os.sched_getaffinity(0)),
+        "cpu": cpu,
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / (1 << 30)),
+        "python": platform.python_version(),
+        "grpcio": version("grpcio"),
+        "slotstream": version("slotstream"),
+        "load_average": os.getloadavg()[0],
+    }
+
+
+def report(results: Sequence[Result], verdict: dict[str, Any]) -> str:
+    """The table, and how slotstream stands to its target."""
+    lines = [f"{'':20}{'GB/s':>7}{'min':>8}{'max':>7}{'CPU s/GB:':>13}{'sender':>9}{'receiver':>10}"]
+    for result in results:
+        speeds = [one.gb_per_s for one in result.rounds]
+        receiver = f"{result.median('receiver_cpu'):>10.2f}" if result.has_receiver else f"{'-':>10}"
+        lines.append(
+            f"{result.name:20}{result.median('gb_per_s'):>7.2f}{min(speeds):>8.2f}{max(speeds):>7.2f}"
+            f"{'':13}{result.median('sender_cpu'):>9.2f}{receiver}"
+        )
+    met = "met" if verdict["ratio"] >= TARGET else "NOT met"
+    lines.append("")
+    lines.append(
+        f"slotstream / {verdict['slower']}, the slower of the two that bound it: {verdict['ratio']:.2f} "
+        f"(each round: {', '.join(f'{ratio:.2f}' for ratio in verdict['ratio_of_rounds'])}); "
+        f"target {TARGET}: {met}"
+    )
+    return "\n".join(lines)
+
+
+def judge(results: Sequence[Result]) -> dict[str, Any]:
+    """slotstream's ratio to the slower of gRPC alone and a plain file write: of the medians, and round by round."""
+    by_name = {result.name: result for result in results}
+    ours = by_name[Slotstream.name]
+    bounds = [by_name[GrpcFrames.name], by_name[PlainFile.name]]
+    slower = min(bounds, key=lambda result: result.median("gb_per_s"))
+    by_round = zip(ours.rounds, *(bound.rounds for bound in bounds), strict=True)
+    return {
+        "slower": slower.name,
+        "ratio": ours.median("gb_per_s") / slower.median("gb_per_s"),
+        "ratio_of_rounds": [one.gb_per_s / min(other.gb_per_s for other in others) for one, *others in by_round],
+        "target": TARGET,
+    }
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--sample-mib", type=_positive, default=12, metavar="N", help="size of a sample (default: %(default)s)")
+    add("--samples", type=_positive, default=128, metavar="N", help="samples of each round (default: %(default)s)")
+    add("--frame-mib", type=float, default=1.0, metavar="N", help="rows in a message (default: %(default)s)")
+    add("--rounds", type=_positive, default=5, metavar="N", help="interleaved rounds to take medians of (default: %(default)s)")
+    add("--layers", type=_positive, default=4, metavar="N", help="captured layers (default: %(default)s)")
+    add("--hidden", type=_positive, default=4096, metavar="N", help="bf16 elements a layer (default: %(default)s)")
+    add("--staging-mib", type=_positive, default=512, metavar="N", help="the connector's staging (default: %(default)s)")
+    add("--unix", action="store_true", help="Unix sockets instead of TCP on the loopback interface")
+    add(
+        "--tuned-sender",
+        action="store_true",
+        help="start the senders with the server's malloc settings too; vLLM is usually started without",
+    )
+    add("--work-dir", type=Path, default=Path(), metavar="DIR", help="put a temporary data directory here (default: .)")
+    add("--json", type=Path, metavar="FILE", help="also write every figure there")
+    options = parser.parse_args(arguments)
+    row_bytes = options.layers * options.hidden * 2
+    if not row_bytes <= options.frame_mib * _MIB <= 8 * _MIB:
+        parser.error(f"--frame-mib must hold a row of {row_bytes} bytes, and be at most 8")
+    if options.sample_mib * _MIB < row_bytes:
+        parser.error(f"--sample-mib must hold a row of {row_bytes} bytes")
+    if options.staging_mib < 4 * options.frame_mib:
+        parser.error("--staging-mib must hold at least four frames")
+    return options
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError("must be at least 1")
+    return value
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parse(arguments)
+    row_bytes = options.layers * options.hidden * 2
+    shape = Shape(
+        options.layers,
+        options.hidden,
+        rows=options.sample_mib * _MIB // row_bytes,
+        frame_rows=int(options.frame_mib * _MIB) // row_bytes,
+    )
+    host = machine()
+    with tempfile.TemporaryDirectory(prefix="slotstream-bench-", dir=options.work_dir.absolute()) as work:
+        disk = file_system(Path(work))
+        print(
+            f"{datetime.now(UTC):%Y-%m-%d}: {host['cpus']} CPUs ({host['cpu']}), {host['memory_gib']} GiB, {disk}; "
+            f"{options.samples} samples of {shape.rows} rows of {row_bytes} bytes, {shape.frame_bytes / _MIB:g} MiB a frame, "
+            f"over {'a Unix socket' if options.unix else 'loopback TCP'}; medians of {options.rounds} rounds",
+            flush=True,
+        )
+        try:
+            results = run(options, shape, Path(work))
+        except ChildFailed as error:
+            print(f"ingest benchmark: {error}", file=sys.stderr)
+            return 1
+        except KeyboardInterrupt:
+            return 130
+    verdict = judge(results)
+    print(report(results, verdict))
+    if options.json is not None:
+        figures = {
+            "machine": {**host, "file_system": disk},
+            "options": {key: str(value) if isinstance(value, Path) else value for key, value in vars(options).items()},
+            "shape": asdict(shape),
+            "results": [asdict(result) for result in results],
+            "verdict": verdict,
+        }
+        options.json.write_text(json.dumps(figures, indent=2) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,156 @@
+"""The sender of the ingest benchmark: the connector's own staging pool, pump and gRPC sink, without an engine before them."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+
+import numpy as np
+import torch
+from children import questions
+from shape import Shape
+
+from slotstream.client import connect
+from slotstream.connector.config import ConnectorConfig, ConnectorOptions
+from slotstream.connector.counters import Counters
+from slotstream.connector.plan import SampleFinish, SampleOpen
+from slotstream.connector.pump import Pump, Segment, StagedBatch
+from slotstream.connector.staging import StagingPool
+from slotstream.transport.base import Committed, Failed, LinkDown, LinkUp, SinkEvent
+from slotstream.transport.grpc import GrpcSink
+from slotstream.v1 import ingest_pb2
+from slotstream.wire.names import PROTOCOL_VERSION
+
+_NOTHING_COMPUTED = np.empty(0, dtype=np.int64)
+_BATCH_SLOTS = 16  # Frames that one gather would stage.
+_CHECKED = 4  # Samples of a run that are read back and compared.
+
+
+class _Copied:
+    """The ticket of a copy that is over: a device would have written the slots without this CPU."""
+
+    def wait(self) -> None:
+        return
+
+
+@dataclass
+class _Outcome:
+    """What the server answered to a run."""
+
+    committed: int = 0
+    problem: str = ""
+    changed: threading.Condition = field(default_factory=threading.Condition)
+
+    def take(self, event: SinkEvent) -> None:
+        with self.changed:
+            if isinstance(event, Committed):
+                self.committed += 1
+            elif isinstance(event, Failed | LinkDown):
+                self.problem = event.message
+            self.changed.notify_all()
+
+    def wait(self, committed: int) -> None:
+        with self.changed:
+            self.changed.wait_for(lambda: self.problem or self.committed >= committed)
+        if self.problem:
+            raise RuntimeError(self.problem)
+
+
+class _WatchedSink(GrpcSink):
+    """The sink, with somebody who listens in."""
+
+    def __init__(self, address: str, hello: ingest_pb2.Hello, outcome: _Outcome) -> None:
+        super().__init__(address, hello)
+        self._outcome = outcome
+
+    def start(self, on_event: Callable[[SinkEvent], None]) -> None:
+        def both(event: SinkEvent) -> None:
+            on_event(event)
+            if isinstance(event, Committed | Failed | LinkDown | LinkUp):
+                self._outcome.take(event)
+
+        super().start(both)
+
+
+class Sender:
+    """Sends samples whose rows lie in staging already, as fast as staging comes free."""
+
+    def __init__(self, shape: Shape, address: str, staging_bytes: int) -> None:
+        self._shape = shape
+        self._address = address
+        config = ConnectorConfig(
+            options=ConnectorOptions(server=address, staging_bytes=staging_bytes, chunk_bytes=shape.frame_bytes),
+            engine_id="benchmark",
+            model="benchmark",
+            layer_ids=tuple(range(shape.layers)),
+            hidden_size=shape.hidden,
+            dtype="BF16",
+            metadata={},
+        )
+        self._pool = StagingPool(staging_bytes // shape.frame_bytes, shape.frame_bytes, torch.device("cpu"))
+        # Written once, and different in every slot: a sample is what its slots hold.
+        self._pool.memory.random_(generator=torch.Generator().manual_seed(0))
+        self._outcome = _Outcome()
+        sink = _WatchedSink(address, ingest_pb2.Hello(protocol=PROTOCOL_VERSION, engine_id="benchmark"), self._outcome)
+        self._pump = Pump(config, self._pool, sink, shape.row_bytes, Counters())
+        self._pump.start()
+        self._runs = 0
+        self._sent: dict[str, list[tuple[int, int]]] = {}  # sample id -> (slot, bytes) of its rows, in order
+
+    def run(self, samples: int) -> None:
+        """Send, and return once all of them are durable."""
+        self._runs += 1
+        self._sent.clear()
+        committed = self._outcome.committed
+        for number in range(samples):
+            self._send(f"run-{self._runs}-{number}")
+        self._outcome.wait(committed + samples)
+
+    def _send(self, sample_id: str) -> None:
+        rows = self._shape.rows
+        self._pump.post(SampleOpen(sample_id, "default", sample_id, 0, rows, True))
+        frames = list(self._shape.frames())
+        sent = self._sent[sample_id] = []
+        for at in range(0, len(frames), _BATCH_SLOTS):
+            part = frames[at : at + _BATCH_SLOTS]
+            slots = self._pool.acquire(
+                len(part), deadline=time.monotonic() + 60, keep_waiting=lambda: not self._outcome.problem
+            )
+            if slots is None:
+                raise RuntimeError(self._outcome.problem or "staging did not come free within a minute")
+            segments = tuple(
+                Segment(sample_id, first_row, count, slot, _NOTHING_COMPUTED)
+                for (first_row, count), slot in zip(part, slots, strict=True)
+            )
+            sent += [(slot, count * self._shape.row_bytes) for (_, count), slot in zip(part, slots, strict=True)]
+            self._pump.post(StagedBatch(segments, _Copied(), None, ()))
+        self._pump.post(SampleFinish(sample_id, tuple(range(rows)), {}))
+
+    def check(self) -> None:
+        """Read some of the last run's samples back and compare them; then delete all of them."""
+        every = max(1, len(self._sent) // _CHECKED)
+        with connect(self._address) as client:
+            for index, (sample_id, sent) in enumerate(self._sent.items()):
+                if index % every == 0:
+                    with client.read(sample_id) as reader:
+                        stored = b"".join(block.data for block in reader)
+                    if stored != b"".join(self._pool.buffer(slot, nbytes) for slot, nbytes in sent):
+                        raise RuntimeError(f"sample {sample_id} was stored with other bytes than were sent")
+                client.delete(sample_id)
+
+    def close(self) -> None:
+        self._pump.close(5.0)
+
+
+def send_samples(connection: Connection, shape: Shape, address: str, staging_bytes: int) -> None:
+    """Main function of the sending process: answers ("run", samples) with the seconds it took, and ("check",) with 0."""
+    sender = Sender(shape, address, staging_bytes)
+    connection.send("ready")
+    for what, *arguments in questions(connection):
+        began = time.perf_counter()
+        getattr(sender, what)(*arguments)
+        connection.send(time.perf_counter() - began)
+    sender.close()
