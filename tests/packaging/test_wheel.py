@@ -159,7 +159,14 @@ def test_the_command_answers(installed: Environment) -> None:
 
 
 def test_the_installed_server_serves_and_stops(installed: Environment) -> None:
-    command = [installed.program("slotstream"), "serve", "--listen", "127.0.0.1:0", "--data", installed.directory / "data"]
+    command: list[str | Path] = [
+        installed.program("slotstream"),
+        "serve",
+        "--listen",
+        "127.0.0.1:0",
+        "--data",
+        installed.directory / "data",
+    ]
     with subprocess.Popen(
         command, cwd=installed.directory, env=_CLEAN, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     ) as server:
