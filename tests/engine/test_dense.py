@@ -12,9 +12,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.stack import Stack
-from support.workload import LAYER_IDS, Ask, assert_rows_are_true, check_exact, random_prompts, send, text_tokens
+from support.workload import LAYER_IDS, MODEL_NAME, Ask, assert_rows_are_true, check_exact, random_prompts, send, text_tokens
 
 from slotstream.client import Client, SampleNotFound, connect
+from slotstream.demo.processes import complete
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
@@ -52,6 +53,24 @@ def test_output_rows_are_those_of_the_confirmed_text(dense: Stack, client: Clien
         assert answer.said["num_tokens"] == len(sample.token_ids) == len(ask.prompt) + ask.max_tokens - 1
         assert sample.token_ids.tolist() == ask.prompt + answer.tokens[:-1]
         assert_rows_are_true(sample)
+
+
+def test_a_stop_string_ends_a_capture_with_its_rows_kept(dense: Stack, client: Client) -> None:
+    """vLLM finds the string outside the engine and aborts the request there."""
+    prompt = text_tokens(random.Random(10), 40)
+    (free,) = send(dense.vllm_port, [Ask(prompt, {"capture": False}, max_tokens=200)])
+    body = {"model": MODEL_NAME, "prompt": prompt, "max_tokens": 200, "ignore_eos": True, "temperature": 0}
+    text = complete(dense.vllm_port, {**body, "kv_transfer_params": {"slotstream": {"capture": False}}})["choices"][0]["text"]
+    stop = next(c for c in text if c.isascii() and c.isprintable())
+    params = {"slotstream": {"namespace": "stops", "sample_id": "s", "include_output_tokens": True}}
+    answer = complete(dense.vllm_port, {**body, "stop": [stop], "kv_transfer_params": params})
+    assert answer["choices"][0]["finish_reason"] == "stop"
+    sample = client.get("s", namespace="stops")
+    assert sample.metadata["finish_reason"] == "stop_or_abort"
+    kept = sample.token_ids.tolist()
+    assert kept == (prompt + free.tokens)[: len(kept)]
+    assert len(prompt) < len(kept) < len(prompt) + 199
+    assert_rows_are_true(sample)
 
 
 def test_layer_subsets_and_ranges_are_exactly_those_rows(dense: Stack, client: Client) -> None:

@@ -266,7 +266,7 @@ class SchedulerHalf:
         """Every row up to `stop` is planned: plan the commit."""
         request = capture.request
         tokens = tuple(request.all_token_ids[capture.start : stop])
-        metadata = {"finish_reason": str(request.get_finished_reason() or "")} if request.is_finished() else {}
+        metadata = {"finish_reason": _finish_reason(request)} if request.is_finished() else {}
         pending.finishes.append(SampleFinish(request.request_id, tokens, metadata))
         capture.complete = True
         capture.rows = len(tokens)
@@ -279,7 +279,8 @@ class SchedulerHalf:
         stop = min(capture.stop, _final_rows(request))
         if error is None and stop <= capture.start:
             error = BadTokenRange(f"tokens begin at {capture.start}, but the text ended after {stop} rows")
-        if error is None and stop > capture.next and not block_ids:
+        if error is None and stop > capture.next and not (block_ids and stop <= request.num_computed_tokens):
+            # Preempted: its blocks are gone, or hold again only a part of what they held.
             error = RowsNotComputed("the request's blocks were gone before its last rows could be read")
         if error is not None:
             self._refuse_finished(capture, error)
@@ -297,7 +298,7 @@ class SchedulerHalf:
         request = capture.request
         if not capture.opened:
             return CaptureAborted("the request ended before it was scheduled")
-        if request.status == RequestStatus.FINISHED_ABORTED:
+        if request.status == RequestStatus.FINISHED_ABORTED and not _may_have_met_a_stop_string(request):
             return CaptureAborted("the request was aborted before all its rows existed")
         if not capture.params.include_output_tokens:
             return CaptureAborted("the request ended before its prompt was computed")
@@ -336,6 +337,17 @@ class _Relayed(SlotStreamError):
     def __init__(self, code: str, message: str) -> None:
         super().__init__(message)
         self.relayed_code = code
+
+
+def _may_have_met_a_stop_string(request: Request) -> bool:
+    """Stop strings are found outside the engine, which only hears that the request is to be aborted."""
+    params = request.sampling_params
+    return bool(params is not None and params.stop and request.num_output_tokens)
+
+
+def _finish_reason(request: Request) -> str:
+    reason = str(request.get_finished_reason() or "")
+    return "stop_or_abort" if reason == "abort" else reason
 
 
 def _computed_tokens(output: SchedulerOutput) -> Mapping[str, int]:
