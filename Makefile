@@ -12,16 +12,24 @@ SOURCES = connector server proto/slotstream/wire tests benchmarks
 help:  ## Say what the targets do.
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 10
 
-$(VENV)/.installed: pyproject.toml Makefile
+PIP_INSTALL = $(BIN)/pip install --quiet --disable-pip-version-check --progress-bar off
+
+# Byte code is left to the first import: most of these packages is never imported.
+$(VENV)/.runs: pyproject.toml Makefile
+	@echo "installing vLLM and slotstream into $(VENV): a few minutes, once"
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check $(VLLM)
-	$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[torch,dev]'
+	$(PIP_INSTALL) --no-compile $(VLLM)
+	$(PIP_INSTALL) --editable '.[torch]'
 	@# A CPU torch beside media packages built for another one keeps transformers from loading; text models need none of them.
 	@for name in torchvision torchaudio torchcodec; do \
 	  $(BIN)/python -c "import $$name" >/dev/null 2>&1 || $(BIN)/pip uninstall --quiet --yes $$name 2>/dev/null; done
 	@touch $@
 
-demo: $(VENV)/.installed  ## Real vLLM and a real server on this machine; every row checked.
+$(VENV)/.installed: $(VENV)/.runs
+	$(PIP_INSTALL) --editable '.[torch,dev]'
+	@touch $@
+
+demo: $(VENV)/.runs  ## Real vLLM and a real server on this machine; every row checked.
 	$(BIN)/slotstream demo
 
 test: check  ## Everything that CI runs.
