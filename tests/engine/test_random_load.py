@@ -1,0 +1,77 @@
+"""Random workloads on real vLLM with a KV cache too small for them: every stored row is right, every missing one explained.
+
+SLOTSTREAM_LOAD_SEEDS=7,8,9 and SLOTSTREAM_LOAD_REQUESTS=500 choose other ones.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import urllib.request
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from support.random_load import check, random_requests, run
+from support.stack import Stack, stack
+from support.workload import LAYER_IDS, Ask, send, text_tokens
+
+from slotstream.client import connect
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
+
+SEEDS = [int(seed) for seed in os.environ.get("SLOTSTREAM_LOAD_SEEDS", "1").split(",")]
+REQUESTS = int(os.environ.get("SLOTSTREAM_LOAD_REQUESTS", "160"))
+
+
+def _gauges(running: Stack) -> dict[str, float]:
+    """What must be zero when nothing runs, of both ends."""
+    found: dict[str, float] = {}
+    for port in (running.vllm_port, running.metrics_port):
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10.0) as answer:
+            for line in answer.read().decode().splitlines():
+                name = line.split("{")[0].split(" ")[0]
+                if name in (
+                    "slotstream_connector_samples_in_flight",
+                    "slotstream_connector_staging_bytes_in_use",
+                    "slotstream_connector_hook_faults_total",
+                    "slotstream_open_samples",
+                    "vllm:kv_cache_usage_perc",
+                    "vllm:num_requests_running",
+                ):
+                    found[name] = float(line.rsplit(" ", 1)[1])
+    return found
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("mode", ["sync-dense", "async-swa"])
+def test_every_stored_row_is_right_and_every_missing_one_explained(
+    seed: int, mode: str, truth_models: dict[str, Path], tmp_path: Path
+) -> None:
+    rng = random.Random(f"{seed}{mode}")
+    scheduling, kind = mode.split("-")
+    options = [
+        f"--max-num-batched-tokens={rng.choice([64, 96, 256])}",
+        "--async-scheduling" if scheduling == "async" else "--no-async-scheduling",
+        # Room for three to five of the longest requests: a hybrid needs more blocks for each, its hidden states' being small.
+        f"--num-gpu-blocks-override={rng.choice([100, 160]) * (6 if kind == 'swa' else 1)}",
+        rng.choice(["--enable-prefix-caching", "--no-enable-prefix-caching"]),
+    ]
+    with stack(tmp_path, truth_models[kind], LAYER_IDS, *options) as running, connect(running.address) as client:
+        requests = random_requests(seed, REQUESTS, "load")
+        outcomes = run(running.vllm_port, requests, at_once=24)
+        # Counts travel with steps: a request that captures nothing makes some.
+        for _ in range(100):
+            send(running.vllm_port, [Ask(text_tokens(rng, 5), {"capture": False})])
+            gauges = _gauges(running)
+            if not any(gauges.values()):
+                break
+        assert len(gauges) == 6
+        assert not any(gauges.values()), gauges
+        states = Counter(
+            check(client, request, outcome, "swa" if kind == "swa" else "dense")
+            for request, outcome in zip(requests, outcomes, strict=True)
+        )
+        assert states["committed"] >= REQUESTS // 2, states
+        asked = {r.sample_id for r in requests if r.params.get("capture", True)}
+        assert {info.sample_id for info in client.list(namespace="load")} <= asked
