@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from slotstream.demo.processes import (
     SMALL_ENGINE,
@@ -44,17 +45,24 @@ def _serve(work: Path, port: int, metrics_port: int) -> Running:
 
 
 @contextmanager
-def stack(work: Path, model: Path, layer_ids: Sequence[int], *engine_options: str) -> Iterator[Stack]:
-    """Server and engine, up; stopped on leaving."""
+def stack(
+    work: Path,
+    model: Path,
+    layer_ids: Sequence[int],
+    *engine_options: str,
+    env: Mapping[str, str] | None = None,
+    **connector: Any,
+) -> Iterator[Stack]:
+    """Server and engine, up; stopped on leaving. `connector` are its options, `env` is added to the engine's."""
     server_port, metrics_port, vllm_port = free_port(), free_port(), free_port()
     server = _serve(work, server_port, metrics_port)
     try:
         options = [
             f"--served-model-name={MODEL_NAME}",
             *extraction_options(layer_ids),
-            *connector_options(server=f"127.0.0.1:{server_port}"),
+            *connector_options(server=f"127.0.0.1:{server_port}", **connector),
         ]
-        with start_vllm(model, work / "vllm.log", vllm_port, *SMALL_ENGINE, *engine_options, *options) as engine:
+        with start_vllm(model, work / "vllm.log", vllm_port, *SMALL_ENGINE, *engine_options, *options, env=env) as engine:
             running = Stack(work, server, engine, server_port, metrics_port, vllm_port)
             try:
                 yield running

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ParamSpec
 
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -26,7 +26,7 @@ from slotstream.connector.worker import WorkerHalf
 from slotstream.transport.grpc import GrpcSink
 from slotstream.transport.logs import connector_logger
 from slotstream.v1 import ingest_pb2
-from slotstream.wire.errors import ConfigError
+from slotstream.wire.errors import ConfigError, InternalFault, SlotStreamError
 from slotstream.wire.names import PROTOCOL_VERSION
 
 if TYPE_CHECKING:
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 logger = connector_logger(__name__)
+P = ParamSpec("P")
 
 
 @dataclass
@@ -69,7 +70,7 @@ class SlotStreamConnector(KVConnectorBase_V1, SupportsHMA):
         except ConfigError as error:
             logger.error("slotstream cannot start: %s", error)  # vLLM buries the exception in a page of traceback.
             raise
-        self._fence = Fence(self._on_trip)
+        self._fence = Fence(self._count_fault)
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None
         self._watch: ServerWatch | None = None
@@ -79,7 +80,7 @@ class SlotStreamConnector(KVConnectorBase_V1, SupportsHMA):
         if role is KVConnectorRole.SCHEDULER:
             self._watch = ServerWatch(self._config.options.server)
             self._scheduler = SchedulerHalf(
-                self._config, self._group, vllm_config.model_config.max_model_len, self._watch.problem
+                self._config, self._group, vllm_config.model_config.max_model_len, self._why_no_capture
             )
 
     # -- worker side
@@ -117,7 +118,7 @@ class SlotStreamConnector(KVConnectorBase_V1, SupportsHMA):
         super().bind_connector_metadata(connector_metadata)
         if self._worker is not None and isinstance(connector_metadata, SlotStreamMetadata):
             self._bound = connector_metadata.plan
-            self._fence.run(self._worker.bind, None, connector_metadata.plan)
+            self._on_worker(self._worker.bind, self._bound)
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         return
@@ -127,16 +128,23 @@ class SlotStreamConnector(KVConnectorBase_V1, SupportsHMA):
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
         if self._worker is not None and layer_name == self._capture_layer:
-            self._fence.run(self._remember, None, attn_metadata)
-
-    def _remember(self, attn_metadata: Any) -> None:
-        assert self._worker is not None
-        self._worker.remember_slot_mapping(attn_metadata.slot_mapping)
+            self._on_worker(self._worker.remember_slot_mapping, attn_metadata.slot_mapping)
 
     def wait_for_save(self) -> None:
-        if self._worker is not None:
-            self._fence.run(self._worker.execute, None)
-            self._bound = EMPTY_PLAN
+        if self._worker is None:
+            return
+        if self._fence.disabled:
+            self._fence.run(self._worker.fail_plan, None, self._bound)
+        else:
+            self._on_worker(self._worker.execute)
+        self._bound = EMPTY_PLAN
+        self._fence.end_step()
+
+    def _on_worker(self, hook: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
+        """A part of a step: when it fails, so does every sample of the step, for some of its rows may be missing."""
+        assert self._worker is not None
+        if not self._fence.holds(hook, *args, **kwargs):
+            self._fence.run(self._worker.fail_plan, None, self._bound)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         if self._worker is None:
@@ -165,7 +173,17 @@ class SlotStreamConnector(KVConnectorBase_V1, SupportsHMA):
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         assert self._scheduler is not None, "vLLM asks its scheduler half only"
-        return SlotStreamMetadata(self._fence.run(self._scheduler.plan, EMPTY_PLAN, scheduler_output))
+        plan = self._fence.run(self._plan, None, scheduler_output)
+        if plan is None:
+            self._fence.run(self._scheduler.fail_all, None)
+        else:
+            self._scheduler.delivered()
+        self._fence.end_step()
+        return SlotStreamMetadata(plan or EMPTY_PLAN)
+
+    def _plan(self, scheduler_output: SchedulerOutput) -> StepPlan | None:
+        assert self._scheduler is not None
+        return self._scheduler.plan(scheduler_output)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         meta = getattr(connector_output, "kv_connector_worker_meta", None)
@@ -176,13 +194,22 @@ class SlotStreamConnector(KVConnectorBase_V1, SupportsHMA):
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         assert self._scheduler is not None, "vLLM asks its scheduler half only"
-        return self._fence.run(self._finished, (False, None), request, block_ids)
+        answer = self._fence.run(self._finished, None, request, block_ids)
+        if answer is None:
+            self._fence.run(self._scheduler.forget, None, request.request_id)
+        return answer or (False, None)
 
-    def _finished(self, request: Request, block_ids: tuple[Sequence[int], ...]) -> tuple[bool, dict[str, Any] | None]:
+    def _finished(self, request: Request, block_ids: tuple[Sequence[int], ...]) -> tuple[bool, dict[str, Any] | None] | None:
         assert self._scheduler is not None
         # A request that never got blocks has no tables.
         table = block_ids[self._group] if self._group < len(block_ids) else ()
         return self._scheduler.on_finished(request, table)
+
+    def _why_no_capture(self) -> SlotStreamError | None:
+        if self._fence.disabled:
+            return InternalFault("capture is off after too many faults; the log says which")
+        assert self._watch is not None
+        return self._watch.problem()
 
     # -- both
 
@@ -215,13 +242,10 @@ class SlotStreamConnector(KVConnectorBase_V1, SupportsHMA):
         if self._worker is not None:
             self._fence.run(self._worker.close, None)
 
-    def _on_trip(self, hook: str, error: Exception) -> None:
-        if self._scheduler is not None:
-            self._scheduler.count_fault()
-            self._scheduler.fail_all(type(error).__name__)
-        if self._worker is not None:
-            self._worker.count_fault()
-            self._worker.fail_plan(self._bound, type(error).__name__)
+    def _count_fault(self) -> None:
+        half = self._scheduler or self._worker
+        if half is not None:
+            half.count_fault()
 
 
 def _hidden_state_group(kv_cache_config: KVCacheConfig) -> int:

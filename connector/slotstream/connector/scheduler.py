@@ -81,6 +81,7 @@ class SchedulerHalf:
         self._live: dict[str, _Capture] = {}  # those with rows still to be planned
         self._refused: dict[str, SlotStreamError] = {}
         self._pending = _Pending()
+        self._undelivered = EMPTY_PLAN
         self._counters = Counters()
         self._throttle = Throttle(every_s=10.0)
 
@@ -116,7 +117,12 @@ class SchedulerHalf:
         )
         # Only now: had anything raised, the blocks that vLLM holds for us would never be released.
         self._pending = _Pending()
+        self._undelivered = plan
         return plan if plan else EMPTY_PLAN
+
+    def delivered(self) -> None:
+        """The last plan went out."""
+        self._undelivered = EMPTY_PLAN
 
     def on_finished(self, request: Request, block_ids: Sequence[int]) -> tuple[bool, dict[str, Any] | None]:
         """A request ended; `block_ids` is its table in our group. Returns (hold the blocks, the response's params)."""
@@ -130,11 +136,7 @@ class SchedulerHalf:
             return False, None
         if live is None:
             return False, self._response(req_id, capture)
-        try:
-            hold, error = self._finish_live(live, block_ids)
-        except Exception as fault:  # Behind the fence nobody remembers this request: its sample must not stay open.
-            self._pending.aborts.append(SampleAbort(req_id, InternalFault.code, f"a fault: {type(fault).__name__}"))
-            raise
+        hold, error = self._finish_live(live, block_ids)
         return hold, self._response(req_id, capture, error)
 
     def on_faults(self, faults: Sequence[SampleFault]) -> None:
@@ -153,10 +155,29 @@ class SchedulerHalf:
         """A hook raised."""
         self._counters.add("hook_faults")
 
-    def fail_all(self, why: str) -> None:
-        """After a fault in a hook: no live capture can be trusted to be whole."""
+    def fail_all(self) -> None:
+        """After a fault in `plan`: no capture that it touched, and none that is live, can be trusted to be whole."""
+        error = InternalFault("a fault of slotstream's own: the log says which")
+        lost, self._undelivered = self._undelivered, EMPTY_PLAN
+        self._pending.releases.extend(lost.releases)
+        for finish in lost.finishes:
+            self._pending.aborts.append(SampleAbort(finish.req_id, error.code, str(error)))
+            if finish.req_id in self._captures:
+                self._refused[finish.req_id] = error
+        self._pending.aborts.extend(lost.aborts)
         for req_id in list(self._live):
-            self._refuse(req_id, InternalFault(f"a fault of slotstream's own: {why}"))
+            self._refuse(req_id, error)
+
+    def forget(self, req_id: str) -> None:
+        """After a fault in `on_finished`: vLLM frees the request's blocks now, and its sample must not stay open."""
+        self._captures.pop(req_id, None)
+        self._live.pop(req_id, None)
+        self._refused.pop(req_id, None)
+        pending = self._pending
+        pending.rows = [row for row in pending.rows if row.req_id != req_id]
+        pending.finishes = [finish for finish in pending.finishes if finish.req_id != req_id]
+        pending.releases = [release for release in pending.releases if release != req_id]
+        pending.aborts.append(SampleAbort(req_id, InternalFault.code, "a fault of slotstream's own: the log says which"))
 
     # -- admission
 

@@ -12,7 +12,7 @@ import torch
 from slotstream.connector.config import ConnectorConfig
 from slotstream.connector.counters import Counters
 from slotstream.connector.gather import INDEX_BYTES, Destination, RowGather, Slots, Ticket
-from slotstream.connector.plan import EMPTY_PLAN, RowPlan, StepPlan
+from slotstream.connector.plan import EMPTY_PLAN, RowPlan, SampleAbort, SampleFinish, SampleOpen, StepPlan
 from slotstream.connector.pump import FailSample, Pump, SampleFault, Segment, StagedBatch, StepMapping, sample_gauges
 from slotstream.connector.staging import StagingPool
 from slotstream.transport.base import SampleSink
@@ -68,6 +68,7 @@ class WorkerHalf:
         self._counters = Counters()
         self._pump = Pump(config, self._pool, sink, row_bytes, self._counters)
         self._plan: StepPlan = EMPTY_PLAN
+        self._failed_plan: StepPlan | None = None
         self._slot_mapping: torch.Tensor | None = None
         self._first_position: dict[str, int] = {}
         self._releases: set[str] = set()
@@ -132,11 +133,15 @@ class WorkerHalf:
         """A hook raised."""
         self._counters.add("hook_faults")
 
-    def fail_plan(self, plan: StepPlan, why: str) -> None:
-        """After a fault in `execute`: every sample of the step is given up, for some of its rows may be missing."""
-        error = InternalFault(f"a fault of slotstream's own: {why}")
-        touched = [*(o.req_id for o in plan.opens), *(r.req_id for r in plan.rows), *(f.req_id for f in plan.finishes)]
-        for req_id in dict.fromkeys(touched):
+    def fail_plan(self, plan: StepPlan) -> None:
+        """After a fault: every sample of the step is given up, and blocks that were held for it may go. Once a plan."""
+        if plan is self._failed_plan:
+            return
+        self._failed_plan = plan
+        # Unless `bind` took them: vLLM does not survive hearing of a release twice.
+        self._releases |= set(plan.releases) - self._releases_next
+        error = InternalFault("a fault of slotstream's own: the log says which")
+        for req_id in dict.fromkeys(part.req_id for part in _parts_of(plan)):
             self._first_position.pop(req_id, None)
             self._pump.post(FailSample(req_id, error))
 
@@ -220,3 +225,8 @@ class WorkerHalf:
             positions = np.arange(start, min(start + rows_per_part, plan.stop), dtype=np.int64)
             slots = table[positions // block_size] * block_size + positions % block_size
             yield _Part(plan.req_id, start - first_position, slots, slots[positions >= plan.computed_from])
+
+
+def _parts_of(plan: StepPlan) -> tuple[SampleOpen | RowPlan | SampleFinish | SampleAbort, ...]:
+    """Everything in a plan that concerns a sample."""
+    return (*plan.opens, *plan.rows, *plan.finishes, *plan.aborts)

@@ -119,11 +119,11 @@ def extraction_options(layer_ids: Sequence[int]) -> list[str]:
     return ["--speculative-config", json.dumps(config)]
 
 
-def connector_options(**extra: Any) -> list[str]:
-    """The vLLM option that loads the connector with these options."""
+def connector_options(name: str = "SlotStreamConnector", module: str = "slotstream.connector", **extra: Any) -> list[str]:
+    """The vLLM option that loads the connector (or a subclass of it) with these options."""
     config = {
-        "kv_connector": "SlotStreamConnector",
-        "kv_connector_module_path": "slotstream.connector",
+        "kv_connector": name,
+        "kv_connector_module_path": module,
         "kv_role": "kv_producer",
         "kv_connector_extra_config": extra,
     }
@@ -142,9 +142,11 @@ SMALL_ENGINE = (
 SMALL_ENGINE_ENV = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
 
 
-def start_vllm(model: Path, log: Path, port: int, *options: str, timeout_s: float = 240.0) -> Running:
-    """vLLM serving `model` on 127.0.0.1:`port`, up and healthy."""
-    engine = Running("vLLM", [*vllm_command(model, port), *options], log, SMALL_ENGINE_ENV)
+def start_vllm(
+    model: Path, log: Path, port: int, *options: str, env: Mapping[str, str] | None = None, timeout_s: float = 240.0
+) -> Running:
+    """vLLM serving `model` on 127.0.0.1:`port`, up and healthy; `env` is added to this process's."""
+    engine = Running("vLLM", [*vllm_command(model, port), *options], log, {**SMALL_ENGINE_ENV, **(env or {})})
     try:
         engine.wait_until(lambda: _healthy(port), timeout_s)
     except ProcessFailed:
