@@ -14,7 +14,7 @@ from support.worker_rig import BLOCK_SIZE, BLOCKS, ROW_BYTES, Rig, WatchedSink, 
 
 from slotstream.connector.plan import RowPlan, SampleAbort, SampleFinish, StepPlan
 from slotstream.connector.worker import WorkerHalf
-from slotstream.transport.base import Committed, Failed, LinkDown, StagedChunk
+from slotstream.transport.base import Acked, Committed, Failed, LinkDown, StagedChunk
 from slotstream.v1 import ingest_pb2
 from slotstream.wire.errors import ConfigError
 
@@ -189,6 +189,29 @@ def test_full_staging_fails_samples_and_a_lost_link_empties_it() -> None:
         assert {f.code for f in faults} == {"STAGING_FULL", "INTERRUPTED"}
         assert rig.worker._pool.in_use == 0
         assert rig.worker._pump.in_flight == 0
+    finally:
+        rig.worker.close()
+
+
+def test_a_server_that_hangs_is_waited_for_once() -> None:
+    sink = _MuteSink()
+    rig = make_rig(sink=sink, staging_bytes=1 << 20, chunk_bytes=4096, wait_s_max=0.05)
+    try:
+        stats: dict[str, float] = {}
+        for i in range(1000):
+            if i % 8 == 0:
+                rig._unused = random.Random(i).sample(range(BLOCKS), BLOCKS)
+            rig.capture(f"r{i}", 8)
+            stats = rig.worker.take_stats()
+            if "stall_seconds" in stats and stats["staging_bytes_in_use"] == stats["staging_bytes_limit"]:
+                break
+        assert stats["stall_seconds"] > 0
+        # The wait passed without a word from the server: no further step waits until there is one.
+        assert not rig.worker._pump.taking_rows
+        sink._on_event(Acked(1))
+        while rig.worker._pool.in_use == rig.worker._pool.num_slots:
+            pass
+        assert rig.worker._pump.taking_rows
     finally:
         rig.worker.close()
 

@@ -148,6 +148,7 @@ class Pump:
         self._faults = _Faults()
         self._throttle = Throttle(every_s=10.0)
         self._thread = threading.Thread(target=self._run, name="slotstream-pump", daemon=True)
+        self._progress_at = 0.0  # monotonic; when the server last took a chunk, or was first given one
         self.link_up = False
 
     def start(self) -> None:
@@ -158,6 +159,12 @@ class Pump:
     def post(self, item: SampleOpen | StagedBatch | SampleFinish | SampleAbort | FailSample) -> None:
         """Hand something over, from any thread; kept in order."""
         self._inbox.put(item)
+
+    @property
+    def taking_rows(self) -> bool:
+        """Whether waiting for room in staging makes sense: the link is up, and the server has answered of late."""
+        answered_s = time.monotonic() - self._progress_at
+        return self.link_up and (not self._chunks or answered_s < self._config.options.wait_s_max)
 
     def take_faults(self) -> list[SampleFault]:
         """Samples that failed since the last call."""
@@ -180,11 +187,14 @@ class Pump:
 
     def _run(self) -> None:
         stop: _Stop | None = None
+        next_check = 0.0
         while stop is None or (self._samples and self.link_up and time.monotonic() < stop.deadline):
+            if time.monotonic() >= next_check:  # Also while items keep coming: the server may have stopped all the same.
+                next_check = time.monotonic() + _TICK_S
+                self._sink.check_deadlines()
             try:
                 item = self._inbox.get(timeout=_TICK_S if stop is None else 0.1)
             except queue.Empty:
-                self._sink.check_deadlines()
                 continue
             if isinstance(item, _Stop):
                 stop = item
@@ -274,6 +284,8 @@ class Pump:
             return
         chunk, self._next_chunk = self._next_chunk, self._next_chunk + 1
         nbytes = segment.rows * self._row_bytes
+        if not self._chunks:
+            self._progress_at = time.monotonic()
         buffer = self._pool.buffer(segment.slot, nbytes)
         self._chunks[chunk] = _Chunk(sample.number, segment.slot)
         self._counters.add("rows", segment.rows)
@@ -282,6 +294,7 @@ class Pump:
         self._sink.submit(StagedChunk(sample.number, chunk, segment.first_row, segment.rows, buffer, xxh3(buffer)))
 
     def _acked(self, chunk: int) -> None:
+        self._progress_at = time.monotonic()
         taken = self._chunks.pop(chunk, None)
         if taken is not None:
             self._pool.release([taken.slot])

@@ -186,7 +186,7 @@ class WorkerHalf:
 
     def _lease(self, count: int, deadline: float) -> list[int] | None:
         began = time.monotonic()
-        leased = self._pool.acquire(count, deadline=deadline, keep_waiting=lambda: self._pump.link_up)
+        leased = self._pool.acquire(count, deadline=deadline, keep_waiting=lambda: self._pump.taking_rows)
         waited = time.monotonic() - began
         if waited > 0.001:
             self._counters.add("stall_seconds", waited)
