@@ -195,7 +195,7 @@ def test_full_staging_fails_samples_and_a_lost_link_empties_it() -> None:
 
 def test_a_server_that_hangs_is_waited_for_once() -> None:
     sink = _MuteSink()
-    rig = make_rig(sink=sink, staging_bytes=1 << 20, chunk_bytes=4096, wait_s_max=0.05)
+    rig = make_rig(sink=sink, staging_bytes=1 << 20, chunk_bytes=4096, wait_s_max=1.0)
     try:
         stats: dict[str, float] = {}
         for i in range(1000):
