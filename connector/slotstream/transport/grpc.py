@@ -171,7 +171,7 @@ class GrpcSink:
             with self._changed:
                 self._call = call
                 if self._closed:  # Just now: close() saw no call that it could cancel.
-                    call.cancel()
+                    self._call.cancel()
             try:
                 for reply in call:
                     self._take(reply)
