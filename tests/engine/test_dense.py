@@ -4,31 +4,18 @@ from __future__ import annotations
 
 import random
 import sqlite3
-import urllib.request
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from support.outage import capture_is_refused, capture_works, metric, scrape
 from support.stack import Stack
 from support.workload import LAYER_IDS, MODEL_NAME, Ask, assert_rows_are_true, check_exact, random_prompts, send, text_tokens
 
-from slotstream.client import Client, SampleNotFound, connect
+from slotstream.client import Client
 from slotstream.demo.processes import complete
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
-
-
-def _scrape(port: int) -> str:
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10.0) as answer:
-        return str(answer.read().decode())
-
-
-def _metric(text: str, name: str, **labels: str) -> float:
-    """The sum of a metric's series that have these labels."""
-    lines = [line for line in text.splitlines() if line.startswith((f"{name}{{", f"{name} "))]
-    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if all(f'{k}="{v}"' in line for k, v in labels.items()))
 
 
 def test_every_row_is_right_and_again_when_nearly_everything_is_a_prefix_hit(dense: Stack, client: Client) -> None:
@@ -143,9 +130,9 @@ def test_the_same_id_again_is_stored_once_and_other_content_is_refused(dense: St
     # The refusal comes after the answer: it shows in vLLM's own metrics with the next step.
     for _ in range(100):
         send(dense.vllm_port, [Ask(prompt, {"capture": False})])
-        if _metric(_scrape(dense.vllm_port), "slotstream_connector_samples_failed_total", code="ALREADY_EXISTS"):
+        if metric(scrape(dense.vllm_port), "slotstream_connector_samples_failed_total", code="ALREADY_EXISTS"):
             break
-    assert _metric(_scrape(dense.vllm_port), "slotstream_connector_samples_failed_total", code="ALREADY_EXISTS") == 1
+    assert metric(scrape(dense.vllm_port), "slotstream_connector_samples_failed_total", code="ALREADY_EXISTS") == 1
     assert client.get("a", namespace="again").token_ids.tolist() == prompt
     assert len(list(client.list(namespace="again"))) == 1
 
@@ -171,35 +158,13 @@ def test_standard_tools_see_standard_things(dense: Stack, client: Client) -> Non
     with sqlite3.connect(f"file:{dense.work / 'data' / 'catalog.sqlite'}?mode=ro", uri=True) as catalogue:
         row = catalogue.execute("SELECT state, num_tokens FROM samples WHERE sample_id='s' AND namespace='plain'").fetchone()
     assert row == ("committed", len(prompt))
-    assert "# TYPE" in _scrape(dense.metrics_port)
+    assert "# TYPE" in scrape(dense.metrics_port)
 
 
 def test_an_outage_fails_captures_and_nothing_else_and_ends_by_itself(dense: Stack) -> None:
     """Last in the module: it stops the server."""
-    rng = random.Random(9)
-    assert dense.server.stop() == 0
-
-    def capture(sample_id: str) -> dict[str, object]:
-        (answer,) = send(dense.vllm_port, [Ask(text_tokens(rng, 80), {"namespace": "outage", "sample_id": sample_id})])
-        assert len(answer.tokens) == 4
-        assert answer.said is not None
-        return answer.said
-
-    for attempt in range(1000):  # Until the engine has noticed; each completion is served all the same.
-        said = capture(f"down{attempt}")
-        if "error" in said:
-            break
-    assert said["error"]["code"] == "SERVER_UNAVAILABLE"  # type: ignore[index]
-    with ThreadPoolExecutor(8) as pool:
-        assert all("error" in s for s in pool.map(capture, [f"still{i}" for i in range(16)]))
-    assert _metric(_scrape(dense.vllm_port), "slotstream_connector_samples_failed_total", code="SERVER_UNAVAILABLE") >= 17
-    assert "SERVER_UNAVAILABLE" in Path(dense.engine.log).read_text()
-
-    dense.restart_server()
-    for attempt in range(1000):
-        if "error" not in capture(f"up{attempt}"):
-            break
-    with connect(dense.address) as client:
-        assert_rows_are_true(client.get(f"up{attempt}", namespace="outage"))
-        with pytest.raises(SampleNotFound):
-            client.get("still0", namespace="outage", wait_s=0)
+    capture_works(dense, "before")
+    assert dense.stop_serving() == 0
+    capture_is_refused(dense, "outage")
+    dense.serve()
+    capture_works(dense, "after")

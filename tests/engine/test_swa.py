@@ -5,12 +5,21 @@ from __future__ import annotations
 import random
 
 import pytest
+from support.outage import capture_is_refused, capture_works
 from support.stack import Stack
 from support.workload import Ask, assert_rows_are_true, check_exact, random_prompts, send, text_tokens
 
 from slotstream.client import Client
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+
+
+def test_an_engine_that_starts_without_a_server_serves_and_captures_once_it_is_there(swa: Stack) -> None:
+    """First in the module: it starts the server."""
+    assert swa.server is None
+    capture_is_refused(swa, "start")
+    swa.serve()
+    capture_works(swa, "started")
 
 
 def test_every_row_is_right_and_again_when_nearly_everything_is_a_prefix_hit(swa: Stack, client: Client) -> None:

@@ -22,26 +22,29 @@ from support.workload import MODEL_NAME
 
 @dataclass(slots=True)
 class Stack:
-    """A storage server and a vLLM that streams to it."""
+    """A storage server and a vLLM that streams to it; each is None while it does not run."""
 
     work: Path
-    server: Running
-    engine: Running
     server_port: int
     metrics_port: int
     vllm_port: int
+    server: Running | None = None
+    engine: Running | None = None
 
     @property
     def address(self) -> str:
         return f"127.0.0.1:{self.server_port}"
 
-    def restart_server(self) -> None:
-        """Start the storage server again, on the same port and data."""
-        self.server = _serve(self.work, self.server_port, self.metrics_port)
+    def serve(self) -> None:
+        """Start the storage server, for the first time or again, on the same port and data."""
+        self.server = start_server(
+            self.work / "data", self.work / "server.log", self.server_port, "--metrics", f"127.0.0.1:{self.metrics_port}"
+        )
 
-
-def _serve(work: Path, port: int, metrics_port: int) -> Running:
-    return start_server(work / "data", work / "server.log", port, "--metrics", f"127.0.0.1:{metrics_port}")
+    def stop_serving(self) -> int:
+        """SIGTERM; returns the server's exit status, 0 when there is none."""
+        server, self.server = self.server, None
+        return server.stop() if server is not None else 0
 
 
 @contextmanager
@@ -50,23 +53,25 @@ def stack(
     model: Path,
     layer_ids: Sequence[int],
     *engine_options: str,
+    serve: bool = True,
     env: Mapping[str, str] | None = None,
     **connector: Any,
 ) -> Iterator[Stack]:
-    """Server and engine, up; stopped on leaving. `connector` are its options, `env` is added to the engine's."""
-    server_port, metrics_port, vllm_port = free_port(), free_port(), free_port()
-    server = _serve(work, server_port, metrics_port)
+    """A server and an engine, up; stopped on leaving. `connector` are its options, `env` is added to the engine's.
+
+    Without `serve` the engine starts with no server there; `Stack.serve` starts it later.
+    """
+    running = Stack(work, free_port(), free_port(), free_port())
+    options = [
+        f"--served-model-name={MODEL_NAME}",
+        *extraction_options(layer_ids),
+        *connector_options(server=running.address, **connector),
+    ]
     try:
-        options = [
-            f"--served-model-name={MODEL_NAME}",
-            *extraction_options(layer_ids),
-            *connector_options(server=f"127.0.0.1:{server_port}", **connector),
-        ]
-        with start_vllm(model, work / "vllm.log", vllm_port, *SMALL_ENGINE, *engine_options, *options, env=env) as engine:
-            running = Stack(work, server, engine, server_port, metrics_port, vllm_port)
-            try:
-                yield running
-            finally:
-                server = running.server  # A test may have started it again.
+        if serve:
+            running.serve()
+        log = work / "vllm.log"
+        with start_vllm(model, log, running.vllm_port, *SMALL_ENGINE, *engine_options, *options, env=env) as running.engine:
+            yield running
     finally:
-        server.stop()
+        running.stop_serving()
