@@ -32,6 +32,9 @@ class Contender(Protocol):
 
     def run(self, samples: int) -> float: ...
 
+    def clear(self) -> None:
+        """Check and remove what the last run left. Not measured."""
+
     def close(self) -> None: ...
 
 
@@ -57,6 +60,9 @@ class Memcpy:
 
     def run(self, samples: int) -> float:
         return float(self._child.ask(samples))
+
+    def clear(self) -> None:
+        return
 
     def close(self) -> None:
         self._child.close()
@@ -91,6 +97,9 @@ class RawSocket:
 
     def run(self, samples: int) -> float:
         return float(self._sender.ask(samples))
+
+    def clear(self) -> None:
+        return
 
     def close(self) -> None:
         self._sender.close()
@@ -158,6 +167,9 @@ class GrpcFrames:
     def run(self, samples: int) -> float:
         return float(self._sender.ask(samples))
 
+    def clear(self) -> None:
+        return
+
     def close(self) -> None:
         self._sender.close()
         self._receiver.close()
@@ -220,9 +232,10 @@ class PlainFile:
         self.sender_pid = self._child.pid
 
     def run(self, samples: int) -> float:
-        seconds = float(self._child.ask(samples))
+        return float(self._child.ask(samples))
+
+    def clear(self) -> None:
         self._child.ask(-1)
-        return seconds
 
     def close(self) -> None:
         self._child.close()
@@ -237,7 +250,7 @@ def _plain_file(connection: Connection, shape: Shape, directory: Path) -> None:
     ]
 
     def run(samples: int) -> None:
-        if samples < 0:  # Not timed: remove what the run before left.
+        if samples < 0:  # Remove what the run before left.
             for path in directory.iterdir():
                 path.unlink()
             return
@@ -300,12 +313,16 @@ class Slotstream:
         self.sender_pid, self.receiver_pid = self._sender.pid, self._server.process.pid
 
     def run(self, samples: int) -> float:
+        return self._ask("run", samples)
+
+    def clear(self) -> None:
+        self._ask("check")
+
+    def _ask(self, *question: Any) -> float:
         try:
-            seconds = float(self._sender.ask("run", samples))
-            self._sender.ask("check")
+            return float(self._sender.ask(*question))
         except ChildFailed as error:
             raise ChildFailed(f"{error}; the server's log ends with\n{self._server.log()}") from error
-        return seconds
 
     def close(self) -> None:
         self._sender.close()

@@ -60,6 +60,7 @@ def measure(contender: Contender, samples: int, shape: Shape) -> Round:
     before = [cpu_seconds(pid) for pid in pids]
     seconds = contender.run(samples)
     used = [cpu_seconds(pid) - then for pid, then in zip(pids, before, strict=True)]
+    contender.clear()
     gb = samples * shape.sample_bytes / _GB
     return Round(gb / seconds, used[0] / gb, used[1] / gb if len(used) > 1 else 0.0)
 
