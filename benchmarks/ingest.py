@@ -12,6 +12,7 @@ import argparse
 import json
 import os
 import platform
+import signal
 import statistics
 import sys
 import tempfile
@@ -211,7 +212,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         frame_rows=int(options.frame_mib * _MIB) // row_bytes,
     )
     host = machine()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # As Ctrl-C: no process and no data directory stays behind.
     with tempfile.TemporaryDirectory(prefix="slotstream-bench-", dir=options.work_dir.absolute()) as work:
+        Path(work, ".gitignore").write_text("*\n")  # It may lie in a checkout while this runs.
         disk = file_system(Path(work))
         print(
             f"{datetime.now(UTC):%Y-%m-%d}: {host['cpus']} CPUs ({host['cpu']}), {host['memory_gib']} GiB, {disk}; "
