@@ -95,7 +95,7 @@ def start_server(data: Path, log: Path, port: int, *options: str) -> Running:
     server = Running("slotstream serve", [*command, *options], log)
     try:
         server.wait_until(lambda: listening(port), 30.0)
-    except ProcessFailed:
+    except BaseException:  # Also when this process is told to end: nobody else knows of the child yet.
         server.stop()
         raise
     return server
@@ -149,7 +149,7 @@ def start_vllm(
     engine = Running("vLLM", [*vllm_command(model, port), *options], log, {**SMALL_ENGINE_ENV, **(env or {})})
     try:
         engine.wait_until(lambda: _healthy(port), timeout_s)
-    except ProcessFailed:
+    except BaseException:  # Also when this process is told to end: nobody else knows of the child yet.
         engine.stop()
         raise
     return engine
