@@ -94,7 +94,8 @@ class GrpcSink:
         with self._changed:
             self._note_waiting()
             self._items.append(item)
-            self._changed.notify_all()
+            if len(self._items) == 1:  # Behind others it changes nothing: no thread is woken for it.
+                self._changed.notify_all()
 
     def _note_waiting(self) -> None:
         if not self._waiting():
@@ -197,7 +198,8 @@ class GrpcSink:
                 self._changed.notify_all()
             elif kind == "ack":
                 self._in_flight_bytes -= self._in_flight.pop(reply.ack.chunk, 0)
-                self._changed.notify_all()
+                if self._items and self._fits(self._items[0]):
+                    self._changed.notify_all()
             elif kind == "committed":
                 self._awaited.discard(reply.committed.sample)
             elif kind == "failed":
