@@ -128,7 +128,11 @@ class SlotStreamConnector(KVConnectorBase_V1, SupportsHMA):
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
         if self._worker is not None and layer_name == self._capture_layer:
-            self._on_worker(self._worker.remember_slot_mapping, attn_metadata.slot_mapping)
+            self._on_worker(self._remember, attn_metadata)
+
+    def _remember(self, attn_metadata: Any) -> None:
+        assert self._worker is not None
+        self._worker.remember_slot_mapping(attn_metadata.slot_mapping)  # Read behind the fence: vLLM may change it.
 
     def wait_for_save(self) -> None:
         if self._worker is None:

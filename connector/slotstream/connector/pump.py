@@ -100,14 +100,7 @@ class _Stop:
 class _Sample:
     number: int
     sample_id: str
-    unacked: int = 0
     ending: bool = False  # Commit or abort sent; only the answer is missing.
-
-
-@dataclass(slots=True)
-class _Chunk:
-    number: int
-    slot: int
 
 
 _Item = SampleOpen | StagedBatch | SampleFinish | SampleAbort | FailSample | SinkEvent | _Stop
@@ -142,7 +135,7 @@ class Pump:
         self._inbox: queue.SimpleQueue[_Item] = queue.SimpleQueue()
         self._samples: dict[str, _Sample] = {}  # by request
         self._by_number: dict[int, str] = {}
-        self._chunks: dict[int, _Chunk] = {}
+        self._chunks: dict[int, int] = {}  # not acked yet -> its staging slot
         self._next_number = 1
         self._next_chunk = 1
         self._faults = _Faults()
@@ -287,7 +280,7 @@ class Pump:
         if not self._chunks:
             self._progress_at = time.monotonic()
         buffer = self._pool.buffer(segment.slot, nbytes)
-        self._chunks[chunk] = _Chunk(sample.number, segment.slot)
+        self._chunks[chunk] = segment.slot
         self._counters.add("rows", segment.rows)
         self._counters.add("bytes", nbytes)
         self._counters.add("chunks")
@@ -295,9 +288,9 @@ class Pump:
 
     def _acked(self, chunk: int) -> None:
         self._progress_at = time.monotonic()
-        taken = self._chunks.pop(chunk, None)
-        if taken is not None:
-            self._pool.release([taken.slot])
+        slot = self._chunks.pop(chunk, None)
+        if slot is not None:
+            self._pool.release([slot])
 
     def _finish(self, item: SampleFinish) -> None:
         sample = self._samples.get(item.req_id)
@@ -334,7 +327,7 @@ class Pump:
         self._samples.clear()
         self._by_number.clear()
         chunks, self._chunks = self._chunks, {}
-        self._pool.release([chunk.slot for chunk in chunks.values()])
+        self._pool.release(list(chunks.values()))
         self._sink.reset()
 
     def _forget(self, number: int) -> None:
