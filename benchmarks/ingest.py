@@ -174,7 +174,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--sample-mib", type=_positive, default=12, metavar="N", help="size of a sample (default: %(default)s)")
     add("--samples", type=_positive, default=64, metavar="N", help="samples of each run (default: %(default)s)")
-    add("--frame-mib", type=float, default=1.0, metavar="N", help="rows in a message (default: %(default)s)")
+    add("--frame-mib", type=float, default=2.0, metavar="N", help="rows in a message (default: %(default)s)")
     add("--rounds", type=_positive, default=5, metavar="N", help="interleaved rounds to take medians of (default: %(default)s)")
     add("--layers", type=_positive, default=4, metavar="N", help="captured layers (default: %(default)s)")
     add("--hidden", type=_positive, default=4096, metavar="N", help="bf16 elements a layer (default: %(default)s)")

@@ -156,6 +156,13 @@ class Peer:
             pass
         return reply
 
+    def acks(self, count: int) -> list[int]:
+        """The next `count` chunks to be acked, sorted, in however many messages; other replies are passed over."""
+        chunks: list[int] = []
+        while len(chunks) < count:
+            chunks += self.hear_until("ack").ack.chunks
+        return sorted(chunks)
+
     def failed(self) -> pb.Failed:
         """The next verdict, which must be a failure."""
         reply = self.hear_until("failed", "committed")

@@ -77,7 +77,7 @@ class IngestClient:
             xxh3=xxh3(data),
         )
         self._outbox.put(encode_chunk(header, data))
-        assert self.next_reply("ack").ack.chunk == self._numbers
+        assert self.next_reply("ack").ack.chunks == [self._numbers]
 
     def commit(self, number: int, sample: SyntheticSample) -> ingest_pb2.Committed:
         """Commits and waits until the sample is durable."""

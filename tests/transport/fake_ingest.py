@@ -55,7 +55,7 @@ class Peer:
         return list(iter(lambda: self._inbox.get(timeout=WAIT_S), None))
 
     def say(self, **kind: Any) -> None:
-        """Send one reply, such as `ack=Ack(chunk=1)`."""
+        """Send one reply, such as `ack=Ack(chunks=[1])`."""
         self._outbox.put(ingest_pb2.IngestReply(**kind).SerializeToString())
 
     def say_bytes(self, reply: bytes) -> None:
@@ -68,7 +68,7 @@ class Peer:
         return hello
 
     def ack(self, chunk: int) -> None:
-        self.say(ack=ingest_pb2.Ack(chunk=chunk))
+        self.say(ack=ingest_pb2.Ack(chunks=[chunk]))
 
     def end(self) -> None:
         """End the stream, with an OK status."""

@@ -25,7 +25,7 @@ class ConnectorOptions:
     namespace: str = field(default=DEFAULT_NAMESPACE, metadata={"help": "namespace of requests that name none"})
     capture: bool = field(default=True, metadata={"help": "capture requests that do not say; false: only those that ask"})
     staging_bytes: int = field(default=512 << 20, metadata={"help": "host memory for rows on their way, allocated once"})
-    chunk_bytes: int = field(default=1 << 20, metadata={"help": "most bytes of rows a message carries"})
+    chunk_bytes: int = field(default=2 << 20, metadata={"help": "most bytes of rows a message carries"})
     on_full: str = field(
         default="wait", metadata={"help": "when staging is full: wait (up to wait_s_max a step) or fail_sample at once"}
     )

@@ -24,6 +24,7 @@ class StagingPool:
         self.slot_bytes = slot_bytes
         self.num_slots = num_slots
         self.memory = torch.empty(num_slots * slot_bytes, dtype=torch.uint8, pin_memory=device.type != "cpu")
+        self._view = memoryview(self.memory.numpy())  # type: ignore[arg-type]
         self._free = list(range(num_slots - 1, -1, -1))  # A stack: slots used lately are warm, the others untouched.
         self._changed = threading.Condition()
         self._in_use_max = 0
@@ -67,4 +68,5 @@ class StagingPool:
 
     def buffer(self, slot: int, nbytes: int) -> memoryview:
         """The first `nbytes` of a slot, without a copy."""
-        return memoryview(self.tensor(slot, nbytes).numpy())  # type: ignore[arg-type]
+        at = slot * self.slot_bytes
+        return self._view[at : at + nbytes]

@@ -197,7 +197,8 @@ class GrpcSink:
                 self._window_bytes = max(1, reply.welcome.window_bytes)
                 self._changed.notify_all()
             elif kind == "ack":
-                self._in_flight_bytes -= self._in_flight.pop(reply.ack.chunk, 0)
+                for chunk in reply.ack.chunks:
+                    self._in_flight_bytes -= self._in_flight.pop(chunk, 0)
                 if self._items and self._fits(self._items[0]):
                     self._changed.notify_all()
             elif kind == "committed":
@@ -207,7 +208,8 @@ class GrpcSink:
         if kind == "welcome":
             self._on_event(LinkUp(reply.welcome.server_version))
         elif kind == "ack":
-            self._on_event(Acked(reply.ack.chunk))
+            for chunk in reply.ack.chunks:
+                self._on_event(Acked(chunk))
         elif kind == "committed":
             self._on_event(Committed(reply.committed.sample, reply.committed.duplicate))
         elif kind == "failed":

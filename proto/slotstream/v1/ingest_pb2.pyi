@@ -146,10 +146,10 @@ class Welcome(_message.Message):
     def __init__(self, protocol: _Optional[int] = ..., server_version: _Optional[str] = ..., window_bytes: _Optional[int] = ..., chunk_bytes_max: _Optional[int] = ...) -> None: ...
 
 class Ack(_message.Message):
-    __slots__ = ("chunk",)
-    CHUNK_FIELD_NUMBER: _ClassVar[int]
-    chunk: int
-    def __init__(self, chunk: _Optional[int] = ...) -> None: ...
+    __slots__ = ("chunks",)
+    CHUNKS_FIELD_NUMBER: _ClassVar[int]
+    chunks: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, chunks: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Committed(_message.Message):
     __slots__ = ("sample", "duplicate")

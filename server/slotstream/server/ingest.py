@@ -42,6 +42,10 @@ from slotstream.wire.frames import decode_request
 from slotstream.wire.names import CHUNK_BYTES_MAX, LAYERS_MAX, PROTOCOL_VERSION
 
 _log = logging.getLogger(__name__)
+# A written chunk is noticed, and acked, with the next one that arrives or after _ACK_DELAY_S: waking the event loop, and a
+# message, cost about as much as a chunk does. An ack does not wait for more once it is worth an _ACKS_SHARE of the window.
+_ACK_DELAY_S = 0.004
+_ACKS_SHARE = 8
 _HELD_ITEMS_MAX = 4096  # Frames taken and not done with, and replies not sent, on one stream.
 _REFUSED_MAX = 256  # Samples beyond the limit of open ones whose refusal is under way.
 _USED_RANGES_MAX = 1 << 16
@@ -148,6 +152,10 @@ class _Stream:
         self._used = RangeSet()
         self._held_bytes = 0
         self._held_items = 0
+        self._acks: list[int] = []  # Chunks taken and not acked yet.
+        self._acks_bytes = 0
+        self._chunks_held = 0
+        self._look: asyncio.TimerHandle | None = None  # Set while chunks are held, or acks.
         self._room = asyncio.Event()  # Set whenever something was let go of.
         self._replies: deque[bytes] = deque()
         self._replied = asyncio.Event()  # Set whenever there is something to send.
@@ -185,7 +193,8 @@ class _Stream:
 
     async def _flushed(self, sender: asyncio.Task[None]) -> None:
         """Returns once every sample ended and every reply was sent, or the peer is gone."""
-        while (self._lanes or self._replies) and not sender.done():
+        while (self._lanes or self._replies or self._acks) and not sender.done():
+            self._send_acks()
             self._room.clear()
             room = asyncio.create_task(self._room.wait())
             await asyncio.wait((room, sender), return_when=asyncio.FIRST_COMPLETED)
@@ -262,6 +271,7 @@ class _Stream:
             self.reply(pb.IngestReply(draining=pb.Draining()))
 
     def _take(self, frame: bytes) -> None:
+        self._collect()
         request, data = decode_request(frame)
         kind = request.WhichOneof("kind")
         if kind == "chunk":
@@ -288,9 +298,11 @@ class _Stream:
         self._service.metrics.chunk_bytes.inc(len(data))
         lane = self._lane(header.sample)
         if lane is None:  # It failed a moment ago and the peer has not heard yet.
-            self.reply(pb.IngestReply(ack=pb.Ack(chunk=header.chunk)))
+            self._ack(header.chunk, nbytes)
             return
         self._hold(nbytes)
+        self._chunks_held += 1
+        self._look_later()
         lane.push(Chunk(header.chunk, header.first_row, header.rows, data, header.xxh3), nbytes)
 
     def _take_open(self, request: pb.OpenSample) -> None:
@@ -336,7 +348,8 @@ class _Stream:
     def _post(self, done: Done) -> None:
         """Called from the lanes' threads. One wake-up of the loop collects whatever came in meanwhile."""
         self._results.append(done)
-        if not self._collecting:
+        written = done.acked is not None and done.ended is None
+        if not written and not self._collecting:
             self._collecting = True
             with suppress(RuntimeError):  # The loop is closed: the process is ending, and there is nobody left to tell.
                 self._loop.call_soon_threadsafe(self._collect)
@@ -348,7 +361,8 @@ class _Stream:
             self._held_bytes -= done.nbytes
             self._held_items -= 1
             if done.acked is not None:
-                self.reply(pb.IngestReply(ack=pb.Ack(chunk=done.acked)))
+                self._chunks_held -= 1
+                self._ack(done.acked, done.nbytes)
             if done.opened and done.lane.key is not None:
                 self._service.arrivals.notify(done.lane.key)
             if done.ended is not None:
@@ -357,8 +371,33 @@ class _Stream:
         if not self._connected:
             self._service.forget(self)
 
+    def _ack(self, chunk: int, nbytes: int) -> None:
+        self._acks.append(chunk)
+        self._acks_bytes += nbytes
+        if self._acks_bytes * _ACKS_SHARE >= self._service.config.window_bytes:
+            self._send_acks()
+        else:
+            self._look_later()
+
+    def _look_later(self) -> None:
+        if self._look is None:
+            self._look = self._loop.call_later(_ACK_DELAY_S, self._looked)
+
+    def _looked(self) -> None:
+        self._look = None
+        self._collect()
+        self._send_acks()
+        if self._chunks_held:
+            self._look_later()
+
+    def _send_acks(self) -> None:
+        if self._acks:
+            ack, self._acks, self._acks_bytes = pb.Ack(chunks=self._acks), [], 0
+            self.reply(pb.IngestReply(ack=ack))
+
     def _end_sample(self, lane: Lane, ended: Ended) -> None:
         del self._lanes[lane.number]
+        self._send_acks()  # The verdict comes after the acks of the sample's chunks.
         self._service.ended(lane, ended)
         failure = ended.failure
         if failure is None:

@@ -1,4 +1,4 @@
-"""One sample's disk work, in the order it was asked for, off the event loop.
+"""One sample's disk work, in the order it was asked for, off the event loop but for what takes no time (see `pace`).
 
 Samples of a stream run side by side, the chunks of one sample one after another: written in order they are hashed in
 order, and nothing has to be read back at the commit. Commits wait for the disk, so they have threads of their own.
@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
+from slotstream.server.pace import Pace
 from slotstream.store.records import Failure, SampleKey, SampleRecord, SampleSpec
 from slotstream.store.samples import SampleStore
 from slotstream.store.upload import Upload
@@ -25,10 +26,15 @@ _TURN = 16  # Items a lane does before it lets another lane have the thread.
 
 @dataclass(slots=True)
 class Pools:
-    """Threads that wait for the disk. Sizes: enough to keep a disk busy; the work itself hardly needs the CPU."""
+    """Threads that wait for the disk.
 
-    chunks: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(4, "chunk"))
+    One opens samples and writes the chunks that the event loop leaves to it (see `pace`): mostly copies into the page
+    cache, and more threads would only take Python's lock from each other. Commits and reads wait for the disk itself.
+    """
+
+    chunks: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "chunk"))
     commits: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(8, "commit"))
+    pace: Pace = field(default_factory=Pace)
     reads: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(8, "read"))
 
     def shutdown(self) -> None:
@@ -96,7 +102,7 @@ class Done:
 
 
 class Lane:
-    """One sample on its way. `push` belongs to the event loop; `post` is called from threads, for every item pushed."""
+    """One sample on its way. `push` belongs to the event loop; `post` is called for every item pushed, from any thread."""
 
     def __init__(
         self, store: SampleStore, pools: Pools, number: int, key: SampleKey | None, post: Callable[[Done], None]
@@ -122,7 +128,10 @@ class Lane:
             if self._running:
                 return
             self._running = True
-        self._pools.chunks.submit(self._run)
+        if isinstance(item, Chunk) and self._pools.pace.is_fast:
+            self._run()
+        else:
+            self._pools.chunks.submit(self._run)
 
     def abandon(self, failure: Failure) -> None:
         """Fail the sample without doing what is still waiting. A commit that has begun is finished."""
@@ -144,6 +153,10 @@ class Lane:
 
     def _run_commit(self, item: Commit, nbytes: int) -> None:
         self._guarded(item, nbytes)
+        with self._lock:
+            if not self._items:
+                self._running = False
+                return
         self._pools.chunks.submit(self._run)
 
     def _guarded(self, item: Item, nbytes: int) -> None:
@@ -168,7 +181,7 @@ class Lane:
             case Chunk():
                 # Nobody waits for an abandoned sample's rows; its abort is in the queue.
                 if self._upload is not None and not self._abandoned:
-                    self._upload.write_chunk(item.first_row, item.rows, item.data, item.digest)
+                    self._write(self._upload, item)
                 return None
             case Open():
                 self._upload = self._store.open_upload(item.spec)
@@ -183,6 +196,13 @@ class Lane:
                 if self._upload is not None:
                     self._upload.abort(item.failure)
                 return Ended(item.failure)
+
+    def _write(self, upload: Upload, item: Chunk) -> None:
+        begun_at = time.monotonic()
+        try:
+            upload.write_chunk(item.first_row, item.rows, item.data, item.digest)
+        finally:
+            self._pools.pace.took(time.monotonic() - begun_at)
 
     def _commit(self, upload: Upload, item: Commit) -> Ended:
         begun_at = time.monotonic()

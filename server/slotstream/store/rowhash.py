@@ -13,7 +13,7 @@ import xxhash
 from slotstream.wire.errors import Damaged
 from slotstream.wire.hashing import HASH_HEX_CHARS, to_hex, xxh3
 
-GROUP_BYTES = 1 << 20
+GROUP_BYTES = 1 << 21
 GROUPS_MAX = 1 << 16
 _UNFINISHED_MAX = 4  # Groups hashed in part at a time; a sender that jumps about costs a read at commit, not memory.
 
