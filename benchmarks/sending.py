@@ -16,6 +16,7 @@ from shape import Shape
 from slotstream.client import connect
 from slotstream.connector.config import ConnectorConfig, ConnectorOptions
 from slotstream.connector.counters import Counters
+from slotstream.connector.gather import Gathered
 from slotstream.connector.plan import SampleFinish, SampleOpen
 from slotstream.connector.pump import Pump, Segment, StagedBatch
 from slotstream.connector.staging import StagingPool
@@ -30,7 +31,7 @@ _CHECKED = 4  # Samples of a run that are read back and compared.
 
 
 class _Copied:
-    """The ticket of a copy that is over: a device would have written the slots without this CPU."""
+    """A copy that is over: a device would have written the slots, and found the rows' peaks, without this CPU."""
 
     def wait(self) -> None:
         return
@@ -126,7 +127,8 @@ class Sender:
                 for (first_row, count), slot in zip(part, slots, strict=True)
             )
             sent += [(slot, count * self._shape.row_bytes) for (_, count), slot in zip(part, slots, strict=True)]
-            self._pump.post(StagedBatch(segments, _Copied(), None, ()))
+            gathered = Gathered(torch.ones(sum(rows for _, rows in part)), _Copied())
+            self._pump.post(StagedBatch(segments, gathered, None, ()))
         self._pump.post(SampleFinish(sample_id, tuple(range(rows)), {}))
 
     def check(self) -> None:

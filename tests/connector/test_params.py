@@ -8,20 +8,25 @@ from hypothesis import strategies as st
 
 from slotstream.connector.config import ConnectorOptions
 from slotstream.connector.params import CaptureParams, default_sample_id, parse_params
-from slotstream.wire.errors import ConfigError, SlotStreamError
+from slotstream.wire.errors import BadSampleId, ConfigError, SlotStreamError
 from slotstream.wire.names import check_sample_id
 
 
-def _parse(params: object, **outer: object) -> CaptureParams:
-    return parse_params({"slotstream": params, **outer}, req_id="cmpl-1", namespace="default", capture=True)
+def _parse(params: object, *, req_id: str = "cmpl-1", **outer: object) -> CaptureParams:
+    return _of_engine({"slotstream": params, **outer}, req_id=req_id)
+
+
+def _of_engine(params: dict[str, object] | None, *, req_id: str = "cmpl-1", **defaults: object) -> CaptureParams:
+    chosen = {"namespace": "default", "capture": True, "include_output_tokens": False, **defaults}
+    return parse_params(params, req_id=req_id, **chosen)
 
 
 def test_without_params_the_defaults_hold() -> None:
     for nothing in (None, {}, {"other": {"x": 1}}, {"slotstream": None}):
-        assert parse_params(nothing, req_id="cmpl-1", namespace="n", capture=True) == CaptureParams(
-            "cmpl-1", "n", True, False, (0, None)
-        )
-    assert not parse_params(None, req_id="r", namespace="n", capture=False).capture
+        assert _of_engine(nothing, namespace="n") == CaptureParams("cmpl-1", "n", True, False, (0, None))
+    assert not _of_engine(None, capture=False).capture
+    assert _of_engine(None, include_output_tokens=True).include_output_tokens
+    assert not _of_engine({"include_output_tokens": False}, include_output_tokens=True).include_output_tokens
 
 
 def test_every_param_is_read() -> None:
@@ -51,6 +56,18 @@ def test_any_params_are_read_or_answered_with_one_sentence(params: object) -> No
         assert "\n" not in str(said)
 
 
+def test_sequences_of_one_request_share_its_sample_unless_their_output_is_captured() -> None:
+    first, second = "0_cmpl-x-0-0123abcd", "1_cmpl-x-0-0123abcd"
+    assert _parse({"sample_id": "s"}, req_id=second).sample_id == "s"
+    outputs = {"sample_id": "s", "include_output_tokens": True}
+    assert _parse(outputs, req_id=first).sample_id == "s"
+    assert _parse(outputs, req_id=second).sample_id == "s.1"
+    assert _parse(outputs, req_id="12_x\n-0123abcd").sample_id == "s.12"
+    assert _parse(outputs, req_id="1_somebodys-own-name").sample_id == "s"
+    with pytest.raises(BadSampleId):
+        _parse({**outputs, "sample_id": "s" * 127}, req_id=second)
+
+
 @given(st.text())
 def test_every_request_id_gives_a_valid_sample_id(req_id: str) -> None:
     check_sample_id(default_sample_id(req_id))
@@ -65,7 +82,7 @@ def test_request_ids_that_only_differ_in_what_is_replaced_stay_apart() -> None:
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"servre": "x"}, "unknown connector options ['servre']; known: ['ack_timeout_s', 'capture'"),
+        ({"servre": "x"}, "unknown connector options ['servre']; known: ['ack_timeout_s', 'bad_rows', 'capture'"),
         ({"server": "nowhere"}, "address 'nowhere' is neither host:port"),
         ({"server": 7}, "address 7 is neither host:port"),
         ({"server": "unix:relative"}, "must be unix: and an absolute, printable path"),
@@ -74,7 +91,9 @@ def test_request_ids_that_only_differ_in_what_is_replaced_stay_apart() -> None:
         ({"staging_bytes": True}, "connector option staging_bytes must be a whole number from"),
         ({"wait_s_max": -1}, "connector option wait_s_max must be a number from"),
         ({"on_full": "drop"}, "connector option on_full must be one of ['wait', 'fail_sample']"),
+        ({"bad_rows": "drop"}, "connector option bad_rows must be one of ['mark', 'fail']"),
         ({"capture": "yes"}, "connector option capture must be true or false"),
+        ({"include_output_tokens": 1}, "connector option include_output_tokens must be true or false"),
         ({"chunk_bytes": 1 << 20, "staging_bytes": 2 << 20}, "staging_bytes must be at least four times chunk_bytes"),
     ],
 )

@@ -104,6 +104,46 @@ def test_slots_that_are_not_the_block_tables_fail_that_sample_and_no_other(
     assert not rig.sink.samples[2].rows
 
 
+def _capture_with_bad_rows(rig: Rig) -> None:
+    """30 rows in several chunks: 4 and 5 are zeros, 20 holds a NaN, 29 an infinity."""
+    table = rig.table("a", 30)
+    slots = rig.slots("a", 0, 30)
+    rig.write(slots)
+    for row, value in ((4, 0.0), (5, -0.0)):
+        rig.cache[slots[row] // BLOCK_SIZE, :, slots[row] % BLOCK_SIZE] = value
+    for row, value in ((20, float("nan")), (29, float("-inf"))):
+        rig.cache[slots[row] // BLOCK_SIZE, 1, slots[row] % BLOCK_SIZE, 3] = value
+    rig.step(StepPlan((opened("a", 30),), (RowPlan("a", 0, 30, 0, table),), (SampleFinish("a", (0,) * 30),)), slots)
+
+
+def test_rows_that_no_healthy_model_writes_are_counted_and_marked() -> None:
+    rig = make_rig(chunk_bytes=4096)
+    try:
+        _capture_with_bad_rows(rig)
+        assert isinstance(rig.sink.verdict(1), Committed)
+        commit = rig.sink.samples[1].committed
+        assert commit is not None
+        assert dict(commit.metadata) == dict(commit.metadata) | {"zero_rows": "2", "nonfinite_rows": "2", "first_bad_row": "4"}
+        stats = rig.worker.take_stats()
+        assert (stats["zero_rows"], stats["nonfinite_rows"]) == (2, 2)
+        rig.capture("healthy", 20)
+        rig.sink.verdict(2)
+        commit = rig.sink.samples[2].committed
+        assert commit is not None
+        assert "zero_rows" not in commit.metadata
+    finally:
+        rig.worker.close()
+
+
+def test_or_fail_their_sample() -> None:
+    rig = make_rig(bad_rows="fail")
+    try:
+        _capture_with_bad_rows(rig)
+        assert rig.sink.verdict(1) == Failed(1, "BAD_ROWS", "row 4 holds only zeros")
+    finally:
+        rig.worker.close()
+
+
 def test_a_step_without_extraction_fails_its_samples(rig: Rig) -> None:
     table = rig.table("a", 5)
     rig.step(StepPlan((opened("a", 5),), (RowPlan("a", 0, 5, 0, table),)), None)

@@ -13,6 +13,7 @@ CODES = {
     "ABORTED": ("CaptureAborted", "ABORTED", False),
     "ALREADY_EXISTS": ("AlreadyExists", "ALREADY_EXISTS", False),
     "BAD_CHUNK": ("BadChunk", "INVALID_ARGUMENT", False),
+    "BAD_ROWS": ("BadRows", "DATA_LOSS", False),
     "BAD_LAYERS": ("BadLayers", "INVALID_ARGUMENT", False),
     "BAD_NAMESPACE": ("BadNamespace", "INVALID_ARGUMENT", False),
     "BAD_PAGE": ("BadPage", "INVALID_ARGUMENT", False),

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 ON_FULL = ("wait", "fail_sample")
+BAD_ROWS = ("mark", "fail")
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +25,7 @@ class ConnectorOptions:
     server: str = field(default=DEFAULT_ADDRESS, metadata={"help": "storage server: host:port or unix:/path"})
     namespace: str = field(default=DEFAULT_NAMESPACE, metadata={"help": "namespace of requests that name none"})
     capture: bool = field(default=True, metadata={"help": "capture requests that do not say; false: only those that ask"})
+    include_output_tokens: bool = field(default=False, metadata={"help": "capture output rows of requests that do not say"})
     staging_bytes: int = field(default=512 << 20, metadata={"help": "host memory for rows on their way, allocated once"})
     chunk_bytes: int = field(default=2 << 20, metadata={"help": "most bytes of rows a message carries"})
     on_full: str = field(
@@ -32,6 +34,10 @@ class ConnectorOptions:
     wait_s_max: float = field(default=2.0, metadata={"help": "longest an engine step waits for staging, then samples fail"})
     ack_timeout_s: float = field(default=30.0, metadata={"help": "without any answer for so long, the stream is given up"})
     output_rows_per_chunk: int = field(default=32, metadata={"help": "output rows collected before they are read and sent"})
+    bad_rows: str = field(
+        default="mark",
+        metadata={"help": "rows of zeros, NaN or infinities: mark (in the sample's metadata) or fail the sample"},
+    )
 
     def __post_init__(self) -> None:
         check_address(self.server)
@@ -44,10 +50,12 @@ class ConnectorOptions:
         _check_number("wait_s_max", self.wait_s_max, float, 0.0, 600.0)
         _check_number("ack_timeout_s", self.ack_timeout_s, float, 0.1, 3600.0)
         _check_number("output_rows_per_chunk", self.output_rows_per_chunk, int, 1, 1 << 16)
-        if not isinstance(self.capture, bool):
-            raise ConfigError(f"connector option capture must be true or false, not {self.capture!r}")
-        if self.on_full not in ON_FULL:
-            raise ConfigError(f"connector option on_full must be one of {list(ON_FULL)}, not {self.on_full!r}")
+        for name in ("capture", "include_output_tokens"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"connector option {name} must be true or false, not {getattr(self, name)!r}")
+        for name, choices in (("on_full", ON_FULL), ("bad_rows", BAD_ROWS)):
+            if getattr(self, name) not in choices:
+                raise ConfigError(f"connector option {name} must be one of {list(choices)}, not {getattr(self, name)!r}")
         if self.chunk_bytes * 4 > self.staging_bytes:
             raise ConfigError("connector option staging_bytes must be at least four times chunk_bytes")
 

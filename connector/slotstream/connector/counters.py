@@ -25,6 +25,8 @@ METRICS = (
     Metric("bytes", "counter", "Bytes of rows handed to the transport."),
     Metric("chunks", "counter", "Chunks handed to the transport."),
     Metric("gathers", "counter", "Reads of the hidden-state cache; a step that captures nothing makes none."),
+    Metric("zero_rows", "counter", "Rows that held only zeros, which no healthy model writes."),
+    Metric("nonfinite_rows", "counter", "Rows that held a NaN or an infinity."),
     Metric("samples_opened", "counter", "Samples announced to the server."),
     Metric("samples_committed", "counter", "Samples that the server reported durable."),
     Metric("samples_failed", "counter", "Samples that were not stored, by stable error code.", by_code=True),

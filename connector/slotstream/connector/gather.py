@@ -49,6 +49,18 @@ class Destination:
 
 
 @dataclass(frozen=True, slots=True)
+class Gathered:
+    """Rows on their way into staging. `peaks`: the largest magnitude of each row, [n]; both are to be had after `wait`."""
+
+    peaks: torch.Tensor
+    ticket: Ticket
+
+    def wait(self) -> None:
+        """Return once every row, and every peak, is in host memory."""
+        self.ticket.wait()
+
+
+@dataclass(frozen=True, slots=True)
 class SlotMappingCopy:
     """A host copy of a step's slot mapping, int64 [tokens]; to be read after its ticket's `wait`."""
 
@@ -69,20 +81,27 @@ class RowGather:
         self.on_cpu = cache.device.type == "cpu"
         self._side = None if self.on_cpu else torch.Stream(device=cache.device)
 
-    def gather(self, slots: Slots, destinations: Sequence[Destination], scratch: int | None) -> Ticket:
+    def gather(self, slots: Slots, destinations: Sequence[Destination], scratch: int | None) -> Gathered:
         """Start copying the rows at `slots` [n], in order, to `destinations` (their rows add up to n).
 
-        `scratch` is a staging slot of at least n * 8 bytes for the index, needed on an accelerator; it and the
-        destinations must stay leased until the ticket's `wait` returned.
+        `scratch` is a staging slot of at least n * 8 bytes for the index, and then the peaks, needed on an accelerator; it
+        and the destinations must stay leased until `wait` returned and the peaks were read.
         """
         if self._side is None:
-            self._copy(self._rows(torch.from_numpy(slots)), destinations)
-            return _Done()
+            rows = self._rows(torch.from_numpy(slots))
+            self._copy(rows, destinations)
+            return Gathered(_peaks(rows), _Done())
         assert scratch is not None, "an accelerator copies its index from pinned memory"
         index = self._pool.tensor(scratch, slots.nbytes).view(torch.int64)
         index.numpy()[:] = slots
         rows = self._rows(index.to(self._cache.device, non_blocking=True))
-        return self._on_side(lambda: self._copy(rows, destinations), rows)
+        peaks = self._pool.tensor(scratch, len(slots) * rows.element_size()).view(rows.dtype)
+
+        def copy() -> None:
+            peaks.copy_(_peaks(rows), non_blocking=True)  # After the index was read: the side stream waits for that.
+            self._copy(rows, destinations)
+
+        return Gathered(peaks, self._on_side(copy, rows))
 
     def copy_slot_mapping(self, slot_mapping: torch.Tensor, scratch: int | None) -> tuple[SlotMappingCopy, Ticket]:
         """Start copying this step's slot mapping to the host: its buffer is used again in the next step."""
@@ -123,3 +142,8 @@ class RowGather:
         # The allocator must not hand the source's memory out again before the side stream has read it.
         source.record_stream(side)
         return _EventTicket(done)
+
+
+def _peaks(rows: torch.Tensor) -> torch.Tensor:
+    """The largest magnitude of each row, [n]: 0 for a row of zeros, NaN or infinite for one that holds such a value."""
+    return rows.flatten(1).abs().amax(1)

@@ -14,6 +14,8 @@ from slotstream.wire.names import check_namespace, check_sample_id, check_tags
 _KNOWN = ("capture", "include_output_tokens", "namespace", "sample_id", "tags", "tokens")
 _NOT_IN_IDS = re.compile(r"[^A-Za-z0-9._-]")
 _ID_CHARS_MAX = 128
+# The random end is vLLM's own, of every request: without it, "7_x" would be somebody's name for a request.
+_SEQUENCE = re.compile(r"(\d{1,9})_.*-[0-9a-f]{8}$", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +30,10 @@ class CaptureParams:
     tags: Mapping[str, str] = field(default_factory=dict)
 
 
-def parse_params(kv_transfer_params: Mapping[str, Any] | None, *, req_id: str, namespace: str, capture: bool) -> CaptureParams:
-    """Read a request's parameters; `namespace` and `capture` are the engine's defaults.
+def parse_params(
+    kv_transfer_params: Mapping[str, Any] | None, *, req_id: str, namespace: str, capture: bool, include_output_tokens: bool
+) -> CaptureParams:
+    """Read a request's parameters; `namespace`, `capture` and `include_output_tokens` are the engine's defaults.
 
     Keys beside `slotstream` belong to other connectors and are ignored, except vLLM's own `include_output_tokens`.
     Raises BadParams, BadSampleId, BadNamespace, BadTags or BadTokenRange, in one sentence.
@@ -43,15 +47,28 @@ def parse_params(kv_transfer_params: Mapping[str, Any] | None, *, req_id: str, n
     unknown = sorted(str(key)[:40] for key in inner if key not in _KNOWN)
     if unknown:
         raise BadParams(f"unknown slotstream params {unknown[:8]}; known: {list(_KNOWN)}")
-    outputs = inner.get("include_output_tokens", outer.get("include_output_tokens", False))
+    outputs = inner.get("include_output_tokens", outer.get("include_output_tokens", include_output_tokens))
     return CaptureParams(
-        sample_id=check_sample_id(inner["sample_id"]) if "sample_id" in inner else default_sample_id(req_id),
+        sample_id=_chosen_id(inner["sample_id"], req_id, outputs) if "sample_id" in inner else default_sample_id(req_id),
         namespace=check_namespace(inner.get("namespace", namespace)),
         capture=_flag("capture", inner.get("capture", capture)),
         include_output_tokens=_flag("include_output_tokens", outputs),
         tokens=_window(inner.get("tokens")),
         tags=check_tags(inner.get("tags", {})),
     )
+
+
+def sequence_index(req_id: str) -> int:
+    """Which of a request's `n` sequences this is: vLLM calls those "<index>_<request id>". 0 where there is one."""
+    match = _SEQUENCE.match(req_id)
+    return int(match[1]) if match else 0
+
+
+def _chosen_id(chosen: object, req_id: str, outputs: object) -> str:
+    """The id that was asked for. Sequences that differ in their output rows need one each: all but the first add theirs."""
+    sample_id = check_sample_id(chosen)
+    index = sequence_index(req_id)
+    return check_sample_id(f"{sample_id}.{index}") if outputs is True and index else sample_id
 
 
 def default_sample_id(req_id: str) -> str:

@@ -13,10 +13,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 
 from slotstream.connector.config import ConnectorConfig
 from slotstream.connector.counters import Counters
-from slotstream.connector.gather import SlotMappingCopy, Slots, Ticket
+from slotstream.connector.gather import Gathered, SlotMappingCopy, Slots, Ticket
 from slotstream.connector.plan import SampleAbort, SampleFinish, SampleOpen
 from slotstream.connector.staging import StagingPool
 from slotstream.connector.throttle import Throttle
@@ -24,6 +25,7 @@ from slotstream.transport.base import Acked, Committed, Failed, LinkDown, LinkUp
 from slotstream.transport.logs import connector_logger
 from slotstream.v1 import ingest_pb2
 from slotstream.wire.errors import (
+    BadRows,
     CaptureAborted,
     InternalFault,
     Interrupted,
@@ -78,7 +80,7 @@ class StagedBatch:
     """Segments of one gather. `mapping` is the step's; None where vLLM ran no extraction in this step."""
 
     segments: tuple[Segment, ...]
-    ticket: Ticket
+    gathered: Gathered
     mapping: StepMapping | None
     scratch: tuple[int, ...]
 
@@ -101,6 +103,19 @@ class _Sample:
     number: int
     sample_id: str
     ending: bool = False  # Commit or abort sent; only the answer is missing.
+    zero_rows: int = 0
+    nonfinite_rows: int = 0
+    first_bad_row: int | None = None
+
+    def canary(self) -> dict[str, str]:
+        """What the sample's metadata says of rows that no healthy model writes; nothing where there are none."""
+        if self.first_bad_row is None:
+            return {}
+        return {
+            "zero_rows": str(self.zero_rows),
+            "nonfinite_rows": str(self.nonfinite_rows),
+            "first_bad_row": str(self.first_bad_row),
+        }
 
 
 _Item = SampleOpen | StagedBatch | SampleFinish | SampleAbort | FailSample | SinkEvent | _Stop
@@ -256,20 +271,24 @@ class Pump:
         )
 
     def _batch(self, batch: StagedBatch) -> None:
-        done = 0
+        done = at = 0
         try:
-            batch.ticket.wait()
+            batch.gathered.wait()
             if batch.mapping is not None:
                 batch.mapping.load()
+            peaks = batch.gathered.peaks.float().numpy()
             for segment in batch.segments:
                 done += 1
-                self._segment(segment, batch.mapping)
+                self._segment(segment, batch.mapping, peaks[at : at + segment.rows])
+                at += segment.rows
         finally:
             self._pool.release([*batch.scratch, *(s.slot for s in batch.segments[done:])])
 
-    def _segment(self, segment: Segment, mapping: StepMapping | None) -> None:
+    def _segment(self, segment: Segment, mapping: StepMapping | None, peaks: npt.NDArray[np.float32]) -> None:
         sample = self._samples.get(segment.req_id)
-        problem = None if sample is None or sample.ending else _slot_problem(segment, mapping)
+        problem: SlotStreamError | None = None
+        if sample is not None and not sample.ending:
+            problem = _slot_problem(segment, mapping) or self._bad_rows(sample, segment, peaks)
         if problem is not None:
             self._give_up(segment.req_id, problem)
         if sample is None or sample.ending or problem is not None:
@@ -286,6 +305,28 @@ class Pump:
         self._counters.add("chunks")
         self._sink.submit(StagedChunk(sample.number, chunk, segment.first_row, segment.rows, buffer, xxh3(buffer)))
 
+    def _bad_rows(self, sample: _Sample, segment: Segment, peaks: npt.NDArray[np.float32]) -> BadRows | None:
+        """Count and note rows of zeros and rows with a NaN or an infinity; why the sample fails, where the option says so."""
+        zero, nonfinite = peaks == 0, ~np.isfinite(peaks)
+        bad = np.flatnonzero(zero | nonfinite)
+        if not bad.size:
+            return None
+        self._counters.add("zero_rows", int(zero.sum()))
+        self._counters.add("nonfinite_rows", int(nonfinite.sum()))
+        sample.zero_rows += int(zero.sum())
+        sample.nonfinite_rows += int(nonfinite.sum())
+        first = segment.first_row + int(bad[0])
+        sample.first_bad_row = min(first, first if sample.first_bad_row is None else sample.first_bad_row)
+        if self._config.options.bad_rows == "fail":
+            what = "only zeros" if zero[bad[0]] else "a NaN or an infinity"
+            return BadRows(f"row {first} holds {what}")
+        if (unsaid := self._throttle.admit(BadRows.code)) is not None:
+            more = f" ({unsaid} more samples were not logged)" if unsaid else ""
+            logger.warning(
+                "slotstream: sample %s has rows of zeros or not finite, from row %d%s", sample.sample_id, first, more
+            )
+        return None
+
     def _acked(self, chunk: int) -> None:
         self._progress_at = time.monotonic()
         slot = self._chunks.pop(chunk, None)
@@ -299,7 +340,10 @@ class Pump:
         sample.ending = True
         self._sink.commit(
             ingest_pb2.CommitSample(
-                sample=sample.number, row_count=len(item.token_ids), token_ids=item.token_ids, metadata=dict(item.metadata)
+                sample=sample.number,
+                row_count=len(item.token_ids),
+                token_ids=item.token_ids,
+                metadata={**item.metadata, **sample.canary()},
             )
         )
 

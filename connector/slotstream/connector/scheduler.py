@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from slotstream.connector.config import ConnectorConfig
 from slotstream.connector.counters import Counters
-from slotstream.connector.params import CaptureParams, parse_params
+from slotstream.connector.params import CaptureParams, parse_params, sequence_index
 from slotstream.connector.plan import EMPTY_PLAN, RowPlan, SampleAbort, SampleFinish, SampleOpen, StepPlan
 from slotstream.connector.pump import SampleFault
 from slotstream.connector.throttle import Throttle
@@ -185,7 +185,13 @@ class SchedulerHalf:
         """Begin the capture that a request asks for; None when it asks for none. Raises SlotStreamError."""
         options = self._config.options
         req_id = request.request_id
-        params = parse_params(request.kv_transfer_params, req_id=req_id, namespace=options.namespace, capture=options.capture)
+        params = parse_params(
+            request.kv_transfer_params,
+            req_id=req_id,
+            namespace=options.namespace,
+            capture=options.capture,
+            include_output_tokens=options.include_output_tokens,
+        )
         if not params.capture:
             return None
         if request.prompt_token_ids is None or getattr(request, "prompt_embeds", None) is not None:
@@ -272,6 +278,11 @@ class SchedulerHalf:
         }
         if lora is not None:
             metadata["lora_name"] = str(lora.lora_name)[:256]
+        seed = getattr(request.sampling_params, "seed", None)
+        if seed is not None:
+            metadata["sampling_seed"] = str(seed)
+        if index := sequence_index(request.request_id):
+            metadata["sequence_index"] = str(index)
         return SampleOpen(
             request.request_id,
             params.namespace,
@@ -287,7 +298,8 @@ class SchedulerHalf:
         """Every row up to `stop` is planned: plan the commit."""
         request = capture.request
         tokens = tuple(request.all_token_ids[capture.start : stop])
-        metadata = {"finish_reason": _finish_reason(request)} if request.is_finished() else {}
+        # A prompt's capture ends with its last row, while the text is still being written.
+        metadata = {"finish_reason": _finish_reason(request) if request.is_finished() else "prompt"}
         pending.finishes.append(SampleFinish(request.request_id, tokens, metadata))
         capture.complete = True
         capture.rows = len(tokens)

@@ -11,7 +11,7 @@ import torch
 
 from slotstream.connector.config import ConnectorConfig
 from slotstream.connector.counters import Counters
-from slotstream.connector.gather import INDEX_BYTES, Destination, RowGather, Slots, Ticket
+from slotstream.connector.gather import INDEX_BYTES, Destination, Gathered, RowGather, Slots
 from slotstream.connector.plan import EMPTY_PLAN, RowPlan, SampleAbort, SampleFinish, SampleOpen, StepPlan
 from slotstream.connector.pump import FailSample, Pump, SampleFault, Segment, StagedBatch, StepMapping, sample_gauges
 from slotstream.connector.staging import StagingPool
@@ -167,7 +167,7 @@ class WorkerHalf:
                 if wants_mapping:
                     assert self._slot_mapping is not None
                     mapping = StepMapping(*self._gather.copy_slot_mapping(self._slot_mapping, None if on_cpu else scratch[1]))
-                ticket = self._gather_parts(parts, slots, None if on_cpu else scratch[0])
+                gathered = self._gather_parts(parts, slots, None if on_cpu else scratch[0])
             except Exception:
                 self._gather.settle()  # A copy may be under way into slots that are about to be used again.
                 self._pool.release(leased)
@@ -176,13 +176,13 @@ class WorkerHalf:
                 Segment(part.req_id, part.first_row, part.slots.size, slot, part.computed)
                 for slot, part in zip(slots, parts, strict=True)
             )
-            self._pump.post(StagedBatch(segments, ticket, mapping, tuple(scratch)))
+            self._pump.post(StagedBatch(segments, gathered, mapping, tuple(scratch)))
 
-    def _gather_parts(self, parts: list[_Part], slots: list[int], scratch: int | None) -> Ticket:
+    def _gather_parts(self, parts: list[_Part], slots: list[int], scratch: int | None) -> Gathered:
         destinations = [Destination(slot, part.slots.size) for slot, part in zip(slots, parts, strict=True)]
-        ticket = self._gather.gather(np.concatenate([part.slots for part in parts]), destinations, scratch)
+        gathered = self._gather.gather(np.concatenate([part.slots for part in parts]), destinations, scratch)
         self._counters.add("gathers")
-        return ticket
+        return gathered
 
     def _lease(self, count: int, deadline: float) -> list[int] | None:
         began = time.monotonic()

@@ -14,6 +14,7 @@ __all__ = [
     "BadNamespace",
     "BadPage",
     "BadParams",
+    "BadRows",
     "BadSampleId",
     "BadTags",
     "BadTokenRange",
@@ -104,6 +105,12 @@ class RowsNotComputed(SlotStreamError):
     """Rows of tokens that this engine never computed (loaded by another connector, or skipped by the extraction)."""
 
     code, status = "ROWS_NOT_COMPUTED", "FAILED_PRECONDITION"
+
+
+class BadRows(SlotStreamError):
+    """A row holds only zeros, a NaN or an infinity, and the connector was told to refuse such samples."""
+
+    code, status = "BAD_ROWS", "DATA_LOSS"
 
 
 class StagingFull(SlotStreamError):
