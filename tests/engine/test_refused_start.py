@@ -48,11 +48,12 @@ def test_vllm_stops_at_start_and_says_why(
 
 
 @pytest.mark.parametrize(
-    ("speculative", "transfer", "sentence"),
+    ("speculative", "transfer", "more", "sentence"),
     [
-        pytest.param(_NO_LAYERS, {}, "set eagle_aux_hidden_state_layer_ids in the speculative config's", id="no layers"),
+        pytest.param(_NO_LAYERS, {}, {}, "set eagle_aux_hidden_state_layer_ids in the speculative config's", id="no layers"),
         pytest.param(
             _NO_LAYERS | {"draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": [1, 99]}}},
+            {},
             {},
             "eagle_aux_hidden_state_layer_ids [1, 99] must be different layer ids from 0 to 6",
             id="a layer that the model lacks",
@@ -60,25 +61,35 @@ def test_vllm_stops_at_start_and_says_why(
         pytest.param(
             _NO_LAYERS | {"draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": [3, 3]}}},
             {},
+            {},
             "eagle_aux_hidden_state_layer_ids [3, 3] must be different layer ids",
             id="a layer twice",
         ),
         pytest.param(
             _NO_LAYERS | {"draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": [1]}}},
             {"kv_role": "kv_consumer"},
+            {},
             'slotstream only sends: set "kv_role": "kv_producer"',
             id="a role that receives",
         ),
         pytest.param(
             _NO_LAYERS | {"draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": [1]}}},
             {"kv_connector_extra_config": {"server": "localhost:notaport"}},
+            {},
             "address 'localhost:notaport' is neither host:port",
             id="malformed address",
+        ),
+        pytest.param(
+            _NO_LAYERS | {"draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": [1]}}},
+            {},
+            {"enable_prompt_embeds": True},
+            "drop --enable-prompt-embeds",
+            id="prompts of embeddings",
         ),
     ],
 )
 def test_vllms_configuration_is_checked_in_one_sentence(
-    speculative: dict[str, Any], transfer: dict[str, Any], sentence: str, truth_models: dict[str, Path]
+    speculative: dict[str, Any], transfer: dict[str, Any], more: dict[str, Any], sentence: str, truth_models: dict[str, Path]
 ) -> None:
     """The same check on vLLM's own configuration objects, without waiting for an engine."""
     from vllm.config import KVTransferConfig
@@ -95,6 +106,7 @@ def test_vllms_configuration_is_checked_in_one_sentence(
         max_model_len=1024,
         speculative_config=speculative,
         kv_transfer_config=KVTransferConfig(**connector),
+        **more,
     )
     with pytest.raises(ConfigError) as caught:
         ConnectorConfig.from_vllm(arguments.create_engine_config())

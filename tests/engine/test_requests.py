@@ -1,0 +1,246 @@
+"""Requests of every kind, through every front door of one engine: right rows, or an error that says why not."""
+
+from __future__ import annotations
+
+import json
+import random
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from support.outage import metric, scrape
+from support.stack import Stack, stack
+from support.workload import LAYER_IDS, MODEL_NAME, Ask, assert_rows_are_true, send, text_tokens
+
+from slotstream.client import Client, connect
+from slotstream.demo import truth_model
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+
+CHAT_TEMPLATE = "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
+LONG_ANSWER = 2000
+
+
+@pytest.fixture(scope="module")
+def engine(truth_models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    work = tmp_path_factory.mktemp("requests")
+    (work / "chat.jinja").write_text(CHAT_TEMPLATE)
+    options = [
+        "--max-model-len=2304",
+        f"--chat-template={work / 'chat.jinja'}",
+        "--scheduling-policy=priority",
+        "--enable-lora",
+        f"--lora-modules=tuned={_adapter(work / 'adapter')}",
+    ]
+    with stack(work, truth_models["dense"], LAYER_IDS, *options) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def stored(engine: Stack) -> Iterator[Client]:
+    with connect(engine.address) as client:
+        yield client
+
+
+def _adapter(path: Path) -> Path:
+    """A LoRA adapter of the truth model. It changes the queries only, which its rows do not depend on."""
+    path.mkdir()
+    config = {"peft_type": "LORA", "r": 8, "lora_alpha": 8, "target_modules": ["q_proj"], "base_model_name_or_path": "truth"}
+    (path / "adapter_config.json").write_text(json.dumps(config))
+    weights = {}
+    for layer in range(truth_model.LAYERS):
+        name = f"base_model.model.model.layers.{layer}.self_attn.q_proj"
+        weights[f"{name}.lora_A.weight"] = torch.randn(8, truth_model.HIDDEN)
+        weights[f"{name}.lora_B.weight"] = torch.randn(4 * 64, 8)
+    save_file(weights, path / "adapter_model.safetensors")
+    return path
+
+
+def _post(engine: Stack, path: str, body: dict[str, Any]) -> Any:
+    """The parsed answer; for a streamed one, its events."""
+    data = json.dumps({"model": MODEL_NAME, "temperature": 0, **body}).encode()
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{engine.vllm_port}/v1/{path}", data=data, headers={"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=300.0) as answer:
+        if body.get("stream"):
+            lines = [line.decode().strip() for line in answer]
+            return [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+        return json.load(answer)
+
+
+def _said(answer: dict[str, Any]) -> dict[str, Any]:
+    said: dict[str, Any] = answer["kv_transfer_params"]["slotstream"]
+    return said
+
+
+def test_a_long_answers_rows_arrive_while_it_is_being_written(engine: Stack, stored: Client) -> None:
+    prompt = text_tokens(random.Random(1), 100)
+    params = {"namespace": "long", "sample_id": "s", "include_output_tokens": True}
+    answers: list[Any] = []
+    thread = threading.Thread(
+        target=lambda: answers.extend(send(engine.vllm_port, [Ask(prompt, params, max_tokens=LONG_ANSWER)]))
+    )
+    thread.start()
+    received: list[float] = []
+    while thread.is_alive():
+        received.append(metric(scrape(engine.metrics_port), "slotstream_received_bytes_total"))
+        time.sleep(0.05)
+    thread.join()
+    row_bytes = len(LAYER_IDS) * truth_model.HIDDEN * 2
+    assert len(set(received)) > LONG_ANSWER // 100  # Again and again, not all at once.
+    assert received[-1] - received[0] > LONG_ANSWER * row_bytes // 2
+    sample = stored.get("s", namespace="long")
+    assert sample.token_ids.tolist() == prompt + answers[0].tokens[:-1]
+    assert int(sample.metadata["chunks"]) >= LONG_ANSWER // 32
+    assert sample.metadata["finish_reason"] == "length"
+    assert_rows_are_true(sample)
+
+
+def test_decode_steps_of_a_prompt_only_capture_read_and_send_nothing(engine: Stack, stored: Client) -> None:
+    names = ("gathers", "chunks", "rows", "samples_opened")
+
+    def counts() -> dict[str, float]:
+        page = scrape(engine.vllm_port)
+        return {name: metric(page, f"slotstream_connector_{name}_total") for name in names}
+
+    def settle() -> None:  # Counts travel with steps.
+        send(engine.vllm_port, [Ask(text_tokens(random.Random(i), 3), {"capture": False}) for i in range(8)], at_once=1)
+
+    settle()
+    before = counts()
+    prompt = text_tokens(random.Random(2), 150)
+    (answer,) = send(engine.vllm_port, [Ask(prompt, {"namespace": "decode", "sample_id": "s"}, max_tokens=300)])
+    settle()
+    assert len(answer.tokens) == 300
+    after = counts()
+    # Three steps of at most 64 tokens hold the prompt; the 299 after them leave no trace.
+    assert {name: after[name] - before[name] for name in names} == {
+        "gathers": 3,
+        "chunks": 3,
+        "rows": 150,
+        "samples_opened": 1,
+    }
+
+
+def test_chat(engine: Stack, stored: Client) -> None:
+    messages = [{"role": "user", "content": "What does a row spell?"}]
+    body = {"messages": messages, "max_tokens": 8, "ignore_eos": True, "return_token_ids": True}
+    answer = _post(engine, "chat/completions", {**body, "kv_transfer_params": {"slotstream": {"namespace": "chat"}}})
+    said = _said(answer)
+    sample = stored.get(said["sample_id"], namespace="chat")
+    assert sample.token_ids.tolist() == answer["prompt_token_ids"]
+    assert_rows_are_true(sample)
+
+
+@pytest.mark.parametrize("path", ["completions", "chat/completions"])
+def test_a_streamed_answer_leaves_its_sample_under_the_chosen_id(engine: Stack, stored: Client, path: str) -> None:
+    text = "Rows, one after the other."
+    ask = {"prompt": text} if path == "completions" else {"messages": [{"role": "user", "content": text}]}
+    params = {"namespace": "sse", "sample_id": path.replace("/", "."), "include_output_tokens": True}
+    events = _post(
+        engine,
+        path,
+        {**ask, "stream": True, "max_tokens": 40, "ignore_eos": True, "kv_transfer_params": {"slotstream": params}},
+    )
+    assert len(events) > 5
+    sample = stored.get(params["sample_id"], namespace="sse")
+    assert len(sample.token_ids) == int(sample.metadata["prompt_tokens"]) + 39
+    assert_rows_are_true(sample)
+
+
+def test_several_prompts_in_one_request_get_a_sample_each(engine: Stack, stored: Client) -> None:
+    prompts = [text_tokens(random.Random(3 + i), 40 + i) for i in range(3)]
+    params = {"namespace": "batch", "tags": {"batch": "1"}}
+    _post(engine, "completions", {"prompt": prompts, "max_tokens": 2, "kv_transfer_params": {"slotstream": params}})
+    samples = [stored.get(info.sample_id, namespace="batch") for info in stored.list(namespace="batch", tags={"batch": "1"})]
+    assert sorted(s.token_ids.tolist() for s in samples) == sorted(prompts)
+    for sample in samples:
+        assert_rows_are_true(sample)
+
+
+def test_n_sequences_get_a_sample_each_when_their_output_is_captured(engine: Stack, stored: Client) -> None:
+    prompt = text_tokens(random.Random(7), 70)
+    params = {"namespace": "n", "sample_id": "s", "include_output_tokens": True}
+    body = {"prompt": prompt, "n": 3, "max_tokens": 20, "ignore_eos": True, "temperature": 1.0}
+    answer = _post(engine, "completions", {**body, "return_token_ids": True, "kv_transfer_params": {"slotstream": params}})
+    texts = [choice["token_ids"] for choice in answer["choices"]]
+    for index, sample_id in enumerate(("s", "s.1", "s.2")):
+        sample = stored.get(sample_id, namespace="n")
+        assert sample.token_ids.tolist() == prompt + texts[index][:-1]
+        assert sample.metadata.get("sequence_index", "0") == str(index)
+        assert_rows_are_true(sample)
+
+
+@pytest.mark.parametrize(
+    ("kind", "more"),
+    [
+        ("logprobs", {"prompt_logprobs": 2, "logprobs": 3}),
+        ("structured", {"structured_outputs": {"regex": "[ab]{20}"}}),
+        ("min-tokens", {"min_tokens": 10, "max_tokens": 12}),
+        ("priority", {"priority": -5}),
+        ("one-token-prompt", {"prompt": [9]}),
+        ("echo", {"echo": True}),
+    ],
+)
+def test_a_request_of_this_kind_is_captured_like_any_other(
+    engine: Stack, stored: Client, kind: str, more: dict[str, Any]
+) -> None:
+    prompt = text_tokens(random.Random(kind), 130)
+    params = {"namespace": "kinds", "sample_id": kind, "include_output_tokens": True}
+    body = {"prompt": prompt, "max_tokens": 20, "return_token_ids": True, **more}
+    answer = _post(engine, "completions", {**body, "kv_transfer_params": {"slotstream": params}})
+    said = _said(answer)
+    assert "error" not in said
+    sample = stored.get(kind, namespace="kinds")
+    assert sample.token_ids.tolist() == body["prompt"] + answer["choices"][0]["token_ids"][:-1]
+    assert len(sample.token_ids) == said["num_tokens"]
+    assert_rows_are_true(sample)
+
+
+def test_a_lora_is_named(engine: Stack, stored: Client) -> None:
+    prompt = text_tokens(random.Random(11), 90)
+    params = {"namespace": "lora", "sample_id": "s"}
+    _post(
+        engine,
+        "completions",
+        {"model": "tuned", "prompt": prompt, "max_tokens": 4, "kv_transfer_params": {"slotstream": params}},
+    )
+    sample = stored.get("s", namespace="lora")
+    assert sample.metadata["lora_name"] == "tuned"
+    assert_rows_are_true(sample)
+
+
+def test_a_sample_says_what_it_is_in_its_file_alone(engine: Stack, stored: Client) -> None:
+    prompt = text_tokens(random.Random(13), 200)
+    for name in ("first", "again"):
+        params = {"namespace": "self", "sample_id": name, "include_output_tokens": True, "tokens": [10, None]}
+        body = {"prompt": prompt, "max_tokens": 5, "ignore_eos": True, "seed": 77}
+        _post(engine, "completions", {**body, "kv_transfer_params": {"slotstream": params}})
+        stored.get(name, namespace="self")
+    (path,) = (engine.work / "data" / "self").rglob("again.safetensors")
+    with safe_open(path, "pt") as file:
+        said = file.metadata()
+    told = {
+        "model": MODEL_NAME,
+        "token_start": "10",
+        "prompt_tokens": "200",
+        "prefix_hit_tokens": "192",
+        "sampling_seed": "77",
+        "finish_reason": "length",
+        "final_norm_applied": "false",
+        "num_hidden_layers": str(truth_model.LAYERS),
+        "layer_ids": json.dumps(LAYER_IDS, separators=(",", ":")),
+    }
+    assert {key: said[key] for key in told} == told
+    assert said["engine_id"]
+    assert said["vllm_version"]
+    assert said["slotstream_version"]
+    assert "model_revision" in said
