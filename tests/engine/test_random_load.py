@@ -11,10 +11,10 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from support.outage import metric, scrape
+from support.idle import assert_idle
 from support.random_load import check, random_requests, run
-from support.stack import Stack, stack
-from support.workload import LAYER_IDS, Ask, send, text_tokens
+from support.stack import stack
+from support.workload import LAYER_IDS
 
 from slotstream.client import connect
 
@@ -22,24 +22,6 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
 SEEDS = [int(seed) for seed in os.environ.get("SLOTSTREAM_LOAD_SEEDS", "1").split(",")]
 REQUESTS = int(os.environ.get("SLOTSTREAM_LOAD_REQUESTS", "160"))
-
-
-IDLE_AT_ZERO = (
-    "slotstream_connector_samples_in_flight",
-    "slotstream_connector_staging_bytes_in_use",
-    "slotstream_connector_hook_faults_total",
-    "slotstream_open_samples",
-    "vllm:kv_cache_usage_perc",
-    "vllm:num_requests_running",
-)
-
-
-def _gauges(running: Stack) -> dict[str, float]:
-    """What must be zero when nothing runs, of both ends."""
-    pages = scrape(running.vllm_port) + scrape(running.metrics_port)
-    for name in IDLE_AT_ZERO:
-        assert f"# TYPE {name} " in pages, name
-    return {name: metric(pages, name) for name in IDLE_AT_ZERO}
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -59,13 +41,7 @@ def test_every_stored_row_is_right_and_every_missing_one_explained(
     with stack(tmp_path, truth_models[kind], LAYER_IDS, *options) as running, connect(running.address) as client:
         requests = random_requests(seed, REQUESTS, "load")
         outcomes = run(running.vllm_port, requests, at_once=24)
-        # Counts travel with steps: a request that captures nothing makes some.
-        for _ in range(100):
-            send(running.vllm_port, [Ask(text_tokens(rng, 5), {"capture": False})])
-            gauges = _gauges(running)
-            if not any(gauges.values()):
-                break
-        assert not any(gauges.values()), gauges
+        assert_idle(running)
         states = Counter(
             check(client, request, outcome, "swa" if kind == "swa" else "dense")
             for request, outcome in zip(requests, outcomes, strict=True)

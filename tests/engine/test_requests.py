@@ -8,6 +8,7 @@ import threading
 import time
 import urllib.request
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,9 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
+from support.idle import assert_idle
 from support.outage import metric, scrape
+from support.random_load import check, random_requests, run
 from support.stack import Stack, stack
 from support.workload import LAYER_IDS, MODEL_NAME, Ask, assert_rows_are_true, send, text_tokens
 
@@ -26,6 +29,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
 LONG_ANSWER = 2000
+ABORTS = 1000
 
 
 @pytest.fixture(scope="module")
@@ -216,6 +220,24 @@ def test_a_lora_is_named(engine: Stack, stored: Client) -> None:
     sample = stored.get("s", namespace="lora")
     assert sample.metadata["lora_name"] == "tuned"
     assert_rows_are_true(sample)
+
+
+def test_a_thousand_clients_hang_up_at_any_moment_and_nothing_leaks(engine: Stack, stored: Client) -> None:
+    rng = random.Random(21)
+    requests = [
+        replace(
+            request,
+            max_tokens=rng.choice([1, 20, 400]),
+            abort_after_s=rng.random() * rng.choice([0.02, 0.3, 1.5]),
+            params={**request.params, "include_output_tokens": rng.random() < 0.5, "tokens": None},
+        )
+        for request in random_requests(21, ABORTS, "aborts")
+    ]
+    outcomes = run(engine.vllm_port, requests, at_once=40)
+    assert sum(not outcome.answered for outcome in outcomes) > ABORTS // 2
+    assert_idle(engine)
+    states = {check(stored, request, outcome, "dense") for request, outcome in zip(requests, outcomes, strict=True)}
+    assert {"failed", "absent"} & states
 
 
 def test_a_sample_says_what_it_is_in_its_file_alone(engine: Stack, stored: Client) -> None:
