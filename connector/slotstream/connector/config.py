@@ -102,6 +102,10 @@ class ConnectorConfig:
             raise ConfigError(
                 "drop --enable-prompt-embeds: with model runner V1, a prompt of embeddings kills a vLLM that extracts"
             )
+        parallel = vllm_config.parallel_config
+        for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+            if getattr(parallel, name, 1) > 1:
+                raise ConfigError(f"{name} must be 1: with context parallelism no worker holds all rows of a sample")
         model = model_config.served_model_name
         return cls(
             options=options,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ParamSpec
@@ -63,6 +64,10 @@ class SlotStreamWorkerMetadata(KVConnectorWorkerMetadata):
 class SlotStreamConnector(KVConnectorBase_V1, SupportsHMA):
     """Streams the rows that `extract_hidden_states` caches to a slotstream server. See README.md for its options."""
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        _register(cls)
+
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         try:
@@ -80,7 +85,11 @@ class SlotStreamConnector(KVConnectorBase_V1, SupportsHMA):
         if role is KVConnectorRole.SCHEDULER:
             self._watch = ServerWatch(self._config.options.server)
             self._scheduler = SchedulerHalf(
-                self._config, self._group, vllm_config.model_config.max_model_len, self._why_no_capture
+                self._config,
+                self._group,
+                kv_cache_config.kv_cache_groups[self._group].kv_cache_spec.block_size,
+                vllm_config.model_config.max_model_len,
+                self._why_no_capture,
             )
 
     # -- worker side
@@ -169,11 +178,14 @@ class SlotStreamConnector(KVConnectorBase_V1, SupportsHMA):
     # -- scheduler side
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        if self._scheduler is not None:
+            self._fence.run(self._scheduler.on_match, None, request, num_computed_tokens)
         return 0, False
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        # MultiConnector tells the number of tokens to the connector that loads them, and 0 to all others: it is no use here.
         if self._scheduler is not None:
-            self._fence.run(self._scheduler.on_alloc, None, request, num_external_tokens)
+            self._fence.run(self._scheduler.on_alloc, None, request, blocks)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         assert self._scheduler is not None, "vLLM asks its scheduler half only"
@@ -194,6 +206,10 @@ class SlotStreamConnector(KVConnectorBase_V1, SupportsHMA):
         if self._scheduler is not None and isinstance(meta, SlotStreamWorkerMetadata):
             self._fence.run(self._scheduler.on_faults, None, meta.faults)
 
+    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        # MultiConnector calls this one when a sibling of ours knows no KV-cache groups; there is one group then.
+        return self.request_finished_all_groups(request, (block_ids,))
+
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
@@ -208,6 +224,11 @@ class SlotStreamConnector(KVConnectorBase_V1, SupportsHMA):
         # A request that never got blocks has no tables.
         table = block_ids[self._group] if self._group < len(block_ids) else ()
         return self._scheduler.on_finished(request, table)
+
+    def reset_cache(self) -> bool:
+        # Nothing is kept here that a reset could make stale: rows leave in the step that computes them. Running captures go
+        # on: vLLM preempts their requests, and what it computes again was either sent already or is read then.
+        return True
 
     def _why_no_capture(self) -> SlotStreamError | None:
         if self._fence.disabled:
@@ -250,6 +271,21 @@ class SlotStreamConnector(KVConnectorBase_V1, SupportsHMA):
         half = self._scheduler or self._worker
         if half is not None:
             half.count_fault()
+
+
+def _register(connector: type[SlotStreamConnector]) -> None:
+    """Make a connector known to vLLM by its class name.
+
+    MultiConnector looks its children up by that name when their stats reach vLLM's front end; for one that was loaded by
+    its module path and is not registered, that raises, and ends the engine.
+    """
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    with contextlib.suppress(ValueError):  # Registered already, by somebody who wants it without a module path.
+        KVConnectorFactory.register_connector(connector.__name__, connector.__module__, connector.__name__)
+
+
+_register(SlotStreamConnector)
 
 
 def _hidden_state_group(kv_cache_config: KVCacheConfig) -> int:

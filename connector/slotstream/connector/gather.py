@@ -146,4 +146,8 @@ class RowGather:
 
 def _peaks(rows: torch.Tensor) -> torch.Tensor:
     """The largest magnitude of each row, [n]: 0 for a row of zeros, NaN or infinite for one that holds such a value."""
-    return rows.flatten(1).abs().amax(1)
+    flat = rows.flatten(1)
+    if flat.device.type == "cpu":
+        return flat.abs().amax(1)  # A sixth of the norm's time there; on an accelerator it would be memory for a copy.
+    peaks: torch.Tensor = torch.linalg.vector_norm(flat, ord=torch.inf, dim=1)
+    return peaks

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from prometheus_client import Counter, Gauge
@@ -43,7 +44,10 @@ class SlotStreamPromMetrics(KVConnectorPromMetrics):
 
     def __init__(self, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: Any) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-        classes = {"counter": metric_types[Counter], "gauge": metric_types[Gauge]}
+        # With several API servers (`vllm serve` starts one a data-parallel rank) each keeps the last gauges that it was told:
+        # the newest is the true one.
+        gauge = partial(metric_types[Gauge], multiprocess_mode="mostrecent")
+        classes = {"counter": metric_types[Counter], "gauge": gauge}
         self._metrics: dict[str, Any] = {}
         self._by_code = {m.name for m in METRICS if m.by_code}
         self._kinds = {m.name: m.kind for m in METRICS}
@@ -55,7 +59,9 @@ class SlotStreamPromMetrics(KVConnectorPromMetrics):
         for metric in METRICS:
             if not metric.by_code:  # So that every series is there, at zero, from the start.
                 for values in per_engine_labelvalues.values():
-                    self._metrics[metric.name].labels(*values)
+                    child = self._metrics[metric.name].labels(*values)
+                    if metric.kind == "gauge":
+                        child.set(0)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         values = self.per_engine_labelvalues[engine_idx]

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from slotstream.connector.config import ConnectorConfig
 from slotstream.connector.counters import Counters
+from slotstream.connector.loaded import LoadedRows
 from slotstream.connector.params import CaptureParams, parse_params, sequence_index
 from slotstream.connector.plan import EMPTY_PLAN, RowPlan, SampleAbort, SampleFinish, SampleOpen, StepPlan
 from slotstream.connector.pump import SampleFault
@@ -29,6 +30,7 @@ from slotstream.wire.errors import (
 from slotstream.wire.names import ROWS_MAX
 
 if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
@@ -63,13 +65,14 @@ class _Pending:
 class SchedulerHalf:
     """Runs in the engine core's process. `server_problem` says why the server takes no samples now, or None.
 
-    `group` is the index of the hidden-state KV-cache group in a request's block tables.
+    `group` is the index of the hidden-state KV-cache group in a request's block tables, whose blocks hold `block_size` tokens.
     """
 
     def __init__(
         self,
         config: ConnectorConfig,
         group: int,
+        block_size: int,
         max_model_len: int,
         server_problem: Callable[[], SlotStreamError | None],
     ) -> None:
@@ -84,22 +87,22 @@ class SchedulerHalf:
         self._undelivered = EMPTY_PLAN
         self._counters = Counters()
         self._throttle = Throttle(every_s=10.0)
+        self._loaded = LoadedRows(group, block_size)
 
     # -- hooks
 
-    def on_alloc(self, request: Request, num_external_tokens: int) -> None:
-        """vLLM gave a request its blocks: a new one, or one resumed after a preemption."""
+    def on_match(self, request: Request, hit_tokens: int) -> None:
+        """vLLM found the first `hit_tokens` tokens of a request in its own prefix cache, and now asks who has more."""
+        self._loaded.on_match(request.request_id, hit_tokens)
+
+    def on_alloc(self, request: Request, blocks: KVCacheBlocks) -> None:
+        """vLLM gave a request its blocks: a new one, one resumed after a preemption, or one whose load is over."""
         req_id = request.request_id
-        if req_id in self._refused:
+        self._loaded.on_alloc(req_id, blocks)
+        if req_id in self._refused or req_id in self._captures:
             return
-        capture = self._captures.get(req_id)
         try:
-            if capture is None:
-                capture = self._admit(request)
-            if capture is not None and num_external_tokens > 0 and not capture.complete:
-                raise RowsNotComputed(
-                    f"{num_external_tokens} tokens were loaded by another connector: their rows were never computed here"
-                )
+            self._admit(request)
         except SlotStreamError as error:
             self._refuse(req_id, error)
 
@@ -107,9 +110,10 @@ class SchedulerHalf:
         """The plan of the step that `output` schedules."""
         opens: list[SampleOpen] = []
         pending = self._pending
-        if self._live:
+        if self._live or not self._loaded.idle:
             scheduled = output.num_scheduled_tokens
             computed = _computed_tokens(output)
+            self._refuse_loaded(self._loaded.on_step(output, computed), computed)
             for req_id in [r for r in self._live if r in scheduled]:
                 self._plan_request(req_id, computed[req_id], scheduled[req_id], output, opens, pending)
         plan = StepPlan(
@@ -127,6 +131,7 @@ class SchedulerHalf:
     def on_finished(self, request: Request, block_ids: Sequence[int]) -> tuple[bool, dict[str, Any] | None]:
         """A request ended; `block_ids` is its table in our group. Returns (hold the blocks, the response's params)."""
         req_id = request.request_id
+        self._loaded.forget(req_id)
         refused = self._refused.pop(req_id, None)
         capture = self._captures.pop(req_id, None)
         live = self._live.pop(req_id, None)
@@ -173,6 +178,7 @@ class SchedulerHalf:
         self._captures.pop(req_id, None)
         self._live.pop(req_id, None)
         self._refused.pop(req_id, None)
+        self._loaded.forget(req_id)
         pending = self._pending
         pending.rows = [row for row in pending.rows if row.req_id != req_id]
         pending.finishes = [finish for finish in pending.finishes if finish.req_id != req_id]
@@ -233,6 +239,17 @@ class SchedulerHalf:
         if (unsaid := self._throttle.admit(error.code)) is not None:
             more = f" ({unsaid} more with this code were not logged)" if unsaid else ""
             logger.warning("slotstream: request %s is not captured: %s: %s%s", req_id, error.code, error, more)
+
+    def _refuse_loaded(self, tables: Mapping[str, Sequence[int]], computed: Mapping[str, int]) -> None:
+        """Fail the captures that want rows of tokens which another connector loaded; `tables` are of whom to look at."""
+        for req_id, table in tables.items():
+            capture = self._live.get(req_id)
+            if capture is None:
+                continue
+            tokens = self._loaded.unusable(table, computed[req_id], capture.next, capture.stop)
+            if tokens:
+                what = f"{tokens} tokens were loaded by another connector: their rows were never computed here"
+                self._refuse(req_id, RowsNotComputed(what))
 
     # -- planning
 

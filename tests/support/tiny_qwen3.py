@@ -1,0 +1,35 @@
+"""A random-weight Qwen3, its logits far enough apart for greedy text to be well defined."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+LAYERS = 4
+HIDDEN = 256
+
+
+def make(path: Path) -> Path:
+    """Write the checkpoint and a byte-level tokenizer to `path`; returns it. Needs transformers."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    from slotstream.demo.truth_model import write_tokenizer
+
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=512,
+        hidden_size=HIDDEN,
+        intermediate_size=512,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        max_position_embeddings=4096,
+        eos_token_id=0,
+        tie_word_embeddings=False,
+        initializer_range=0.1,
+        dtype="bfloat16",
+    )
+    Qwen3ForCausalLM(config).to(torch.bfloat16).save_pretrained(path)
+    write_tokenizer(path)
+    return path
