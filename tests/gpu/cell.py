@@ -44,6 +44,7 @@ def make_engine(cell: Cell, model: str, server: str) -> Any:
 
     options: dict[str, Any] = {
         "enforce_eager": cell.eager,
+        "async_scheduling": cell.runner == 2,  # With V1 it is refused: see tests/gpu/decode.py.
         "enable_prefix_caching": cell.prefix_caching,
         "max_num_batched_tokens": 128 if cell.chunked else 4096,
         "dtype": "bfloat16",

@@ -72,6 +72,7 @@ def make_engine(cell: Cell, model: str, server: str, theirs: str) -> Any:
         example |= {"kv_connector": "HiddenStatesOnCpu", "kv_connector_module_path": "support.siblings"}
     options: dict[str, Any] = {
         "enforce_eager": cell.eager,
+        "async_scheduling": cell.runner == 2 or cell.on_cpu,  # With V1 on a GPU it is refused: see decode.py.
         "max_num_batched_tokens": 128,
         "dtype": "bfloat16",
         "max_model_len": 1024,

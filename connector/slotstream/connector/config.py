@@ -102,6 +102,12 @@ class ConnectorConfig:
             raise ConfigError(
                 "drop --enable-prompt-embeds: with model runner V1, a prompt of embeddings kills a vLLM that extracts"
             )
+        if vllm_config.scheduler_config.async_scheduling and not vllm_config.use_v2_model_runner and not _on_cpu():
+            # https://github.com/vllm-project/vllm/issues/56417; tests/gpu/decode.py shows it, vLLM's own connector included.
+            raise ConfigError(
+                "add --no-async-scheduling, or use model runner V2: with V1 on a GPU, vLLM loses track of the text after an "
+                "accepted draft token (vLLM issue 56417), and its hidden states are wrong from there on"
+            )
         parallel = vllm_config.parallel_config
         for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
             if getattr(parallel, name, 1) > 1:
@@ -124,6 +130,12 @@ class ConnectorConfig:
                 "final_norm_applied": "false",
             },
         )
+
+
+def _on_cpu() -> bool:
+    from vllm.platforms import current_platform
+
+    return bool(current_platform.is_cpu())
 
 
 def vllm_version() -> str:
