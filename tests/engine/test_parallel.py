@@ -61,6 +61,7 @@ def _check_outputs(running: Stack, client: Client, asks: Sequence[Ask]) -> list[
     return engines
 
 
+@pytest.mark.extended
 def test_one_of_two_tensor_parallel_workers_sends_every_row_once(truth_models: dict[str, Path], tmp_path: Path) -> None:
     options = ["--tensor-parallel-size=2", "--num-gpu-blocks-override=160"]  # Too few blocks to go on when any are lost.
     with (
@@ -82,6 +83,7 @@ def test_one_of_two_tensor_parallel_workers_sends_every_row_once(truth_models: d
         _assert_a_random_load_is_captured_right(running, client, outputs=False)
 
 
+@pytest.mark.extended
 def test_each_of_two_data_parallel_engines_sends_its_own_and_says_which_it_is(
     truth_models: dict[str, Path], tmp_path: Path
 ) -> None:

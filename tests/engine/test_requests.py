@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import threading
 import time
@@ -29,7 +30,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
 LONG_ANSWER = 2000
-ABORTS = 1000
+HANG_UPS = int(os.environ.get("SLOTSTREAM_HANG_UPS", "150"))  # `make extended` takes 1,000.
 
 
 @pytest.fixture(scope="module")
@@ -222,7 +223,7 @@ def test_a_lora_is_named(engine: Stack, stored: Client) -> None:
     assert_rows_are_true(sample)
 
 
-def test_a_thousand_clients_hang_up_at_any_moment_and_nothing_leaks(engine: Stack, stored: Client) -> None:
+def test_clients_hang_up_at_any_moment_and_nothing_leaks(engine: Stack, stored: Client) -> None:
     rng = random.Random(21)
     requests = [
         replace(
@@ -231,10 +232,10 @@ def test_a_thousand_clients_hang_up_at_any_moment_and_nothing_leaks(engine: Stac
             abort_after_s=rng.random() * rng.choice([0.02, 0.3, 1.5]),
             params={**request.params, "include_output_tokens": rng.random() < 0.5, "tokens": None},
         )
-        for request in random_requests(21, ABORTS, "aborts")
+        for request in random_requests(21, HANG_UPS, "aborts")
     ]
     outcomes = run(engine.vllm_port, requests, at_once=40)
-    assert sum(not outcome.answered for outcome in outcomes) > ABORTS // 2
+    assert sum(not outcome.answered for outcome in outcomes) > HANG_UPS // 2
     assert_idle(engine)
     states = {check(stored, request, outcome, "dense") for request, outcome in zip(requests, outcomes, strict=True)}
     assert {"failed", "absent"} & states
