@@ -86,6 +86,13 @@ def test_vllm_stops_at_start_and_says_why(
             "drop --enable-prompt-embeds",
             id="prompts of embeddings",
         ),
+        pytest.param(
+            _NO_LAYERS | {"draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": [1]}}},
+            {},
+            {"runner": "pooling", "convert": "embed"},
+            "a pooling model cannot be captured",
+            id="pooling",
+        ),
     ],
 )
 def test_vllms_configuration_is_checked_in_one_sentence(

@@ -97,6 +97,11 @@ class ConnectorConfig:
             raise ConfigError(f'slotstream only sends: set "kv_role": "kv_producer", not {transfer.kv_role!r}')
         model_config = vllm_config.model_config
         layer_ids = _layer_ids(vllm_config)
+        if model_config.runner_type == "pooling":
+            # The model runner returns before the draft forward, and so never calls wait_for_save.
+            raise ConfigError(
+                "a pooling model cannot be captured: vLLM extracts no hidden states from requests that are pooled"
+            )
         if model_config.enable_prompt_embeds and not vllm_config.use_v2_model_runner:
             # ExtractHiddenStatesProposer.prepare_next_token_ids_padded asks for token ids that such a prompt does not have.
             raise ConfigError(
