@@ -210,6 +210,23 @@ def test_a_request_of_this_kind_is_captured_like_any_other(
     assert_rows_are_true(sample)
 
 
+def test_a_text_that_a_stop_token_ends_has_the_rows_before_it(engine: Stack, stored: Client) -> None:
+    """As the end-of-text token would: the request ends while, under asynchronous scheduling, its next step is in flight."""
+    prompt = text_tokens(random.Random(31), 60)
+    (free,) = send(engine.vllm_port, [Ask(prompt, {"capture": False}, max_tokens=60)])
+    for number, at in enumerate((1, 20, 45)):
+        stop = free.tokens[at]
+        params = {"namespace": "eos", "sample_id": f"s{number}", "include_output_tokens": True}
+        body = {"prompt": prompt, "max_tokens": 60, "ignore_eos": True, "return_token_ids": True, "stop_token_ids": [stop]}
+        answer = _post(engine, "completions", {**body, "kv_transfer_params": {"slotstream": params}})
+        text = answer["choices"][0]["token_ids"]
+        assert text == free.tokens[: free.tokens.index(stop) + 1]
+        sample = stored.get(f"s{number}", namespace="eos")
+        assert sample.token_ids.tolist() == prompt + text[:-1]
+        assert sample.metadata["finish_reason"] == "stop"
+        assert_rows_are_true(sample)
+
+
 def test_a_lora_is_named(engine: Stack, stored: Client) -> None:
     prompt = text_tokens(random.Random(11), 90)
     params = {"namespace": "lora", "sample_id": "s"}

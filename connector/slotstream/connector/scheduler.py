@@ -396,7 +396,8 @@ def _may_have_met_a_stop_string(request: Request) -> bool:
 
 
 def _finish_reason(request: Request) -> str:
-    reason = str(request.get_finished_reason() or "")
+    finished = request.get_finished_reason()  # Compared with None: the first of its values, a stop, counts as false.
+    reason = "" if finished is None else str(finished)
     return "stop_or_abort" if reason == "abort" else reason
 
 
