@@ -34,7 +34,7 @@ demo: $(VENV)/.runs  ## Real vLLM and a real server on this machine; every row c
 test: check  ## Everything that CI runs.
 	$(BIN)/python -m pytest -m "not extended"
 
-extended: $(VENV)/.installed  ## The tests that CI leaves out: several engines beside each other, other connectors, 1,000 hang-ups.
+extended: $(VENV)/.installed  ## The tests that CI leaves out: parallel engines, pauses, other connectors, 1,000 hang-ups.
 	SLOTSTREAM_HANG_UPS=1000 $(BIN)/python -m pytest -m extended tests/engine
 	SLOTSTREAM_HANG_UPS=1000 $(BIN)/python -m pytest -k hang_up tests/engine/test_requests.py
 

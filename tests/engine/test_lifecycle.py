@@ -18,7 +18,7 @@ from support.workload import LAYER_IDS, Answer, Ask, assert_rows_are_true, send,
 
 from slotstream.client import Client, SampleFailed, connect
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.vllm, pytest.mark.extended, pytest.mark.timeout(600)]
 
 RUNNING = 8
 
