@@ -14,7 +14,7 @@ from support.workload import LAYER_IDS, MODEL_NAME, assert_rows_are_true, text_t
 from slotstream.client import connect
 from slotstream.demo.processes import SMALL_ENGINE_ENV, free_port, start_server
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.vllm, pytest.mark.extended, pytest.mark.timeout(600)]
 
 _SCRIPT = """
 import json, sys

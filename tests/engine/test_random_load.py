@@ -21,7 +21,7 @@ from slotstream.client import connect
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
 SEEDS = [int(seed) for seed in os.environ.get("SLOTSTREAM_LOAD_SEEDS", "1").split(",")]
-REQUESTS = int(os.environ.get("SLOTSTREAM_LOAD_REQUESTS", "160"))
+REQUESTS = int(os.environ.get("SLOTSTREAM_LOAD_REQUESTS", "100"))
 
 
 @pytest.mark.parametrize("seed", SEEDS)
