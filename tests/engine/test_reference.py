@@ -8,17 +8,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from support import tiny_qwen3
 from support.stack import stack
 from support.workload import MODEL_NAME, Answer, Ask, send, text_tokens
 
 from slotstream.client import Sample, connect
 from slotstream.demo.processes import SMALL_ENGINE, free_port, start_vllm
-from slotstream.demo.truth_model import write_tokenizer
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
-LAYERS = 4
-LAYER_IDS = [0, 1, 3, LAYERS]
+LAYER_IDS = [0, 1, 3, tiny_qwen3.LAYERS]
 # bf16 keeps 8 bits of mantissa: four layers in another order of operations stay below this; another layer's rows do not.
 RELATIVE_ERROR_MAX = 0.06
 OTHER_LAYER_ERROR_MIN = 0.3
@@ -26,28 +25,7 @@ OTHER_LAYER_ERROR_MIN = 0.3
 
 @pytest.fixture(scope="module")
 def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random-weight Qwen3, its logits far enough apart for greedy text to be well defined."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    path = tmp_path_factory.mktemp("random") / "qwen3"
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=512,
-        hidden_size=256,
-        intermediate_size=512,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        max_position_embeddings=4096,
-        eos_token_id=0,
-        tie_word_embeddings=False,
-        initializer_range=0.1,
-        dtype="bfloat16",
-    )
-    Qwen3ForCausalLM(config).to(torch.bfloat16).save_pretrained(path)
-    write_tokenizer(path)
-    return path
+    return tiny_qwen3.make(tmp_path_factory.mktemp("random") / "qwen3")
 
 
 @pytest.fixture(scope="module")

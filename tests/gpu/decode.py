@@ -30,7 +30,7 @@ WORST_MAX = 0.15
 VLLMS_FAULT = "V1-example-async"  # https://github.com/vllm-project/vllm/issues/56417: expected to be wrong, without us.
 
 
-def make_engine(model: str, server: str, namespace: str, connector: str, asynchronous: bool) -> Any:
+def make_engine(model: str, server: str, namespace: str, connector: str, asynchronous: bool, work: Path) -> Any:
     import torch
     from vllm import LLM
 
@@ -43,7 +43,7 @@ def make_engine(model: str, server: str, namespace: str, connector: str, asynchr
     theirs = {
         "kv_connector": "ExampleHiddenStatesConnector",
         "kv_role": "kv_producer",
-        "kv_connector_extra_config": {"shared_storage_path": tempfile.mkdtemp(prefix="slotstream-decode-")},
+        "kv_connector_extra_config": {"shared_storage_path": str(work / f"{namespace}.theirs")},
     }
     return LLM(
         model,
@@ -104,14 +104,14 @@ def child(model: str, server: str, name: str, connector: str, asynchronous: bool
     import torch
 
     if fresh:  # Every text of the other engines, as a prompt.
-        engine = make_engine(model, server, name, connector, asynchronous)
+        engine = make_engine(model, server, name, connector, asynchronous, Path(out).parent)
         for path in sorted(Path(out).parent.glob("*.pt")):
             texts = [tokens for tokens, _ in torch.load(path)]
             torch.save(generate(engine, texts, outputs=False), path.with_suffix(".again"))
         return
     rng = random.Random(0)
     prompts = [[rng.randrange(2, 500) for _ in range(length)] for length in LENGTHS]
-    engine = make_engine(model, server, name, connector, asynchronous)
+    engine = make_engine(model, server, name, connector, asynchronous, Path(out).parent)
     torch.save(generate(engine, prompts, outputs=True), out)
 
 

@@ -316,7 +316,8 @@ class Pump:
         sample.zero_rows += int(zero.sum())
         sample.nonfinite_rows += int(nonfinite.sum())
         first = segment.first_row + int(bad[0])
-        sample.first_bad_row = min(first, first if sample.first_bad_row is None else sample.first_bad_row)
+        if sample.first_bad_row is None or first < sample.first_bad_row:
+            sample.first_bad_row = first
         if self._config.options.bad_rows == "fail":
             what = "only zeros" if zero[bad[0]] else "a NaN or an infinity"
             return BadRows(f"row {first} holds {what}")

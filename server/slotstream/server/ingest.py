@@ -141,7 +141,7 @@ class IngestService:
 
 
 class _Stream:
-    """One peer. Everything here runs on the event loop but `_post`."""
+    """One peer. Everything here runs on the event loop, but `_post` may not."""
 
     def __init__(self, service: IngestService, context: _Context) -> None:
         self.peer = context.peer()
@@ -346,7 +346,7 @@ class _Stream:
     # What the lanes say.
 
     def _post(self, done: Done) -> None:
-        """Called from the lanes' threads. One wake-up of the loop collects whatever came in meanwhile."""
+        """Called by the lanes, from any thread. One wake-up of the loop collects whatever came in meanwhile."""
         self._results.append(done)
         written = done.acked is not None and done.ended is None
         if not written and not self._collecting:
