@@ -19,6 +19,7 @@ HEADER_ALIGN = 4096  # Rows begin on a page.
 HEADER_BYTES_MAX = 4 << 20
 TOKEN_ID_BYTES = 8
 _LENGTH = struct.Struct("<Q")
+_compact_json = json.JSONEncoder(separators=(",", ":")).encode
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +64,7 @@ def header_bytes_for(header: SampleHeader, spare_bytes: int = 0) -> int:
 def _body(header: SampleHeader) -> bytes:
     rows = header.num_tokens * header.row_bytes
     shape = [header.num_tokens, header.num_layers, header.hidden_size]
-    return json.dumps(
+    return _compact_json(
         {
             "__metadata__": header.metadata,
             "hidden_states": {"dtype": header.dtype, "shape": shape, "data_offsets": [0, rows]},
@@ -72,8 +73,7 @@ def _body(header: SampleHeader) -> bytes:
                 "shape": [header.num_tokens],
                 "data_offsets": [rows, rows + header.num_tokens * TOKEN_ID_BYTES],
             },
-        },
-        separators=(",", ":"),
+        }
     ).encode()
 
 

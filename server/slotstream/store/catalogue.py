@@ -10,6 +10,7 @@ import logging
 import queue
 import sqlite3
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
@@ -25,6 +26,7 @@ from slotstream.wire.errors import ConfigError, InternalFault, SlotStreamError, 
 FILE_NAME = "catalog.sqlite"
 _log = logging.getLogger(__name__)
 _BATCH_MAX = 256  # Operations in one transaction.
+_LINGER_S = 0.05  # How long a change that nobody waits for may wait for others: a transaction costs as much for one as for ten.
 _READERS = 4
 _BUSY_TIMEOUT_S = 10.0  # A person's `sqlite3` shell may hold the write lock for a moment.
 _MESSAGE_CHARS_MAX = 1024
@@ -62,7 +64,9 @@ class Catalogue:
         self._readers: queue.SimpleQueue[sqlite3.Connection] = queue.SimpleQueue()
         for _ in range(_READERS):
             self._readers.put(_connect(path, read_only=True))
-        self._operations: queue.SimpleQueue[tuple[_Operation, Future[object]] | None] = queue.SimpleQueue()
+        self._operations: deque[tuple[_Operation, Future[object]]] = deque()
+        self._asked = threading.Condition()  # Guards the three around it.
+        self._urgent = False  # Somebody waits for one of the operations.
         self._closed = False
         self._thread = threading.Thread(target=self._write_forever, name="catalogue", daemon=True)
         self._thread.start()
@@ -74,8 +78,9 @@ class Catalogue:
         if clean:
             with suppress(SlotStreamError):
                 self.submit(_mark_clean).result()
-        self._closed = True
-        self._operations.put(None)
+        with self._asked:
+            self._closed = True
+            self._asked.notify()
         self._thread.join()
         for _ in range(_READERS):
             self._readers.get().close()
@@ -83,14 +88,22 @@ class Catalogue:
 
     # Writing. Each method returns at once; the future is done when the change is committed.
 
-    def submit(self, operation: Callable[[sqlite3.Connection], _T]) -> Future[_T]:
-        """Run `operation` in the writer's next transaction. It may run twice, so it must not act outside the database."""
+    def submit(self, operation: Callable[[sqlite3.Connection], _T], *, urgent: bool = True) -> Future[_T]:
+        """Run `operation` in the writer's next transaction; one that is not `urgent` may wait for others a little.
+
+        Operations run in the order they were asked for. One may run twice, so it must not act outside the database.
+        """
         future: Future[_T] = Future()
         future.set_running_or_notify_cancel()  # It cannot be cancelled: the change may be on disk already.
-        if self._closed:
-            future.set_exception(InternalFault("the catalogue is closed"))
-            return future
-        self._operations.put((operation, future))  # type: ignore[arg-type]  # Future is invariant.
+        with self._asked:
+            if self._closed:
+                future.set_exception(InternalFault("the catalogue is closed"))
+                return future
+            first = not self._operations
+            self._operations.append((operation, future))  # type: ignore[arg-type]  # Future is invariant.
+            if first or (urgent and not self._urgent):
+                self._asked.notify()
+            self._urgent = self._urgent or urgent
         return future
 
     def put_arriving(self, record: SampleRecord) -> Future[bool]:
@@ -103,7 +116,7 @@ class Catalogue:
             sql.put(db, record)
             return True
 
-        return self.submit(operation)
+        return self.submit(operation, urgent=False)
 
     def put_committed(self, record: SampleRecord) -> Future[None]:
         """Show `record` as committed, whatever was there. Its file is durable already."""
@@ -133,23 +146,20 @@ class Catalogue:
         return self.submit(lambda db: sql.drop(db, key.namespace, key.sample_id))
 
     def _write_forever(self) -> None:
-        stop = False
-        while not stop:
-            batch: list[tuple[_Operation, Future[object]]] = []
-            entry = self._operations.get()
-            while entry is not None:
-                batch.append(entry)
-                if len(batch) == _BATCH_MAX:
-                    break
-                try:
-                    entry = self._operations.get_nowait()
-                except queue.Empty:
-                    break
-            stop = entry is None
-            if batch and not self._write_batch(batch):
+        while batch := self._next_batch():
+            if not self._write_batch(batch):
                 # One of them cannot be done: each on its own, so that it alone fails.
                 for one in batch:
                     self._write_batch([one])
+
+    def _next_batch(self) -> list[tuple[_Operation, Future[object]]]:
+        """What to do next, once there is something; nothing when all is done and the catalogue is closed."""
+        with self._asked:
+            self._asked.wait_for(lambda: self._operations or self._closed)
+            self._asked.wait_for(lambda: self._urgent or self._closed or len(self._operations) >= _BATCH_MAX, _LINGER_S)
+            batch = [self._operations.popleft() for _ in range(min(len(self._operations), _BATCH_MAX))]
+            self._urgent = self._urgent and bool(self._operations)
+            return batch
 
     def _write_batch(self, batch: list[tuple[_Operation, Future[object]]]) -> bool:
         """One transaction. False when it failed and holds more than one operation; a single one gets its error."""

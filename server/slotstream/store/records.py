@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import lru_cache
 from pathlib import Path
 
 from slotstream.wire.dtypes import row_bytes
@@ -71,7 +72,7 @@ class SampleKey:
         return to_hex(xxh3(self.sample_id.encode()))[:2]
 
     def directory(self, data_dir: Path) -> Path:
-        return data_dir / self.namespace / self.shard
+        return _directory(data_dir, self.namespace, self.shard)
 
     def path(self, data_dir: Path) -> Path:
         """Where the committed file is: part of the public contract."""
@@ -181,7 +182,7 @@ class Failure:
 
 def check_metadata(metadata: Mapping[str, str]) -> None:
     """Raises TooLarge when keys and values together are longer than METADATA_BYTES_MAX bytes of UTF-8."""
-    nbytes = sum(len(k.encode(errors="replace")) + len(v.encode(errors="replace")) for k, v in metadata.items())
+    nbytes = len("".join((*metadata.keys(), *metadata.values())).encode(errors="replace"))
     if nbytes > METADATA_BYTES_MAX:
         raise TooLarge(f"{nbytes} bytes of metadata are more than the {METADATA_BYTES_MAX} allowed")
 
@@ -191,5 +192,10 @@ def connector_metadata(metadata: Mapping[str, str]) -> dict[str, str]:
     return {key: value for key, value in metadata.items() if key not in STORE_KEYS}
 
 
-def compact_json(value: object) -> str:
-    return json.dumps(value, separators=(",", ":"), sort_keys=True)
+compact_json = json.JSONEncoder(separators=(",", ":"), sort_keys=True).encode  # `json.dumps` would make one each time.
+
+
+@lru_cache(maxsize=1 << 12)
+def _directory(data_dir: Path, namespace: str, shard: str) -> Path:
+    """Kept: every sample asks several times, and joining paths is slow."""
+    return data_dir / namespace / shard

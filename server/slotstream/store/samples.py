@@ -215,6 +215,8 @@ class SampleStore:
     def _stored_already(self, upload: Upload, draft: Draft, path: Path) -> bool:
         """True when the same content is stored; False when nothing is in the way. Raises AlreadyExists and Damaged."""
         key = upload.spec.key
+        if self._files.path_size(path) is None:
+            return False
         record = self._catalogue.get(key)
         if record is not None and record.state is State.DELETING:
             self._files.unlink(path)  # A deletion that the disk interrupted.

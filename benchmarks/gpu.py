@@ -1,0 +1,330 @@
+"""What capturing costs a real vLLM on a GPU, and how soon a sample can be read.
+
+    python benchmarks/gpu.py [--layers 2,18,33,36] [--json FILE]
+
+Several engines share the GPU, and take turns, so that the ratios come from one run: no extraction; vLLM's example connector
+writing to memory; slotstream, whose requests say `"capture": false` in one turn ("nothing copied") and are captured and
+stored in the next. benchmarks/README.md says more. Needs vLLM and a GPU (or `--shape tiny`, which a CPU can do).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+_SHAPES: dict[str, dict[str, int]] = {
+    "8b": {
+        "vocab_size": 151936,
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+    },
+    "tiny": {
+        "vocab_size": 8192,
+        "hidden_size": 128,
+        "intermediate_size": 128,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+    },
+}
+_TRANSPORTS: dict[str, dict[str, Any]] = {
+    "grpc": {"unix": False, "connector": {}},
+    "grpc-unix": {"unix": True, "connector": {}},
+    "nixl": {"unix": False, "connector": {"transport": "nixl"}},
+}
+_TARGETS = {4: 0.99, 16: 0.97}  # Layers -> tokens/s with everything stored, in parts of nothing copied.
+_READABLE_MS = 20.0
+
+
+class EngineFailed(RuntimeError):
+    """An engine ended; its log says why."""
+
+
+class Engine:
+    """A vLLM in a process of its own (gpu_engine.py)."""
+
+    def __init__(self, name: str, options: dict[str, Any], log: Path) -> None:
+        self.name = name
+        self._log = log
+        command = [sys.executable, str(Path(__file__).with_name("gpu_engine.py")), json.dumps(options)]
+        with log.open("w") as err:
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=err, text=True, start_new_session=True
+            )
+
+    def answer(self) -> dict[str, Any]:
+        """The next thing it says. Raises EngineFailed."""
+        assert self._process.stdout is not None
+        with self._log.open("a") as log:
+            for line in self._process.stdout:
+                if line.startswith("RESULT "):
+                    said: dict[str, Any] = json.loads(line[7:])
+                    return said
+                log.write(line)
+        tail = "\n".join(self._log.read_text(errors="replace").splitlines()[-15:])
+        raise EngineFailed(f"the engine {self.name} ended:\n{tail}")
+
+    def ask(self, **question: Any) -> dict[str, Any]:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(question) + "\n")
+        self._process.stdin.flush()
+        return self.answer()
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            self._process.wait(20)
+        except subprocess.TimeoutExpired:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+
+
+@dataclass(slots=True)
+class Row:
+    """One line of the table: an engine and what its requests ask."""
+
+    name: str
+    engine: Engine
+    capture: bool
+    base: str  # The row that this one is compared with.
+    rounds: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def tokens_per_s(self) -> float:
+        return statistics.median(one["tokens_per_s"] for one in self.rounds)
+
+
+def make_model(directory: Path, shape: str) -> Path:
+    """A Qwen3 configuration; its weights are vLLM's dummies."""
+    from transformers import Qwen3Config
+
+    config = Qwen3Config(
+        **_SHAPES[shape],
+        max_position_embeddings=40960,
+        tie_word_embeddings=False,
+        architectures=["Qwen3ForCausalLM"],
+        dtype="bfloat16",
+    )
+    config.save_pretrained(directory)
+    return directory
+
+
+@contextmanager
+def servers(work: Path, data: Path) -> Iterator[dict[bool, str]]:
+    """`slotstream serve` on TCP and on a Unix socket: unix or not -> address."""
+    from slotstream.demo.processes import Running, free_port, listening
+
+    socket, port = work / "server.sock", free_port()
+
+    def server(name: str, address: str) -> Running:
+        command = [sys.executable, "-m", "slotstream.server.cli", "serve", "--listen", address, "--data", str(data / name)]
+        command += ["--appear-grace-s", "120"]  # Readers wait for samples that the engine has not begun.
+        return Running("slotstream serve", command, work / f"{name}.log")
+
+    with server("tcp", f"127.0.0.1:{port}") as tcp, server("unix", f"unix:{socket}") as unix:
+        tcp.wait_until(lambda: listening(port), 30.0)
+        unix.wait_until(socket.exists, 30.0)
+        yield {False: f"127.0.0.1:{port}", True: f"unix:{socket}"}
+
+
+@contextmanager
+def all_rows(options: argparse.Namespace, work: Path, data: Path) -> Iterator[list[Row]]:
+    """Every engine, started at the same time, and what is measured on it."""
+    model = make_model(work / "model", options.shape)
+    engine_options: dict[str, Any] = {}
+    if options.shape != "tiny":
+        engine_options = {"gpu_memory_utilization": 0.9, "kv_cache_memory_bytes": options.kv_cache_gib << 30}
+        engine_options["compilation_config"] = {"cudagraph_capture_sizes": [1, 8, 64, 128]}
+    else:
+        engine_options = {"enforce_eager": True, "block_size": 32}
+    with ExitStack() as stack:
+        at = stack.enter_context(servers(work, data))
+        shared = {
+            "model": str(model),
+            "layers": options.layers,
+            "staging_bytes": options.staging_mib << 20,
+            "step_tokens": options.step_tokens,
+            "engine": engine_options,
+            "shared": str(data / "example"),
+        }
+        (data / "example").mkdir()
+
+        def start(name: str, kind: str, unix: bool = False, connector: dict[str, Any] | None = None) -> Engine:
+            more = {"kind": kind, "server": at[unix], "connector": connector or {}}
+            engine = Engine(name, {**shared, **more}, work / f"{name}.log")
+            return stack.enter_context(closing(engine))
+
+        rows = []
+        for name in options.engines:
+            if name in ("none", "example"):
+                rows.append(Row(name, start(name, name), True, ""))
+            else:
+                engine = start(name, "slotstream", **_TRANSPORTS[name])
+                rows.append(Row(f"{name}: nothing copied", engine, False, ""))
+                rows.append(Row(f"{name}: stored", engine, True, f"{name}: nothing copied"))
+        first = next((row.name for row in rows if not row.capture), "")
+        for row in rows:
+            row.base = row.base or ("" if row.name in ("none", first) else first)
+        engines = list(dict.fromkeys(row.engine for row in rows))
+        with ThreadPoolExecutor(len(engines)) as pool:
+            list(pool.map(Engine.answer, engines))
+        yield rows
+
+
+def measure(options: argparse.Namespace, rows: Sequence[Row], load: dict[str, int]) -> list[dict[str, Any]]:
+    """All rounds of all rows, one after the other; the first run of each is not counted."""
+    for row in rows:
+        row.rounds.clear()
+        row.engine.ask(what="run", capture=row.capture, **{**load, "prompts": max(4, load["prompts"] // 4)})
+    for number in range(options.rounds):
+        _progress(f"round {number + 1}/{options.rounds}:")
+        for row in rows:
+            row.rounds.append(row.engine.ask(what="run", capture=row.capture, **load))
+            _progress(f"  {row.name} {row.rounds[-1]['tokens_per_s']:.0f}")
+        _progress("\n")
+    return [{"name": row.name, "base": row.base, "rounds": list(row.rounds)} for row in rows]
+
+
+def _progress(text: str) -> None:
+    print(text, end="", file=sys.stderr, flush=True)
+
+
+def report(title: str, rows: Sequence[Row]) -> str:
+    """The table of one load."""
+    by_name = {row.name: row for row in rows}
+    head = f"{'tokens/s':>10}{'ratio':>8}{'stored/s':>10}{'durable ms p50':>16}{'p99':>9}{'readable p50':>14}{'failed':>8}"
+    lines = [title, f"{'':28}{head}"]
+    for row in rows:
+        ratio = "-"
+        if row.base:
+            pairs = zip(row.rounds, by_name[row.base].rounds, strict=True)
+            ratio = f"{statistics.median(ours['tokens_per_s'] / base['tokens_per_s'] for ours, base in pairs):.3f}"
+        stored = statistics.median(one["all_stored_tokens_per_s"] for one in row.rounds)
+        waits = [one for one in row.rounds if one.get("durable_ms")]
+
+        def median(what: str, cut: str, waits: list[dict[str, Any]] = waits) -> str:
+            found = [one[what][cut] for one in waits if one.get(what)]
+            return f"{statistics.median(found):.1f}" if found else "-"
+
+        failed = sum(len(one.get("failed", [])) for one in row.rounds)
+        lines.append(
+            f"{row.name:28}{row.tokens_per_s:>10.0f}{ratio:>8}{stored:>10.0f}{median('durable_ms', 'p50'):>16}"
+            f"{median('durable_ms', 'p99'):>9}{median('readable_ms', 'p50'):>14}{failed:>8}"
+        )
+    return "\n".join(lines)
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--shape", choices=sorted(_SHAPES), default="8b", help="the model (default: %(default)s, that of Qwen3-8B)")
+    add("--layers", type=_numbers, default=[2, 18, 33, 36], metavar="IDS", help="captured layer ids (default: 2,18,33,36)")
+    add(
+        "--engines",
+        type=lambda text: text.split(","),
+        default=["none", "example", "grpc", "nixl"],
+        metavar="NAMES",
+        help=f"of none, example, {', '.join(_TRANSPORTS)} (default: none,example,grpc,nixl)",
+    )
+    add("--prompts", type=int, default=192, metavar="N", help="prompts of a run (default: %(default)s)")
+    add("--prompt-tokens", type=int, default=1024, metavar="N", help="tokens of a prompt (default: %(default)s)")
+    add(
+        "--output-tokens", type=int, default=128, metavar="N", help="of the decode load; 0: leave it out (default: %(default)s)"
+    )
+    add("--step-tokens", type=int, default=8192, metavar="N", help="tokens of a step (default: %(default)s)")
+    add("--rounds", type=int, default=5, metavar="N", help="interleaved rounds to take medians of (default: %(default)s)")
+    add("--staging-mib", type=int, default=2048, metavar="N", help="the connector's staging (default: %(default)s)")
+    add("--kv-cache-gib", type=int, default=8, metavar="N", help="KV cache of each engine (default: %(default)s)")
+    add("--work-dir", type=Path, default=Path("/dev/shm"), metavar="DIR", help="samples go here (default: %(default)s)")
+    add("--logs", type=Path, metavar="DIR", help="keep the logs there")
+    add("--json", type=Path, metavar="FILE", help="also write every figure there")
+    options = parser.parse_args(arguments)
+    if unknown := set(options.engines) - {"none", "example", *_TRANSPORTS}:
+        parser.error(f"--engines: unknown {sorted(unknown)}")
+    return options
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parse(arguments)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # As Ctrl-C: no process and no sample stays behind.
+    prefill = {"prompts": options.prompts, "tokens": options.prompt_tokens, "output": 1}
+    decode = {"prompts": min(options.prompts, 64), "tokens": 64, "output": options.output_tokens}
+    loads = {"prefill": prefill, **({"decode": decode} if options.output_tokens else {})}
+    figures: dict[str, Any] = {
+        "date": f"{datetime.now(UTC):%Y-%m-%d}",
+        "options": {k: str(v) for k, v in vars(options).items()},
+    }
+    with (
+        tempfile.TemporaryDirectory(prefix="slotstream-gpu-", dir=options.work_dir) as data,
+        tempfile.TemporaryDirectory(prefix="slotstream-gpu-") as scratch,
+    ):
+        work = options.logs or Path(scratch)
+        work.mkdir(parents=True, exist_ok=True)
+        try:
+            with all_rows(options, work.absolute(), Path(data)) as rows:
+                for name, load in loads.items():
+                    figures[name] = measure(options, rows, load)
+                    print(report(f"{name}: {load}, layers {options.layers}", rows), flush=True)
+                    if name == "prefill":
+                        print(verdict(options, rows), flush=True)
+        except EngineFailed as error:
+            print(f"gpu benchmark: {error}", file=sys.stderr)
+            return 1
+        except KeyboardInterrupt:
+            return 130
+    if options.json is not None:
+        options.json.write_text(json.dumps(figures, indent=2) + "\n")
+    return 0
+
+
+def verdict(options: argparse.Namespace, rows: Sequence[Row]) -> str:
+    """How slotstream stands to its targets."""
+    by_name = {row.name: row for row in rows}
+    target = _TARGETS.get(len(options.layers))
+    lines = []
+    for row in rows:
+        if not row.capture or not row.base.endswith("nothing copied") or row.name == "example":
+            continue
+        pairs = zip(row.rounds, by_name[row.base].rounds, strict=True)
+        ratio = statistics.median(ours["tokens_per_s"] / base["tokens_per_s"] for ours, base in pairs)
+        readable = [one["readable_ms"]["p50"] for one in row.rounds if one.get("readable_ms")]
+        if target is not None:
+            lines.append(f"{row.name}: {ratio:.3f} of nothing copied; target {target}: {_met(ratio >= target)}")
+        if readable:
+            middle = statistics.median(readable)
+            lines.append(
+                f"{row.name}: readable {middle:.1f} ms after its last rows; "
+                f"target {_READABLE_MS:.0f}: {_met(middle <= _READABLE_MS)}"
+            )
+    return "\n".join(lines)
+
+
+def _met(yes: bool) -> str:
+    return "met" if yes else "NOT met"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,192 @@
+"""One vLLM engine of the GPU benchmark, in a process of its own: told what to run on stdin, it answers on stdout.
+
+Every line is JSON; answers begin with RESULT, so that vLLM's own output can go between them.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import random
+import shutil
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from slotstream.client import Client, connect
+
+_WATCHED_EVERY = 8  # One sample in so many has a reader that waits for it from the start.
+_WAIT_S = 120.0
+
+
+def make_engine(options: dict[str, Any]) -> Any:
+    """vLLM, with the connector that `options` names."""
+    from vllm import LLM
+
+    kind = options["kind"]
+    more: dict[str, Any] = {}
+    if kind != "none":
+        more["speculative_config"] = {
+            "method": "extract_hidden_states",
+            "num_speculative_tokens": 1,
+            "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": options["layers"]}},
+        }
+        ours = {"server": options["server"], "staging_bytes": options["staging_bytes"], "capture": False}
+        ours |= options["connector"]
+        example = {"shared_storage_path": options["shared"]}
+        more["kv_transfer_config"] = {
+            "kv_connector": "ExampleHiddenStatesConnector" if kind == "example" else "SlotStreamConnector",
+            "kv_role": "kv_producer",
+            "kv_connector_extra_config": example if kind == "example" else ours,
+        }
+        if kind != "example":
+            more["kv_transfer_config"]["kv_connector_module_path"] = "slotstream.connector"
+    return LLM(
+        options["model"],
+        load_format="dummy",
+        dtype="bfloat16",
+        skip_tokenizer_init=True,
+        max_model_len=4096,
+        max_num_batched_tokens=options["step_tokens"],
+        max_num_seqs=128,
+        enable_prefix_caching=False,
+        **more,
+        **options["engine"],
+    )
+
+
+class Runner:
+    """Runs prompts through the engine, and says how long they took and when their samples were there."""
+
+    def __init__(self, options: dict[str, Any], engine: Any) -> None:
+        self._options = options
+        self._engine = engine
+        self._rng = random.Random(0)
+        self._runs = 0
+
+    def run(self, *, capture: bool, prompts: int, tokens: int, output: int) -> dict[str, Any]:
+        """`prompts` random prompts of `tokens` tokens, `output` sampled tokens each."""
+        from vllm import SamplingParams
+
+        self._runs += 1
+        names = [f"{os.getpid()}-{self._runs}-{number}" for number in range(prompts)]
+        wants: list[dict[str, Any]] = [
+            {"sample_id": name, "capture": capture, "include_output_tokens": output > 1} for name in names
+        ]
+        params = [
+            SamplingParams(
+                max_tokens=output,
+                temperature=1.0 if output > 1 else 0.0,
+                ignore_eos=True,
+                detokenize=False,
+                extra_args={"kv_transfer_params": {"slotstream": want}} if self._options["kind"] == "slotstream" else None,
+            )
+            for want in wants
+        ]
+        texts = [{"prompt_token_ids": [self._rng.randrange(1, 8000) for _ in range(tokens)]} for _ in names]
+        ours = capture and self._options["kind"] == "slotstream"
+        watch = _Watch(self._options["server"], names[::_WATCHED_EVERY]) if ours else None
+        began = time.perf_counter()
+        answers = self._engine.generate(texts, params, use_tqdm=False)
+        generated_s = time.perf_counter() - began
+        found: dict[str, Any] = {"tokens_per_s": prompts * (tokens + (output if output > 1 else 0)) / generated_s}
+        if ours:
+            found |= self._stored(names, watch)
+        elif self._options["kind"] == "example":
+            self._forget_files([answer.kv_transfer_params["hidden_states_path"] for answer in answers])
+        found["all_stored_tokens_per_s"] = prompts * tokens / (time.perf_counter() - began)
+        return found
+
+    def _stored(self, names: Sequence[str], watch: _Watch | None) -> dict[str, Any]:
+        """Wait for every sample; what became of them, and how long after its last rows each was durable, and readable."""
+        committed, failed, durable_ms, nbytes = 0, [], [], 0
+        with connect(self._options["server"]) as client:
+            for name in names:
+                info = _ended(client, name)
+                if info.error_code:
+                    failed.append(info.error_code)
+                else:
+                    committed += 1
+                    nbytes += info.file_bytes
+                    durable_ms.append((info.committed_unix_ns - int(info.metadata["last_rows_unix_ns"])) / 1e6)
+            rows_at = {name: int(client.stat(name).metadata.get("last_rows_unix_ns", 0)) for name in names[::_WATCHED_EVERY]}
+            readable_ms = [(at - rows_at[name]) / 1e6 for name, at in (watch.finish() if watch else {}).items()]
+            for name in names:
+                client.delete(name)
+        return {
+            "committed": committed,
+            "failed": sorted(failed),
+            "bytes": nbytes,
+            "durable_ms": _percentiles(durable_ms),
+            "readable_ms": _percentiles(readable_ms),
+        }
+
+    def _forget_files(self, paths: Sequence[str]) -> None:
+        """Wait until vLLM's example connector has written them, as its lock files tell; then remove them."""
+        for path in paths:
+            with Path(path + ".lock").open() as lock:
+                fcntl.flock(lock, fcntl.LOCK_SH)
+        for path in Path(self._options["shared"]).iterdir():
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+class _Watch:
+    """Readers that wait for samples from before they exist, and note when each one could be read."""
+
+    def __init__(self, server: str, names: Sequence[str]) -> None:
+        self._server = server
+        self._at: dict[str, int] = {}
+        self._threads = [threading.Thread(target=self._wait, args=(name,), daemon=True) for name in names]
+        for thread in self._threads:
+            thread.start()
+
+    def _wait(self, name: str) -> None:
+        with connect(self._server) as client, client.read(name, start=0, stop=1, wait_s=_WAIT_S) as reader:
+            for _ in reader:
+                break
+        self._at[name] = time.time_ns()
+
+    def finish(self) -> dict[str, int]:
+        """Sample id -> Unix ns at which its first row had been read."""
+        for thread in self._threads:
+            thread.join(_WAIT_S)
+        return self._at
+
+
+def _ended(client: Client, name: str) -> Any:
+    """What is known of a sample once it is no longer on its way."""
+    deadline = time.monotonic() + _WAIT_S
+    while (info := client.stat(name)).state == "arriving" and time.monotonic() < deadline:
+        time.sleep(0.002)
+    return info
+
+
+def _percentiles(values: Sequence[float]) -> dict[str, float]:
+    if len(values) < 2:
+        return {}
+    cuts = statistics.quantiles(values, n=100, method="inclusive")
+    return {"p50": round(cuts[49], 2), "p90": round(cuts[89], 2), "p99": round(cuts[98], 2)}
+
+
+def main() -> int:
+    options = json.loads(sys.argv[1])
+
+    def say(what: dict[str, Any]) -> None:
+        print("RESULT " + json.dumps(what), flush=True)
+
+    runner = Runner(options, make_engine(options))
+    say({"ready": True})
+    commands: dict[str, Callable[..., dict[str, Any]]] = {"run": runner.run}
+    for line in sys.stdin:
+        question = json.loads(line)
+        say(commands[question.pop("what")](**question))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
