@@ -147,24 +147,29 @@ def report(results: Sequence[Result], verdict: dict[str, Any]) -> str:
     met = "met" if verdict["ratio"] >= TARGET else "NOT met"
     lines.append("")
     lines.append(
-        f"slotstream / {verdict['slower']}, the slower of the two that bound it: {verdict['ratio']:.2f} "
-        f"(each round: {', '.join(f'{ratio:.2f}' for ratio in verdict['ratio_of_rounds'])}); "
-        f"target {TARGET}: {met}"
+        f"slotstream / {verdict['slower']}, the slower of the two that bound it: {verdict['ratio']:.2f}, the median of "
+        f"{', '.join(f'{ratio:.2f}' for ratio in verdict['ratio_of_rounds'])} "
+        f"(of the medians: {verdict['ratio_of_medians']:.2f}); target {TARGET}: {met}"
     )
     return "\n".join(lines)
 
 
 def judge(results: Sequence[Result]) -> dict[str, Any]:
-    """slotstream's ratio to the slower of gRPC alone and a plain file write: of the medians, and round by round."""
+    """slotstream's ratio to the slower of gRPC alone and a plain file write: round by round, and of the medians.
+
+    The rounds decide: what ran within seconds of each other met the same machine, which is never quite the same for long.
+    """
     by_name = {result.name: result for result in results}
     ours = by_name[Slotstream.name]
     bounds = [by_name[GrpcFrames.name], by_name[PlainFile.name]]
     slower = min(bounds, key=lambda result: result.median("gb_per_s"))
     by_round = zip(ours.rounds, *(bound.rounds for bound in bounds), strict=True)
+    of_rounds = [one.gb_per_s / min(other.gb_per_s for other in others) for one, *others in by_round]
     return {
         "slower": slower.name,
-        "ratio": ours.median("gb_per_s") / slower.median("gb_per_s"),
-        "ratio_of_rounds": [one.gb_per_s / min(other.gb_per_s for other in others) for one, *others in by_round],
+        "ratio": statistics.median(of_rounds),
+        "ratio_of_rounds": of_rounds,
+        "ratio_of_medians": ours.median("gb_per_s") / slower.median("gb_per_s"),
         "target": TARGET,
     }
 
