@@ -152,7 +152,7 @@ def all_rows(options: argparse.Namespace, work: Path, data: Path) -> Iterator[li
     model = make_model(work / "model", options.shape)
     engine_options: dict[str, Any] = {}
     if options.shape != "tiny":
-        engine_options = {"gpu_memory_utilization": 0.9, "kv_cache_memory_bytes": options.kv_cache_gib << 30}
+        engine_options = {"gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": options.kv_cache_gib << 30}
         engine_options["compilation_config"] = {"cudagraph_capture_sizes": [1, 8, 64, 128]}
     else:
         engine_options = {"enforce_eager": True, "block_size": 32}

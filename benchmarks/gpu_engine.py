@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from slotstream.client import Client, connect
+from slotstream.client import Client, SampleState, connect
 
 _WATCHED_EVERY = 8  # One sample in so many has a reader that waits for it from the start.
 _WAIT_S = 120.0
@@ -94,22 +94,32 @@ class Runner:
         began = time.perf_counter()
         answers = self._engine.generate(texts, params, use_tqdm=False)
         generated_s = time.perf_counter() - began
-        found: dict[str, Any] = {"tokens_per_s": prompts * (tokens + (output if output > 1 else 0)) / generated_s}
+        computed = prompts * (tokens + (output if output > 1 else 0))
+        found: dict[str, Any] = {"tokens_per_s": computed / generated_s}
+        stored_at = time.perf_counter()
         if ours:
+            stored_at = self._wait(names)
             found |= self._stored(names, watch)
         elif self._options["kind"] == "example":
-            self._forget_files([answer.kv_transfer_params["hidden_states_path"] for answer in answers])
-        found["all_stored_tokens_per_s"] = prompts * tokens / (time.perf_counter() - began)
+            stored_at = self._forget_files([answer.kv_transfer_params["hidden_states_path"] for answer in answers])
+        found["all_stored_tokens_per_s"] = computed / (stored_at - began)
         return found
 
+    def _wait(self, names: Sequence[str]) -> float:
+        """Returns once every sample ended; when that was."""
+        with connect(self._options["server"]) as client:
+            for name in reversed(names):
+                _ended(client, name)
+        return time.perf_counter()
+
     def _stored(self, names: Sequence[str], watch: _Watch | None) -> dict[str, Any]:
-        """Wait for every sample; what became of them, and how long after its last rows each was durable, and readable."""
+        """What became of the samples, and how long after its last rows each was durable, and readable."""
         committed, failed, durable_ms, nbytes = 0, [], [], 0
         with connect(self._options["server"]) as client:
             for name in names:
-                info = _ended(client, name)
-                if info.error_code:
-                    failed.append(info.error_code)
+                info = client.stat(name)
+                if info.state is not SampleState.COMMITTED:
+                    failed.append(info.error_code or str(info.state))
                 else:
                     committed += 1
                     nbytes += info.file_bytes
@@ -126,13 +136,15 @@ class Runner:
             "readable_ms": _percentiles(readable_ms),
         }
 
-    def _forget_files(self, paths: Sequence[str]) -> None:
-        """Wait until vLLM's example connector has written them, as its lock files tell; then remove them."""
+    def _forget_files(self, paths: Sequence[str]) -> float:
+        """Wait until vLLM's example connector has written them, as its lock files tell, and remove them; when it had."""
         for path in paths:
             with Path(path + ".lock").open() as lock:
                 fcntl.flock(lock, fcntl.LOCK_SH)
+        written_at = time.perf_counter()
         for path in Path(self._options["shared"]).iterdir():
             shutil.rmtree(path) if path.is_dir() else path.unlink()
+        return written_at
 
 
 class _Watch:
@@ -161,7 +173,7 @@ class _Watch:
 def _ended(client: Client, name: str) -> Any:
     """What is known of a sample once it is no longer on its way."""
     deadline = time.monotonic() + _WAIT_S
-    while (info := client.stat(name)).state == "arriving" and time.monotonic() < deadline:
+    while (info := client.stat(name)).state is SampleState.ARRIVING and time.monotonic() < deadline:
         time.sleep(0.002)
     return info
 
