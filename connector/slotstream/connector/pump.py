@@ -20,7 +20,6 @@ from slotstream.connector.counters import Counters
 from slotstream.connector.gather import Gathered, SlotMappingCopy, Slots, Ticket
 from slotstream.connector.plan import SampleAbort, SampleFinish, SampleOpen
 from slotstream.connector.staging import StagingPool
-from slotstream.connector.throttle import Throttle
 from slotstream.transport.base import Acked, Committed, Failed, LinkDown, LinkUp, SampleSink, SinkEvent, StagedChunk
 from slotstream.transport.logs import connector_logger
 from slotstream.v1 import ingest_pb2
@@ -35,6 +34,7 @@ from slotstream.wire.errors import (
     SlotStreamError,
 )
 from slotstream.wire.hashing import xxh3
+from slotstream.wire.throttle import Throttle
 
 logger = connector_logger(__name__)
 

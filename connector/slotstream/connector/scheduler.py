@@ -16,7 +16,6 @@ from slotstream.connector.loaded import LoadedRows
 from slotstream.connector.params import CaptureParams, parse_params, sequence_index
 from slotstream.connector.plan import EMPTY_PLAN, RowPlan, SampleAbort, SampleFinish, SampleOpen, StepPlan
 from slotstream.connector.pump import SampleFault
-from slotstream.connector.throttle import Throttle
 from slotstream.transport.logs import connector_logger
 from slotstream.wire.errors import (
     BadTokenRange,
@@ -28,6 +27,7 @@ from slotstream.wire.errors import (
     UnsupportedRequest,
 )
 from slotstream.wire.names import ROWS_MAX
+from slotstream.wire.throttle import Throttle
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
