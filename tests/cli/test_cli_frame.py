@@ -17,7 +17,7 @@ from support.server import run_cli
 from slotstream.server import cli, commands_common
 from slotstream.wire.errors import ConfigError, StoreFull
 
-COMMANDS = ["serve", "ls", "stat", "get", "rm", "verify", "demo"]
+COMMANDS = ["serve", "ls", "stat", "get", "rm", "verify", "token", "demo"]
 
 
 def test_help_lists_every_command_and_the_exit_codes() -> None:

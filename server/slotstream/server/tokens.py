@@ -202,3 +202,11 @@ def _rights(entry: Mapping[str, Any], where: str) -> frozenset[str]:
     if not isinstance(value, list) or not value or not all(right in RIGHTS for right in value):
         raise ConfigError(f"{where}: rights must be a list of some of {', '.join(RIGHTS)}")
     return frozenset(value)
+
+
+def entry_of(name: str, digest: bytes, namespaces: list[str], rights: list[str]) -> str:
+    """The lines of a TOML file for one token. Raises ConfigError for what such a file could not hold."""
+    entry = {"name": name, "sha256": digest.hex(), "namespaces": "*" if "*" in namespaces else namespaces, "rights": rights}
+    _principals([entry])
+    # JSON's strings and lists of strings, of the characters that are allowed here, are TOML's.
+    return "\n".join(["[[tokens]]", *(f"{key} = {json.dumps(value)}" for key, value in entry.items())])
