@@ -6,10 +6,10 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import grpc
 import trustme
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from server_kit import TIMEOUT_S
 
 from slotstream.server.tokens import digest_of, entry_of
@@ -73,22 +73,8 @@ class Pair:
         return Access(os.fspath(authority.path), os.fspath(self.cert), os.fspath(self.key))
 
 
-class AsSomebody(grpc.UnaryUnaryClientInterceptor, grpc.UnaryStreamClientInterceptor, grpc.StreamStreamClientInterceptor):  # type: ignore[type-arg]
-    """Adds metadata to every call of a channel."""
-
-    def __init__(self, metadata: tuple[tuple[str, str], ...]) -> None:
-        self._metadata = metadata
-
-    def _add(self, continuation: Any, details: Any, request: Any) -> Any:
-        return continuation(details._replace(metadata=(*(details.metadata or ()), *self._metadata)), request)
-
-    intercept_unary_unary = intercept_unary_stream = intercept_stream_stream = _add
-
-
 def health_of(address: str, access: Access) -> int | grpc.StatusCode:
     """What the health service says to a new connection: a status, or with what the call failed."""
-    from grpc_health.v1 import health_pb2, health_pb2_grpc
-
     files = access.tls_files()
     options = (("grpc.use_local_subchannel_pool", 1),)
     channel = (
