@@ -127,8 +127,7 @@ def test_another_namespace_is_denied_alike_whatever_is_there(house: House, call:
         house.peer("all-b").put(Sample(namespace="b"), 1)
     reader = house.reader("all-a")
     with pytest.raises(grpc.RpcError) as caught:
-        result = CALLS[call](reader, "b")
-        list(result)
+        list(CALLS[call](reader, "b"))
     error: Any = caught.value
     assert status(error) == (grpc.StatusCode.PERMISSION_DENIED, "PERMISSION_DENIED")
     assert error.details() == "this token is not one of namespace 'b'"

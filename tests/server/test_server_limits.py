@@ -28,15 +28,19 @@ def test_a_stream_that_never_says_hello_is_ended(tmp_path: Path) -> None:
 
 
 def test_a_stream_that_stops_in_the_middle_of_a_sample_is_ended(tmp_path: Path) -> None:
-    with RunningServer(tmp_path, stream_idle_s=0.4) as running, Reader(running.address) as reader:
-        with Peer(running.address) as idle, Peer(running.address) as stuck:
-            idle.put(Sample("done"), 1)
-            stuck.say(S.open(1), S.chunk(1, 1, 0, 20))
-            assert stuck.ending() == TOO_SLOW
-            wait_until(lambda: running.metric("open_samples") == 0)
-            assert reader.state("s") == (FAILED, "INTERRUPTED")
-            # One that has nothing open may be silent for as long as it likes.
-            idle.put(Sample("later"), 2)
+    with (
+        RunningServer(tmp_path, stream_idle_s=0.4) as running,
+        Reader(running.address) as reader,
+        Peer(running.address) as idle,
+        Peer(running.address) as stuck,
+    ):
+        idle.put(Sample("done"), 1)
+        stuck.say(S.open(1), S.chunk(1, 1, 0, 20))
+        assert stuck.ending() == TOO_SLOW
+        wait_until(lambda: running.metric("open_samples") == 0)
+        assert reader.state("s") == (FAILED, "INTERRUPTED")
+        # One that has nothing open may be silent for as long as it likes.
+        idle.put(Sample("later"), 2)
     assert not list(tmp_path.rglob("*.partial"))
 
 
