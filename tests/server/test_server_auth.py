@@ -10,8 +10,8 @@ from typing import Any
 
 import grpc
 import pytest
-from secure_kit import bearer, entry, health_of, token, write_tokens
 from server_kit import COMMITTED, Metadata, Peer, Reader, RunningServer, Sample, status, wait_until
+from support.secure import bearer, entry, health_of, token, write_tokens
 
 from slotstream.v1 import ingest_pb2 as pb
 from slotstream.v1 import samples_pb2 as read_pb

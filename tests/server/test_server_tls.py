@@ -8,8 +8,8 @@ from pathlib import Path
 
 import grpc
 import pytest
-from secure_kit import Authority, entry, health_of, token, write_tokens
 from server_kit import RunningServer
+from support.secure import Authority, entry, health_of, token, write_tokens
 
 from slotstream.client import PermissionDenied, ServerUnavailable, Unauthenticated, connect
 from slotstream.wire.access import Access

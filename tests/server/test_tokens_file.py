@@ -7,7 +7,7 @@ import logging
 from pathlib import Path
 
 import pytest
-from secure_kit import entry, token, write_tokens
+from support.secure import entry, token, write_tokens
 
 from slotstream.server.tokens import Principal, TokenFile, digest_of, load_tokens
 from slotstream.wire.errors import ConfigError, PermissionDenied

@@ -36,6 +36,7 @@ from slotstream.wire.errors import (
     Unauthenticated,
 )
 from slotstream.wire.hashing import xxh3
+from slotstream.wire.logtext import log_text
 from slotstream.wire.throttle import Throttle
 
 logger = connector_logger(__name__)
@@ -390,7 +391,7 @@ class Pump:
         throttle = self._throttle_denied if code in _DENIALS else self._throttle
         if (unsaid := throttle.admit(code)) is not None:
             more = f" ({unsaid} more with this code were not logged)" if unsaid else ""
-            logger.warning("slotstream: sample %s failed: %s: %s%s", sample_id, code, message, more)
+            logger.warning("slotstream: sample %s failed: %s%s", sample_id, log_text(code, message), more)
 
 
 def _slot_problem(segment: Segment, mapping: StepMapping | None) -> SlotStreamError | None:

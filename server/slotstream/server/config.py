@@ -100,7 +100,7 @@ class ServerConfig:
         """Whether only this machine can reach `listen`: a unix socket, or loopback by its number or as localhost."""
         if self.listen.startswith("unix:"):
             return True
-        host = self.listen.rpartition(":")[0].strip("[]").partition("%")[0]
+        host = self.listen.rpartition(":")[0].strip("[]")
         try:
             return host.lower() == "localhost" or ipaddress.ip_address(host).is_loopback
         except ValueError:

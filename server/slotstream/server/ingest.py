@@ -42,6 +42,7 @@ from slotstream.wire.errors import (
     TooSlow,
 )
 from slotstream.wire.frames import decode_request
+from slotstream.wire.logtext import log_text
 from slotstream.wire.names import CHUNK_BYTES_MAX, CONTROL_BYTES_MAX, PROTOCOL_VERSION
 from slotstream.wire.throttle import Throttle
 
@@ -102,7 +103,7 @@ class IngestService:
                 self.metrics.refused_streams.labels(error.code).inc()
             if (unsaid := self._refusals.admit(error.code)) is not None:
                 more = f" ({unsaid} more with this code were not logged)" if unsaid else ""
-                _log.warning("ending the stream of %s: %s: %s%s", context.peer(), error.code, error, more)
+                _log.warning("ending the stream of %s: %s%s", context.peer(), log_text(error.code, str(error)), more)
             await abort(context, error)
 
     async def _serve(self, stream: _Stream) -> None:
@@ -134,7 +135,7 @@ class IngestService:
             self.metrics.samples.labels("failed", code_label(ended.failure.code)).inc()
             if ended.failure.code == HashMismatch.code:
                 self.metrics.hash_mismatches.inc()
-            _log.info("sample %s failed: %s: %s", lane.key, ended.failure.code, ended.failure.message)
+            _log.info("sample %s failed: %s", lane.key, log_text(ended.failure.code, ended.failure.message))
         if lane.key is not None:
             self.arrivals.notify(lane.key)
 

@@ -1,4 +1,4 @@
-"""Certificates and tokens for the tests of the server's doors."""
+"""Certificates and tokens of the tests' own."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from pathlib import Path
 import grpc
 import trustme
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from server_kit import TIMEOUT_S
 
 from slotstream.server.tokens import digest_of, entry_of
 from slotstream.wire.access import Access
@@ -84,7 +83,7 @@ def health_of(address: str, access: Access) -> int | grpc.StatusCode:
     )
     with channel:
         try:
-            reply = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=TIMEOUT_S)
+            reply = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=60.0)
         except grpc.RpcError as error:
             return error.code()  # type: ignore[no-any-return, attr-defined]
         return int(reply.status)
