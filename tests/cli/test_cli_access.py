@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import stat
 from collections.abc import Iterator
 from pathlib import Path
@@ -121,6 +122,13 @@ def test_the_client_raises_what_the_server_says(guarded: ServerProcess, tmp_path
         file.unlink()
         with pytest.raises(Unauthenticated, match="token_file: cannot read"):
             client.stat("s", namespace="b")
+
+
+def test_a_datasets_workers_show_the_clients_token(guarded: ServerProcess) -> None:
+    dataset = pytest.importorskip("slotstream.client.dataset")
+    with connect(guarded.address, token=token("alice")) as client:
+        elsewhere = pickle.loads(pickle.dumps(dataset.SampleDataset(client)))
+    assert [(sample.namespace, sample.sample_id) for sample in elsewhere] == [("a", "s")]
 
 
 def test_what_cannot_be_used_is_a_config_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

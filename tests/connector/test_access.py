@@ -16,6 +16,7 @@ from transport.recorder import WAIT_S
 
 from slotstream.client import connect
 from slotstream.connector.config import ConnectorOptions
+from slotstream.connector.plan import RowPlan, SampleFinish, SampleOpen, StepPlan
 from slotstream.connector.pump import SampleFault
 from slotstream.connector.watch import ServerWatch
 from slotstream.demo.processes import free_port
@@ -126,6 +127,40 @@ def test_tls_with_a_certificate_and_a_token(tmp_path: Path) -> None:
         finally:
             rig.worker.close()
             watch.close()
+
+
+def test_the_logs_of_both_ends_hold_no_prompt_id_or_secret(tmp_path: Path, logged: list[logging.LogRecord]) -> None:
+    tokens = write_tokens(tmp_path / "tokens.toml", entry("engine", ["default"], "ingest"))
+    marks = {"prompt": "PROMPTMARK"}
+    ids = (9_871_230_000_000, 9_871_230_000_001)
+    with ServerProcess(tmp_path / "data", "--tokens", str(tokens), "--log-level", "debug") as server:
+        rig = make_rig(sink=GrpcSink(server.address, HELLO, access=Access(token=token("engine"))))  # type: ignore[arg-type]
+        try:
+            # Stored; the same id with other content; more ids than rows; tags that the server refuses.
+            for number, (token_ids, tags) in enumerate(
+                ((ids, marks), (ids, marks), ((*ids, ids[0]), marks), (ids, {"PROMPTMARK\n": "x"}))
+            ):
+                table = rig.table(f"r{number}", 2)
+                rig.write(rig.slots(f"r{number}", 0, 2))
+                plan = StepPlan(
+                    (SampleOpen(f"r{number}", "default", f"s{number // 2}", 0, 2, True, tags, {"text": "PROMPTMARK"}),),
+                    (RowPlan(f"r{number}", 0, 2, 0, table),),
+                    (SampleFinish(f"r{number}", token_ids, {"more": "PROMPTMARK"}),),
+                )
+                rig.step(plan, rig.slots(f"r{number}", 0, 2))
+            codes = {fault.code for fault in _until(rig, 3)}
+        finally:
+            rig.worker.close()
+        server.stop()
+        log = server.log()
+    said = "\n".join(record.getMessage() for record in logged)
+    assert codes == {"ALREADY_EXISTS", "MISSING_ROWS", "BAD_TAGS"}
+    assert "s0" in log
+    assert "DEBUG" in log
+    assert "s0" in said
+    for secret in ("PROMPTMARK", "98712300000", token("engine")):
+        assert secret not in log
+        assert secret not in said
 
 
 def test_the_options_are_checked_at_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

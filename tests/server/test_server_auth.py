@@ -234,6 +234,20 @@ def test_a_withdrawn_token_ends_its_stream_at_the_next_sample(house: House) -> N
     house.peer("all-a").put(Sample("t", namespace="a"), 1)
 
 
+def test_a_read_that_waited_is_looked_at_again(house: House) -> None:
+    owner = house.peer("all-a")
+    owner.say(Sample(namespace="a").open(1), Sample(namespace="a").chunk(1, 1, 0, 40))
+    owner.acks(1)
+    frames = house.reader("reader-a").frames(namespace="a", sample_id="s", wait_s=60.0)
+    wait_until(lambda: house.server.metric("waiting_reads") == 1)
+    write_tokens(house.tokens, entry("reader-a", ["b"], "read"), entry("all-a", ["a"], "ingest"))
+    owner.say(Sample(namespace="a").commit(1))
+    owner.committed()
+    with pytest.raises(grpc.RpcError) as caught:
+        next(frames)
+    assert status(caught.value) == (grpc.StatusCode.PERMISSION_DENIED, "PERMISSION_DENIED")
+
+
 def test_rights_that_change_count_for_streams_that_are_up(house: House) -> None:
     peer = house.peer("all-a")
     peer.put(Sample(namespace="a"), 1)

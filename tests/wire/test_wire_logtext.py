@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from slotstream.wire.errors import BadTags, StoreFull
 from slotstream.wire.logtext import log_text
 from slotstream.wire.names import check_tags
@@ -12,11 +14,9 @@ def test_a_failure_of_ours_is_told_whole() -> None:
 
 
 def test_what_quotes_the_request_is_told_by_its_code() -> None:
-    try:
+    with pytest.raises(BadTags, match="my secret prompt") as caught:
         check_tags({"my secret prompt\n": "x"})
-    except BadTags as error:
-        assert "my secret prompt" in str(error)
-        assert log_text(error.code, str(error)) == "BAD_TAGS"
+    assert log_text(caught.value.code, str(caught.value)) == "BAD_TAGS"
 
 
 def test_a_peers_words_make_one_short_line() -> None:

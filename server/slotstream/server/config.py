@@ -52,7 +52,7 @@ class ServerConfig:
     peer_streams_max: int = 128  # Of one peer: one token, else one certificate name, else all who need neither.
     peer_open_samples_max: int = 8192  # Samples of one peer arriving at a time, on all its streams.
     peer_reads_max: int = 512  # Reads of one peer running or waiting at a time.
-    requests_max: int = 256  # Stat, List, Delete and Verify calls of one peer at a time; four times as many of all.
+    requests_max: int = 1024  # Stat, List, Delete and Verify calls of one peer at a time; four times as many of all.
     hello_s: float = 10.0  # How long a new stream may take to say Hello.
     stream_idle_s: float = 3600.0  # How long a stream with open samples may say nothing.
     sample_s_max: float = 86400.0  # How long a sample may take from its open to its commit.

@@ -120,7 +120,9 @@ class SamplesService:
             key = _key(session, "read", request)
             if not 0 <= request.wait_s <= WAIT_S_MAX:
                 raise BadParams(f"wait_s must be 0 to {WAIT_S_MAX:.0f} seconds")
-            reader = await self._open(key, request.wait_s)
+            await self._await_end(key, request.wait_s)
+            _key(session, "read", request)  # Again: the token may have been withdrawn while the read waited.
+            reader = await self._open(key)
             step: Future[bytes | None] | None = None
             try:
                 frames = _frames(reader, request)
@@ -155,9 +157,8 @@ class SamplesService:
             if not self._reads:
                 self._idle.set()
 
-    async def _open(self, key: SampleKey, wait_s: float) -> SampleReader:
-        """The reader of a sample, once it is committed. Raises what the read is to be answered with."""
-        await self._await_end(key, wait_s)
+    async def _open(self, key: SampleKey) -> SampleReader:
+        """The reader of a committed sample. Raises what the read is to be answered with."""
         opening = self._pools.reads.submit(self._store.reader, key)
         try:
             return await asyncio.wrap_future(opening)
