@@ -140,6 +140,17 @@ def test_connections_that_never_get_as_far_as_a_call_disturb_nobody(running: Run
             connection.close()
 
 
+def test_there_may_be_so_many_connections(tmp_path: Path) -> None:
+    with RunningServer(tmp_path, connections_max=2) as running, Reader(running.address) as reader:
+        assert len(reader.list(read_pb.ListRequest()).samples) == 0
+        with Peer(running.address) as peer:
+            with Peer(running.address, greet=False) as third:
+                assert third.ending()[0] is grpc.StatusCode.UNAVAILABLE
+            peer.put(S, 1)
+        wait_until(lambda: running.metric("ingest_streams") == 0)
+        assert reader.read("s")[1] == S.data
+
+
 def test_a_watcher_that_leaves_takes_no_news_from_others(running: RunningServer) -> None:
     from grpc_health.v1 import health_pb2, health_pb2_grpc
 

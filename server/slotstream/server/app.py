@@ -133,6 +133,7 @@ class Server:
                 ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
                 # A connection that never gets as far as a call, in TLS or before it, is dropped.
                 ("grpc.server_handshake_timeout_ms", _HANDSHAKE_MS),
+                ("grpc.max_allowed_incoming_connections", config.connections_max),
                 ("grpc.max_concurrent_streams", _CONNECTION_CALLS_MAX),  # More wait at the caller's end.
                 ("grpc.max_metadata_size", _METADATA_BYTES_MAX),
             )

@@ -18,6 +18,7 @@ LOG_LEVELS = ("debug", "info", "warning", "error")
 _COUNTS = (
     "open_samples_max",
     "reads_max",
+    "connections_max",
     "streams_max",
     "peer_streams_max",
     "peer_open_samples_max",
@@ -48,6 +49,7 @@ class ServerConfig:
     tls_client_ca: Path | None = None  # PEM authorities; peers then need a certificate signed by one of them.
     allow_anonymous: bool = False  # Serve anybody who reaches an address beyond loopback.
     socket_mode: int = 0o600  # Of the unix socket.
+    connections_max: int = 4096  # Connections at a time; each is an open file.
     streams_max: int = 256  # Ingest streams at a time.
     peer_streams_max: int = 128  # Of one peer: one token, else one certificate name, else all who need neither.
     peer_open_samples_max: int = 8192  # Samples of one peer arriving at a time, on all its streams.

@@ -103,6 +103,7 @@ def _add_limit_arguments(option: Callable[..., None]) -> None:
     for field, help_text in (
         ("open_samples_max", "samples that one stream may have open"),
         ("peer_open_samples_max", "samples that one peer may have open on all its streams"),
+        ("connections_max", "connections at a time; more are closed at once"),
         ("streams_max", "ingest streams at a time"),
         ("peer_streams_max", "ingest streams of one peer at a time"),
         ("reads_max", "reads that may run or wait at a time"),
