@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import stat
+import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -144,15 +146,19 @@ def test_neither_logs_nor_metrics_hold_prompts_ids_or_secrets(tmp_path: Path) ->
         tokens.write_text(tokens.read_text() + f'[[tokens]]\nname = "x"\ntoken = "{token("broken")}" oops\n')
         with Reader(server.address, metadata=bearer("engine")) as reader:
             reader.list(read_pb.ListRequest())
-        log = server.log()
+        (url,) = re.findall(r"metrics on (\S+)", server.log())
+        with urllib.request.urlopen(url, timeout=60) as answer:
+            scraped = answer.read().decode()
         server.stop()
-        log += server.log()
+        log = server.log()
     assert "engine at" in log  # It does say who.
     assert "stay in force" in log
     assert "DEBUG" in log
+    assert 'slotstream_samples_total{code="BAD_TAGS",outcome="failed"} 1.0' in scraped
     assert not [line for line in log.splitlines() if line.startswith("2026-01-01")]
     for secret in ("PROMPTMARK", token("engine"), token("stranger"), token("broken"), "98712300000"):
         assert secret not in log
+        assert secret not in scraped
         assert secret not in spy.text
 
 

@@ -10,11 +10,17 @@ import grpc
 import pytest
 from server_kit import RunningServer
 from support.secure import Authority, entry, health_of, token, write_tokens
+from transport.recorder import WAIT_S, Recorder
 
 from slotstream.client import PermissionDenied, ServerUnavailable, Unauthenticated, connect
+from slotstream.transport.base import LinkDown, LinkUp
+from slotstream.transport.grpc import GrpcSink
+from slotstream.v1 import ingest_pb2
 from slotstream.wire.access import Access
 from slotstream.wire.errors import ConfigError
+from slotstream.wire.names import PROTOCOL_VERSION
 
+HELLO = ingest_pb2.Hello(protocol=PROTOCOL_VERSION, engine_id="an-engine")
 NO_CONNECTION = grpc.StatusCode.UNAVAILABLE
 
 
@@ -56,6 +62,31 @@ def test_with_a_client_authority_only_its_certificates_get_a_connection(tmp_path
             with pytest.raises(PermissionDenied):
                 client.stat("s", namespace="b")
         assert health_of(running.address, Access(os.fspath(ours.path), token=token("reader-a"))) == NO_CONNECTION
+
+
+def test_a_certificates_name_is_its_holders(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """In the log, and as who shares the limits: one peer's streams leave room for another's."""
+    caplog.set_level(logging.INFO)
+    authority = Authority(tmp_path / "ca")
+    server = authority.issue("server")
+    options = {"tls_cert": server.cert, "tls_key": server.key, "tls_client_ca": authority.path}
+    sinks: list[GrpcSink] = []
+    with RunningServer(tmp_path / "data", peer_streams_max=1, **options) as running:
+        try:
+            for name in ("trainer-7", "trainer-8", "trainer-8"):
+                access = authority.issue("mine", name).access(authority)
+                sink, recorder = GrpcSink(running.address, HELLO, access=access, connect_grace_s=0), Recorder()
+                sinks.append(sink)
+                sink.start(recorder)
+                sink.open_sample(ingest_pb2.OpenSample(sample=1, namespace="default", sample_id=f"s{len(sinks)}"))
+                recorder.wait(LinkUp if len(sinks) < 3 else LinkDown)
+            (down,) = recorder.wait(LinkDown)
+            assert "1 ingest streams at a time" in down.message
+        finally:
+            for sink in sinks:
+                sink.close(WAIT_S)
+    for name in ("trainer-7", "trainer-8"):
+        assert f"stream of {name} at ipv4:127.0.0.1" in caplog.text
 
 
 def test_new_connections_get_the_new_certificate_and_old_ones_go_on(tmp_path: Path) -> None:

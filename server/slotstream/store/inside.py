@@ -20,7 +20,7 @@ class Inside:
 
     def __init__(self, root: Path | None = None) -> None:
         """Without a root, paths are taken as they are."""
-        self._root = root
+        self._root = None if root is None else os.fspath(root)
 
     @contextmanager
     def at(self, path: Path) -> Iterator[tuple[str, int | None]]:
@@ -28,18 +28,20 @@ class Inside:
 
         Raises FileNotFoundError when a directory on the way is missing, and NotADirectoryError when it is a link or a file.
         """
-        if self._root is None or path == self._root:
-            yield os.fspath(path), None
+        text = os.fspath(path)  # Text, not a Path's methods: this is done several times a sample.
+        if self._root is None or text == self._root:
+            yield text, None
             return
-        *way, name = path.relative_to(self._root).parts
-        if ".." in way or name == "..":
-            raise OSError(errno.EINVAL, "the path leaves its directory", os.fspath(path))
+        inside, _, below = text.partition(self._root + "/")
+        *way, name = below.split("/")
+        if inside or not name or ".." in way or name == "..":
+            raise OSError(errno.EINVAL, "the path leaves its directory", text)
         fd = os.open(self._root, _DIRECTORY)
         try:
             for step in way:
-                below = os.open(step, _DIRECTORY | os.O_NOFOLLOW, dir_fd=fd)
+                next_fd = os.open(step, _DIRECTORY | os.O_NOFOLLOW, dir_fd=fd)
                 os.close(fd)
-                fd = below
+                fd = next_fd
             yield name, fd
         finally:
             os.close(fd)
