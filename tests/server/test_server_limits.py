@@ -122,6 +122,25 @@ def test_a_peer_may_have_so_many_streams_without_tokens_too(tmp_path: Path) -> N
             assert peer.hear().HasField("welcome")
 
 
+def test_a_page_that_is_too_long_is_made_of_fewer_samples(
+    running: RunningServer, peer: Peer, reader: Reader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With 1000 samples of all the tags and metadata that they may have, a page would not fit a message."""
+    monkeypatch.setattr("slotstream.server.serving._PAGE_BYTES_MAX", 30_000)
+    for number in range(9):
+        peer.put(Sample(f"s{number}", rows=2, metadata={"k": "v" * 10_000}), number + 1)
+    seen: list[str] = []
+    page_token = ""
+    while True:
+        page = reader.list(read_pb.ListRequest(page_size=1000, page_token=page_token))
+        assert page.ByteSize() <= 30_000
+        seen += [info.sample_id for info in page.samples]
+        page_token = page.next_page_token
+        if not page_token:
+            break
+    assert sorted(seen) == [f"s{number}" for number in range(9)]
+
+
 def test_headers_have_a_limit(running: RunningServer) -> None:
     with Reader(running.address, metadata=(("x-long", "x" * 100_000),)) as reader:
         assert reader.refused(lambda: reader.list(read_pb.ListRequest()))[0] == "RESOURCE_EXHAUSTED"

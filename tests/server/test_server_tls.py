@@ -39,6 +39,8 @@ def test_a_server_with_a_certificate_speaks_tls_and_nothing_else(tmp_path: Path)
             assert list(client.list()) == []
         with pytest.raises(ServerUnavailable, match="CERTIFICATE_VERIFY_FAILED"):
             connect(running.address, tls_ca=theirs.path, connect_timeout_s=1.0)
+        with connect(running.address, connect_timeout_s=0) as client, pytest.raises(ServerUnavailable, match="want TLS"):
+            list(client.list())
 
 
 def test_with_a_client_authority_only_its_certificates_get_a_connection(tmp_path: Path) -> None:

@@ -111,7 +111,7 @@ class Rpc:
             probe(b"", timeout=_LAST_FAILURE_S)
         except grpc.RpcError as error:
             if isinstance(error, grpc.Call) and error.code() is grpc.StatusCode.UNAVAILABLE:
-                return f": {error.details()}"
+                return f": {_unavailable(error.details() or '')}"
         return ""
 
     def stat(self, request: samples_pb2.StatRequest) -> sample_pb2.SampleInfo:
@@ -207,6 +207,12 @@ class WatchedStream(Generic[T]):
         self.close()
 
 
+def _unavailable(details: str) -> str:
+    """gRPC's details of a server that is not there, and what they mean where one hung up before the first call."""
+    hung_up = "failed to connect" in details and "Socket closed" in details
+    return f"{details} (it hung up at once: does it want TLS, or a certificate of yours?)" if hung_up else details
+
+
 def error_of(error: grpc.RpcError, address: str) -> SlotStreamError:
     """What a failed call means: the server's own code where it sent one, else what gRPC's status stands for."""
     if not isinstance(error, grpc.Call):
@@ -221,7 +227,7 @@ def error_of(error: grpc.RpcError, address: str) -> SlotStreamError:
     said = f"{address}: {details}"
     match status:
         case grpc.StatusCode.UNAVAILABLE:
-            return ServerUnavailable(f"no server answers at {said}")
+            return ServerUnavailable(f"no server answers at {address}: {_unavailable(details)}")
         case grpc.StatusCode.DEADLINE_EXCEEDED:
             return DeadlineExceeded(f"no answer in time from {said}")
         case grpc.StatusCode.CANCELLED:

@@ -8,6 +8,7 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import grpc
@@ -43,6 +44,7 @@ _log = logging.getLogger(__name__)
 WAIT_S_MAX = 3600.0
 _Context = grpc.aio.ServicerContext[Any, Any]
 _PEERS_ASSUMED = 4  # So many peers may each have all the requests that one may have.
+_PAGE_BYTES_MAX = 8 << 20
 _VERIFIES_MAX = 4  # Each keeps a thread and the disk busy for as long as it lasts.
 _OneSample = pb.ReadRequest | pb.StatRequest | pb.DeleteRequest | pb.VerifyRequest
 _T = TypeVar("_T")
@@ -203,8 +205,14 @@ class SamplesService:
             return await self._in_thread(self._list_page, request, _spaces(session, "read", request.namespace))
 
     def _list_page(self, request: pb.ListRequest, spaces: tuple[str, ...] | None) -> pb.ListReply:
-        records, token = self._store.list_page(convert.query_of(request, spaces))
-        return pb.ListReply(samples=map(convert.info_of, records), next_page_token=token)
+        query = convert.query_of(request, spaces)
+        while True:
+            records, token = self._store.list_page(query)
+            reply = pb.ListReply(samples=map(convert.info_of, records), next_page_token=token)
+            # Somebody's samples with all the tags and metadata that they may have must not make a page that cannot be sent.
+            if reply.ByteSize() <= _PAGE_BYTES_MAX or query.page_size == 1:
+                return reply
+            query = replace(query, page_size=max(1, query.page_size // 4))
 
     async def _delete(self, raw: bytes, context: _Context) -> pb.DeleteReply:
         async with self._answering("Delete", context) as session:
