@@ -14,11 +14,13 @@ from slotstream.wire.errors import (
     ConfigError,
     Damaged,
     DeadlineExceeded,
+    PermissionDenied,
     SampleFailed,
     SampleNotFound,
     ServerUnavailable,
     SlotStreamError,
     StillArriving,
+    Unauthenticated,
 )
 
 __all__ = [
@@ -29,6 +31,7 @@ __all__ = [
     "ConfigError",
     "Damaged",
     "DeadlineExceeded",
+    "PermissionDenied",
     "RowBlock",
     "RowReader",
     "Sample",
@@ -39,6 +42,7 @@ __all__ = [
     "ServerUnavailable",
     "SlotStreamError",
     "StillArriving",
+    "Unauthenticated",
     "Verdict",
     "connect",
 ]

@@ -16,6 +16,7 @@ from slotstream.client.reading import RowReader
 from slotstream.client.rpc import Rpc
 from slotstream.client.tensors import Sample, receive_sample, require_torch
 from slotstream.v1 import samples_pb2
+from slotstream.wire.access import Access, token_from_environment
 from slotstream.wire.errors import BadLayers, BadPage, BadParams, BadTags, BadTokenRange, ConfigError
 from slotstream.wire.names import (
     DEFAULT_ADDRESS,
@@ -28,6 +29,8 @@ from slotstream.wire.names import (
 )
 
 SERVER_VARIABLE = "SLOTSTREAM_SERVER"
+TOKEN_FILE_VARIABLE = "SLOTSTREAM_TOKEN_FILE"
+TLS_VARIABLES = ("SLOTSTREAM_TLS_CA", "SLOTSTREAM_TLS_CERT", "SLOTSTREAM_TLS_KEY")
 WAIT_S_MAX = 3600.0
 PAGE_SIZE_MAX = 1000
 FILTER_TAGS_MAX = 8
@@ -38,21 +41,36 @@ _VERIFY_STALL_S = 3600.0
 def connect(
     address: str | None = None,
     *,
+    token: str | None = None,
+    token_file: str | os.PathLike[str] | None = None,
+    tls_ca: str | os.PathLike[str] | None = None,
+    tls_cert: str | os.PathLike[str] | None = None,
+    tls_key: str | os.PathLike[str] | None = None,
     connect_timeout_s: float = 10.0,
     call_timeout_s: float = 30.0,
     stall_timeout_s: float = 60.0,
 ) -> Client:
     """A client of the server at `address` (`host:port` or `unix:/path`); by default `$SLOTSTREAM_SERVER`, else 127.0.0.1:50151.
 
+    token, token_file: the bearer token for a server that wants one, or a file with it, which is read again for each call;
+    by default `$SLOTSTREAM_TOKEN` or `$SLOTSTREAM_TOKEN_FILE`.
+    tls_ca: PEM file of the authorities that signed the server's certificate; turns TLS on. tls_cert, tls_key: PEM files of
+    this client's own certificate. By default `$SLOTSTREAM_TLS_CA`, `$SLOTSTREAM_TLS_CERT` and `$SLOTSTREAM_TLS_KEY`; what is
+    given here, whichever of the three, replaces them all.
     connect_timeout_s: how long to wait for the server to take the connection; 0: do not wait, let the first call find out.
     call_timeout_s: the deadline of `stat`, of `delete` and of each page of `list`.
     stall_timeout_s: how long a transfer may stand still. A transfer that progresses has no deadline, however large it is.
 
-    Raises ConfigError (a ValueError) for a malformed address or time-out, ServerUnavailable when nothing answers.
+    Raises ConfigError (a ValueError) for a malformed address or time-out, or files that cannot be used; ServerUnavailable
+    when nothing answers.
     """
     if not 0 <= connect_timeout_s < math.inf or not 0 < call_timeout_s < math.inf or not 0 < stall_timeout_s < math.inf:
         raise ConfigError("connect_timeout_s must be 0 or more seconds, call_timeout_s and stall_timeout_s more than 0")
-    rpc = Rpc(os.environ.get(SERVER_VARIABLE) or DEFAULT_ADDRESS if address is None else address, timeout_s=call_timeout_s)
+    rpc = Rpc(
+        os.environ.get(SERVER_VARIABLE) or DEFAULT_ADDRESS if address is None else address,
+        timeout_s=call_timeout_s,
+        access=_access(token, token_file, tls_ca, tls_cert, tls_key),
+    )
     if connect_timeout_s:
         try:
             rpc.wait_until_connected(connect_timeout_s)
@@ -62,12 +80,24 @@ def connect(
     return Client(rpc, stall_timeout_s=stall_timeout_s)
 
 
+def _access(token: str | None, *paths: str | os.PathLike[str] | None) -> Access:
+    token_file, *tls = (None if path is None else os.fspath(path) for path in paths)
+    if token is None and token_file is None:
+        token = token_from_environment()
+        token_file = os.environ.get(TOKEN_FILE_VARIABLE) or None if token is None else None
+    if not any(tls):
+        tls = [os.environ.get(name) or None for name in TLS_VARIABLES]
+    tls_ca, tls_cert, tls_key = tls
+    return Access(tls_ca, tls_cert, tls_key, token, token_file)
+
+
 class Client:
     """Reads, lists, checks and deletes samples. Made by `connect`; safe to share between threads.
 
     Ids, ranges and filters are checked before anything is sent (BadSampleId, BadNamespace, BadTokenRange, BadLayers,
-    BadTags, BadPage, BadParams). Any call may raise ServerUnavailable, or DeadlineExceeded when the server does not answer
-    in time; every exception is a SlotStreamError with a stable `code` and a `retryable` flag.
+    BadTags, BadPage, BadParams). Any call may raise Unauthenticated (no token, or not one that the server knows),
+    PermissionDenied (not for this token), ServerUnavailable, or DeadlineExceeded when the server does not answer in time;
+    every exception is a SlotStreamError with a stable `code` and a `retryable` flag.
     """
 
     def __init__(self, rpc: Rpc, *, stall_timeout_s: float) -> None:
@@ -77,6 +107,11 @@ class Client:
     @property
     def address(self) -> str:
         return self._rpc.address
+
+    @property
+    def access(self) -> Access:
+        """The token and certificates that its calls use."""
+        return self._rpc.access
 
     def get(
         self,

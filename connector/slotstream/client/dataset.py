@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -47,12 +48,15 @@ class SampleDataset(IterableDataset[Sample]):
     ) -> None:
         """Filters as in `Client.list`, `layers` as in `Client.get`. Raises ConfigError for a rank outside the world size.
 
-        A client that is passed stays the caller's to close; with an address the dataset opens its own when first iterated.
+        A client that is passed stays the caller's to close; with an address the dataset opens its own when first iterated,
+        with the token and certificates that the environment names (see `connect`).
         """
         if not 0 <= rank < world_size:
             raise ConfigError(f"rank {rank} is not one of world_size {world_size}")
         self._address = client_or_address if isinstance(client_or_address, str) else client_or_address.address
         self._client = None if isinstance(client_or_address, str) else client_or_address
+        # Worker processes connect on their own, and show the server the same token and certificate.
+        self._access = {} if self._client is None else dataclasses.asdict(self._client.access)
         self._client_pid = os.getpid()
         self._filters: dict[str, Any] = {"namespace": namespace, "model": model, "tags": dict(tags or {})}
         self._created_from_ns, self._created_until_ns = unix_ns(created_from), unix_ns(created_until)
@@ -121,7 +125,7 @@ class SampleDataset(IterableDataset[Sample]):
 
     def _connected(self) -> Client:
         if self._client is None or self._client_pid != os.getpid():
-            self._client, self._client_pid = connect(self._address), os.getpid()
+            self._client, self._client_pid = connect(self._address, **self._access), os.getpid()
         return self._client
 
     def _listed(self, client: Client) -> Iterator[SampleInfo]:

@@ -20,7 +20,6 @@ from slotstream.connector.counters import Counters
 from slotstream.connector.gather import Gathered, SlotMappingCopy, Slots, Ticket
 from slotstream.connector.plan import SampleAbort, SampleFinish, SampleOpen
 from slotstream.connector.staging import StagingPool
-from slotstream.connector.throttle import Throttle
 from slotstream.transport.base import Acked, Committed, Failed, LinkDown, LinkUp, SampleSink, SinkEvent, StagedChunk
 from slotstream.transport.logs import connector_logger
 from slotstream.v1 import ingest_pb2
@@ -29,16 +28,21 @@ from slotstream.wire.errors import (
     CaptureAborted,
     InternalFault,
     Interrupted,
+    PermissionDenied,
     RowsNotComputed,
     ServerUnavailable,
     SlotMismatch,
     SlotStreamError,
+    Unauthenticated,
 )
 from slotstream.wire.hashing import xxh3
+from slotstream.wire.logtext import log_text
+from slotstream.wire.throttle import Throttle
 
 logger = connector_logger(__name__)
 
 _TICK_S = 1.0
+_DENIALS = frozenset({PermissionDenied.code, Unauthenticated.code})
 
 
 class StepMapping:
@@ -155,6 +159,7 @@ class Pump:
         self._next_chunk = 1
         self._faults = _Faults()
         self._throttle = Throttle(every_s=10.0)
+        self._throttle_denied = Throttle(every_s=60.0)  # It takes a person to change what the server denies.
         self._thread = threading.Thread(target=self._run, name="slotstream-pump", daemon=True)
         self._progress_at = 0.0  # monotonic; when the server last took a chunk, or was first given one
         self.link_up = False
@@ -365,10 +370,10 @@ class Pump:
             self._forget(event.sample)
 
     def _link_down(self, event: LinkDown) -> None:
-        kind = Interrupted if self.link_up else ServerUnavailable
+        code = event.code or (Interrupted if self.link_up else ServerUnavailable).code
         self.link_up = False
         for req_id in list(self._samples):
-            self._report(req_id, kind.code, event.message)
+            self._report(req_id, code, event.message)
         self._samples.clear()
         self._by_number.clear()
         chunks, self._chunks = self._chunks, {}
@@ -383,9 +388,10 @@ class Pump:
         with self._faults.lock:
             self._faults.items.append(SampleFault(req_id, code, message))
         sample_id = self._samples[req_id].sample_id
-        if (unsaid := self._throttle.admit(code)) is not None:
+        throttle = self._throttle_denied if code in _DENIALS else self._throttle
+        if (unsaid := throttle.admit(code)) is not None:
             more = f" ({unsaid} more with this code were not logged)" if unsaid else ""
-            logger.warning("slotstream: sample %s failed: %s: %s%s", sample_id, code, message, more)
+            logger.warning("slotstream: sample %s failed: %s%s", sample_id, log_text(code, message), more)
 
 
 def _slot_problem(segment: Segment, mapping: StepMapping | None) -> SlotStreamError | None:

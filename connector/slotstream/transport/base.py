@@ -59,10 +59,12 @@ class LinkUp:
 class LinkDown:
     """The link broke, or could not be made for as long as something waited for it: every open sample is lost.
 
-    The sink touches no buffer any more and sends nothing until `reset`.
+    The sink touches no buffer any more and sends nothing until `reset`. `code`: a stable error code, where the server, or a
+    look at our own token file, said why; "" otherwise.
     """
 
     message: str
+    code: str = ""
 
 
 SinkEvent = Acked | Committed | Failed | LinkUp | LinkDown

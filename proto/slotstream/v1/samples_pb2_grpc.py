@@ -69,34 +69,35 @@ class SamplesServicer(object):
         """Rows of one sample. Waits while the sample is ARRIVING, and for an id not seen yet (its Open may still be under way).
         NOT_FOUND: the id did not appear. FAILED_PRECONDITION (SAMPLE_FAILED): it failed. DEADLINE_EXCEEDED: still ARRIVING
         when wait_s passed. INVALID_ARGUMENT (BAD_TOKEN_RANGE, BAD_LAYERS). DATA_LOSS (DAMAGED): the file fails its hashes.
+        DEADLINE_EXCEEDED (TOO_SLOW): the reader took nothing for too long. Right: read.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Stat(self, request, context):
-        """What is known about one sample, whatever its state; never waits. NOT_FOUND.
+        """What is known about one sample, whatever its state; never waits. NOT_FOUND. Right: read.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def List(self, request, context):
-        """Samples newest first, one page.
+        """Samples newest first, one page. Right: read.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Delete(self, request, context):
-        """Removes a committed or failed sample, file and catalogue row. NOT_FOUND; FAILED_PRECONDITION (STILL_ARRIVING).
+        """Removes a committed or failed sample, file and catalogue row. NOT_FOUND; FAILED_PRECONDITION (STILL_ARRIVING). Right: delete.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Verify(self, request, context):
-        """Checks stored samples against their hashes, one reply a sample, damaged or not.
+        """Checks stored samples against their hashes, one reply a sample, damaged or not. Right: read for one sample, else admin.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -26,6 +26,7 @@ __all__ = [
     "InternalFault",
     "Interrupted",
     "MissingRows",
+    "PermissionDenied",
     "ProtocolViolation",
     "RowsNotComputed",
     "SampleFailed",
@@ -38,6 +39,9 @@ __all__ = [
     "StillArriving",
     "StoreFull",
     "TooLarge",
+    "TooMany",
+    "TooSlow",
+    "Unauthenticated",
     "UnsupportedRequest",
     "error_from_code",
 ]
@@ -151,6 +155,30 @@ class TooLarge(SlotStreamError):
     """Something a peer sent is past its limit."""
 
     code, status = "TOO_LARGE", "INVALID_ARGUMENT"
+
+
+class TooMany(SlotStreamError):
+    """More at a time than the server allows: streams, calls, samples of one peer."""
+
+    code, status, retryable = "TOO_MANY", "RESOURCE_EXHAUSTED", True
+
+
+class TooSlow(SlotStreamError):
+    """A peer took longer than it may: to say Hello, to go on with a sample, to take what it asked to read."""
+
+    code, status, retryable = "TOO_SLOW", "DEADLINE_EXCEEDED", True
+
+
+class Unauthenticated(SlotStreamError):
+    """The server wants a bearer token, and got none or one that it does not know."""
+
+    code, status = "UNAUTHENTICATED", "UNAUTHENTICATED"
+
+
+class PermissionDenied(SlotStreamError):
+    """The token is known and lacks the right, or does not cover the namespace. Says nothing of what is stored there."""
+
+    code, status = "PERMISSION_DENIED", "PERMISSION_DENIED"
 
 
 class BadChunk(SlotStreamError):

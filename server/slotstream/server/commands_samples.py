@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from slotstream.server.commands_common import (
+    add_access_arguments,
     add_json_argument,
     add_namespace_argument,
     add_server_argument,
@@ -38,6 +39,7 @@ _STATE_STYLES = {"arriving": "yellow", "committed": "green", "failed": "red"}
 
 def add_ls_arguments(parser: argparse.ArgumentParser) -> None:
     add_server_argument(parser)
+    add_access_arguments(parser)
     add_namespace_argument(parser, any_by_default=True)
     parser.add_argument("--model", metavar="NAME", help="only samples of this model, as vLLM serves it (default: any)")
     parser.add_argument("--state", choices=_STATES, type=str.lower, help="only samples in this state (default: any)")
@@ -90,6 +92,7 @@ def run_ls(arguments: argparse.Namespace) -> int:
 def add_stat_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("sample_id", metavar="ID", nargs="+", help="sample ids")
     add_server_argument(parser)
+    add_access_arguments(parser)
     add_namespace_argument(parser)
     add_json_argument(parser)
     parser.epilog = "example:\n  slotstream stat my-sample other-sample --json | jq .metadata\n"
@@ -116,6 +119,7 @@ def run_stat(arguments: argparse.Namespace) -> int:
 def add_rm_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("sample_id", metavar="ID", nargs="+", help="sample ids")
     add_server_argument(parser)
+    add_access_arguments(parser)
     add_namespace_argument(parser)
     parser.add_argument("--yes", action="store_true", help="do not ask (default: ask, where stdin is a terminal)")
     parser.epilog = """\
@@ -204,8 +208,8 @@ def _plain(info: SampleInfo) -> dict[str, Any]:
 
 
 def _raise_where_pointless(error: SlotStreamError) -> None:
-    """With no server there is no use in asking about the other samples."""
-    if error.status == "UNAVAILABLE":
+    """With no server, or a token that it does not know, there is no use in asking about the other samples."""
+    if error.status in ("UNAVAILABLE", "UNAUTHENTICATED"):
         raise error
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from slotstream.server.commands_common import (
+    add_access_arguments,
     add_json_argument,
     add_namespace_argument,
     add_server_argument,
@@ -41,6 +42,7 @@ def add_verify_arguments(parser: argparse.ArgumentParser) -> None:
     where.add_argument(
         "--data", metavar="DIR", type=Path, help="a data directory, read without a server (default: ask the server)"
     )
+    add_access_arguments(parser)
     add_namespace_argument(parser, any_by_default=True)
     add_json_argument(parser)
     parser.epilog = """\

@@ -7,7 +7,7 @@ from slotstream.store.records import SampleKey, SampleRecord, State
 from slotstream.store.verifying import Verdict
 from slotstream.v1 import sample_pb2, samples_pb2
 from slotstream.wire.errors import BadParams
-from slotstream.wire.names import DEFAULT_NAMESPACE, check_namespace
+from slotstream.wire.names import DEFAULT_NAMESPACE
 
 PAGE_SIZE_DEFAULT = 100
 _TO_WIRE = {
@@ -43,12 +43,12 @@ def info_of(record: SampleRecord) -> sample_pb2.SampleInfo:
     )
 
 
-def query_of(request: samples_pb2.ListRequest) -> ListQuery:
-    """Raises BadParams and BadNamespace."""
+def query_of(request: samples_pb2.ListRequest, spaces: tuple[str, ...] | None) -> ListQuery:
+    """A listing of samples in these namespaces (None: every one). Raises BadParams."""
     if request.state not in _FROM_WIRE and request.state != sample_pb2.SAMPLE_STATE_UNSPECIFIED:
         raise BadParams(f"sample state {request.state} is not known")
     return ListQuery(
-        namespace=check_namespace(request.namespace) if request.namespace else "",
+        namespaces=spaces,
         model=request.model,
         state=_FROM_WIRE.get(request.state),
         created_from_unix_ns=request.created_from_unix_ns,

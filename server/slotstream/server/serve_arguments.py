@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from pathlib import Path
 
 from slotstream.server.config import LOG_FORMATS, LOG_LEVELS, ServerConfig
@@ -17,7 +18,7 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
 
     def option(flag: str, field: str, help_text: str, **more: object) -> None:
         value = _default(field)
-        shown = "none" if value is None else "%(default)s"
+        shown = "none" if value is None else f"{value:04o}" if field == "socket_mode" else "%(default)s"
         parser.add_argument(flag, dest=field, default=value, help=f"{help_text} (default: {shown})", **more)  # type: ignore[arg-type]
 
     parser.add_argument(
@@ -60,13 +61,70 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         type=float,
     )
-    option("--open-samples-max", "open_samples_max", "samples that one stream may have open", metavar="N", type=int)
-    option("--reads-max", "reads_max", "reads that may run or wait at a time", metavar="N", type=int)
+    _add_security_arguments(option)
+    _add_limit_arguments(option)
     parser.add_argument(
         "--no-malloc-tuning",
         action="store_true",
         help="do not restart with the glibc malloc settings that make large messages cheaper",
     )
+
+
+def _add_security_arguments(option: Callable[..., None]) -> None:
+    """docs/security.md is about these."""
+    option(
+        "--tokens",
+        "tokens_file",
+        "bearer tokens with their namespaces and rights, TOML or JSON; read again when it changes",
+        metavar="FILE",
+        type=Path,
+    )
+    option(
+        "--tls-cert", "tls_cert", "the server's certificate chain, PEM; read again when it changes", metavar="FILE", type=Path
+    )
+    option("--tls-key", "tls_key", "its private key, PEM, without a passphrase", metavar="FILE", type=Path)
+    option(
+        "--tls-client-ca",
+        "tls_client_ca",
+        "authorities, PEM: peers must show a certificate that one of them signed",
+        metavar="FILE",
+        type=Path,
+    )
+    option(
+        "--allow-anonymous",
+        "allow_anonymous",
+        "serve anybody on an address beyond loopback, without --tokens and --tls-client-ca",
+        action="store_true",
+    )
+    option("--socket-mode", "socket_mode", "file mode of the unix socket, octal", metavar="MODE", type=_octal)
+
+
+def _add_limit_arguments(option: Callable[..., None]) -> None:
+    for field, help_text in (
+        ("open_samples_max", "samples that one stream may have open"),
+        ("peer_open_samples_max", "samples that one peer may have open on all its streams"),
+        ("connections_max", "connections at a time; more are closed at once"),
+        ("streams_max", "ingest streams at a time"),
+        ("peer_streams_max", "ingest streams of one peer at a time"),
+        ("reads_max", "reads that may run or wait at a time"),
+        ("peer_reads_max", "reads of one peer that may run or wait at a time"),
+        ("requests_max", "other requests of one peer at a time; of all peers four times as many"),
+    ):
+        option("--" + field.replace("_", "-"), field, help_text, metavar="N", type=int)
+    for field, help_text in (
+        ("hello_s", "how long a new stream may take to say Hello"),
+        ("stream_idle_s", "how long a stream with open samples may say nothing before it is ended"),
+        ("sample_s_max", "how long a sample may take from its first message to its commit before it fails"),
+        ("read_stall_s", "how long a reader may not take its rows before its read is ended"),
+    ):
+        option("--" + field.replace("_", "-"), field, help_text, metavar="SECONDS", type=float)
+
+
+def _octal(text: str) -> int:
+    try:
+        return int(text, 8)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not an octal file mode") from None
 
 
 def config_from_arguments(arguments: argparse.Namespace) -> ServerConfig:

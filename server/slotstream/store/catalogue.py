@@ -245,6 +245,7 @@ def _open_writer(path: Path) -> sqlite3.Connection:
         db.execute("PRAGMA synchronous = NORMAL")
         db.execute(f"PRAGMA journal_size_limit = {64 << 20}")
         _check_schema(db, path)
+        sql.make_page_key(db)
         return db
     except (sqlite3.Error, CatalogueCorrupt, ConfigError) as error:
         if db is not None:

@@ -30,7 +30,7 @@ from slotstream.store.files import Files
 from slotstream.store.records import PARTIAL_SUFFIX, SampleKey, SampleRecord, State
 from slotstream.store.sample_file import SampleFile, read_sample_file
 from slotstream.store.verifying import key_of_path, tree_files
-from slotstream.wire.errors import BadNamespace, BadSampleId, Damaged, Interrupted
+from slotstream.wire.errors import BadNamespace, BadSampleId, ConfigError, Damaged, Interrupted
 
 _log = logging.getLogger(__name__)
 _BATCH = 256
@@ -54,6 +54,9 @@ class Recovered:
 def open_catalogue(data_dir: Path) -> Catalogue:
     """The directory's catalogue; a corrupt one is moved aside and begun anew. Raises ConfigError and OSError."""
     path = data_dir / FILE_NAME
+    for part in ("", "-wal", "-shm"):  # SQLite would follow it, and write wherever it leads.
+        if path.with_name(path.name + part).is_symlink():
+            raise ConfigError(f"{path}{part} is a symbolic link: put the file itself there")
     if not path.exists():
         _set_aside(path, "")  # The log of a lost database would be replayed into the new one.
     try:

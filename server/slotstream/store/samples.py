@@ -87,6 +87,7 @@ class SampleStore:
         catalogue: Catalogue | None = None
         try:
             directory.mkdir(DIR_MODE, parents=True, exist_ok=True)
+            files.confine(directory)
             lock_fd = _lock(files, directory)
             if files.free_bytes(directory) < free_bytes_min:
                 raise ConfigError(f"the disk of {directory} is full: less than {free_bytes_min} bytes are free")

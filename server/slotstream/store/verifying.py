@@ -235,6 +235,7 @@ def verify_directory(data_dir: Path, *, namespace: str = "", sample_id: str = ""
     if namespace:
         SampleKey.checked(namespace, "x")
     files = Files()
+    files.confine(data_dir)
     try:
         with closing(_ReadOnlyIndex(data_dir / FILE_NAME)) as index:
             yield from _verify_indexed(files, data_dir, index, namespace, wanted)
