@@ -26,6 +26,7 @@ CODES = {
     "HASH_MISMATCH": ("HashMismatch", "DATA_LOSS", True),
     "INTERNAL": ("InternalFault", "INTERNAL", False),
     "INTERRUPTED": ("Interrupted", "UNAVAILABLE", True),
+    "LEASED": ("Leased", "FAILED_PRECONDITION", True),
     "MISSING_ROWS": ("MissingRows", "FAILED_PRECONDITION", False),
     "NOT_FOUND": ("SampleNotFound", "NOT_FOUND", False),
     "PROTOCOL": ("ProtocolViolation", "FAILED_PRECONDITION", False),
@@ -37,6 +38,7 @@ CODES = {
     "STAGING_FULL": ("StagingFull", "RESOURCE_EXHAUSTED", True),
     "STILL_ARRIVING": ("StillArriving", "FAILED_PRECONDITION", True),
     "STORE_FULL": ("StoreFull", "RESOURCE_EXHAUSTED", True),
+    "STORE_GONE": ("StoreGone", "UNAVAILABLE", True),
     "TOO_LARGE": ("TooLarge", "INVALID_ARGUMENT", False),
     "UNSUPPORTED_REQUEST": ("UnsupportedRequest", "UNIMPLEMENTED", False),
 }

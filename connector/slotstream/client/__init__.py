@@ -4,7 +4,7 @@ Needs torch only to return tensors; `slotstream.client.dataset.SampleDataset` is
 """
 
 from slotstream.client.client import Client, connect
-from slotstream.client.info import SampleInfo, SampleState, Verdict
+from slotstream.client.info import NamespaceUsage, SampleInfo, SampleState, Usage, Verdict
 from slotstream.client.reading import RowBlock, RowReader
 from slotstream.client.tensors import Sample
 from slotstream.wire.errors import (
@@ -14,6 +14,7 @@ from slotstream.wire.errors import (
     ConfigError,
     Damaged,
     DeadlineExceeded,
+    Leased,
     SampleFailed,
     SampleNotFound,
     ServerUnavailable,
@@ -29,6 +30,8 @@ __all__ = [
     "ConfigError",
     "Damaged",
     "DeadlineExceeded",
+    "Leased",
+    "NamespaceUsage",
     "RowBlock",
     "RowReader",
     "Sample",
@@ -39,6 +42,7 @@ __all__ = [
     "ServerUnavailable",
     "SlotStreamError",
     "StillArriving",
+    "Usage",
     "Verdict",
     "connect",
 ]

@@ -19,6 +19,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from slotstream.server.arrivals import Arrivals
 from slotstream.server.config import ServerConfig
+from slotstream.server.housekeeping import Housekeeping
 from slotstream.server.ingest import IngestService, server_version
 from slotstream.server.lane import Pools
 from slotstream.server.logs import configure_logging
@@ -107,8 +108,10 @@ class Server:
         self._closing.push_async_callback(asyncio.to_thread, pools.shutdown)
         self.metrics = metrics = Metrics(store)
         self._arrivals = Arrivals()
-        self._ingest = IngestService(config, store, pools, metrics, self._arrivals)
-        self._samples = SamplesService(config, store, pools, metrics, self._arrivals)
+        self._keeping = Housekeeping(config, store, metrics, self._directory_changed)
+        self._ingest = IngestService(config, store, pools, metrics, self._arrivals, self._keeping.touch)
+        self._samples = SamplesService(config, store, pools, metrics, self._arrivals, self._keeping)
+        self._loop = asyncio.get_running_loop()
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
         self._grpc = grpc.aio.server(
             options=(
@@ -126,16 +129,26 @@ class Server:
         )
         self._grpc.add_generic_rpc_handlers((self._ingest.handler(), self._samples.handler()))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._grpc)
-        for service in ("", *SERVICES):
-            await self._health.set(service, health_pb2.HealthCheckResponse.SERVING)
+        await self._set_health(True)
         self.address = self._bind()
         if config.metrics_listen is not None:
             self.metrics_address, stop_metrics = serve_metrics(metrics, config.metrics_listen)
             self._closing.push_async_callback(asyncio.to_thread, stop_metrics)
             _log.info("metrics on http://%s/metrics", self.metrics_address)
         await self._grpc.start()
+        self._keeping.start()
+        self._closing.push_async_callback(asyncio.to_thread, self._keeping.stop)
         self._closing.push_async_callback(self._stop_grpc)
         _log.info("slotstream %s listening on %s", server_version(), self.address)
+
+    async def _set_health(self, healthy: bool) -> None:
+        status = health_pb2.HealthCheckResponse.SERVING if healthy else health_pb2.HealthCheckResponse.NOT_SERVING
+        for service in ("", *SERVICES):
+            await self._health.set(service, status)  # After a graceful shutdown began, this changes nothing.
+
+    def _directory_changed(self, healthy: bool) -> None:
+        with contextlib.suppress(RuntimeError):  # The loop is closed: the process is ending.
+            asyncio.run_coroutine_threadsafe(self._set_health(healthy), self._loop)
 
     def _open_store(self) -> SampleStore:
         return SampleStore.open(self.config.data_dir, free_bytes_min=self.config.free_bytes_min)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from slotstream.store.retention import Policy
 from slotstream.store.samples import FREE_BYTES_MIN
 from slotstream.wire.address import check_address
 from slotstream.wire.errors import ConfigError
@@ -31,6 +32,9 @@ class ServerConfig:
     appear_grace_s: float = 5.0  # How long a read waits for an id that nobody has opened yet.
     open_samples_max: int = 4096  # Samples open at a time on one stream.
     reads_max: int = 1024  # Reads running or waiting at a time.
+    retention: Policy = field(default_factory=Policy)  # Which samples may be deleted; by default none.
+    scrub_every_s: float = 7 * 86400.0  # How often everything stored is read and checked; 0: never.
+    scrub_bytes_per_s: float = float(32 << 20)  # How fast.
 
     def __post_init__(self) -> None:
         _check_address("--listen", self.listen)
@@ -48,6 +52,8 @@ class ServerConfig:
         _at_least("--appear-grace-s", self.appear_grace_s, 0)
         _at_least("--open-samples-max", self.open_samples_max, 1)
         _at_least("--reads-max", self.reads_max, 1)
+        _at_least("--scrub-every-s", self.scrub_every_s, 0)
+        _at_least("--scrub-bytes-per-s", self.scrub_bytes_per_s, 1)
 
     @property
     def log_level_number(self) -> int:

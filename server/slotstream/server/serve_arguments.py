@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 from slotstream.server.config import LOG_FORMATS, LOG_LEVELS, ServerConfig
+from slotstream.store.retention import Policy
 
 
 def _default(name: str) -> object:
@@ -63,6 +64,20 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     option("--open-samples-max", "open_samples_max", "samples that one stream may have open", metavar="N", type=int)
     option("--reads-max", "reads_max", "reads that may run or wait at a time", metavar="N", type=int)
     parser.add_argument(
+        "--retention",
+        metavar="FILE",
+        type=Path,
+        help="TOML file of the rules by which samples are deleted, see docs/storage.md (default: none, nothing is deleted)",
+    )
+    option(
+        "--scrub-every-s",
+        "scrub_every_s",
+        "how often all that is stored is read and checked in the background; 0: never",
+        metavar="SECONDS",
+        type=float,
+    )
+    option("--scrub-bytes-per-s", "scrub_bytes_per_s", "how fast that reads", metavar="BYTES", type=float)
+    parser.add_argument(
         "--no-malloc-tuning",
         action="store_true",
         help="do not restart with the glibc malloc settings that make large messages cheaper",
@@ -71,4 +86,9 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
 
 def config_from_arguments(arguments: argparse.Namespace) -> ServerConfig:
     """The configuration that the parsed options make. Raises ConfigError."""
-    return ServerConfig(**{name: getattr(arguments, name) for name in ServerConfig.__dataclass_fields__})
+    values = {name: getattr(arguments, name) for name in ServerConfig.__dataclass_fields__}
+    if (path := values["retention"]) is None:
+        values["retention"] = Policy()
+    else:
+        values["retention"] = Policy.from_toml(path, free_bytes_min=arguments.free_bytes_min)
+    return ServerConfig(**values)

@@ -1,4 +1,4 @@
-"""The Samples service: reads, listings, deletions and checks. v1/samples.proto is its specification."""
+"""The Samples service: reads, listings, deletions, checks, acks and leases. v1/samples.proto is its specification."""
 
 from __future__ import annotations
 
@@ -15,11 +15,13 @@ import grpc.aio
 from slotstream.server import convert
 from slotstream.server.arrivals import Arrivals
 from slotstream.server.config import ServerConfig
+from slotstream.server.housekeeping import Housekeeping
 from slotstream.server.lane import Pools
 from slotstream.server.metrics import Metrics
 from slotstream.server.status import abort
 from slotstream.store.reading import RowBlock, SampleReader
 from slotstream.store.records import SampleKey, State
+from slotstream.store.retention import Reason
 from slotstream.store.samples import SampleStore
 from slotstream.store.verifying import Verdict
 from slotstream.v1 import sample_pb2
@@ -37,6 +39,7 @@ from slotstream.wire.names import check_namespace
 
 _log = logging.getLogger(__name__)
 WAIT_S_MAX = 3600.0
+USAGE_PAGE = 1000
 _Context = grpc.aio.ServicerContext[Any, Any]
 _T = TypeVar("_T")
 
@@ -44,7 +47,16 @@ _T = TypeVar("_T")
 class SamplesService:
     """Requests of trainers and people. Disk and catalogue are asked from threads, never on the event loop."""
 
-    def __init__(self, config: ServerConfig, store: SampleStore, pools: Pools, metrics: Metrics, arrivals: Arrivals) -> None:
+    def __init__(
+        self,
+        config: ServerConfig,
+        store: SampleStore,
+        pools: Pools,
+        metrics: Metrics,
+        arrivals: Arrivals,
+        keeping: Housekeeping,
+    ) -> None:
+        self._keeping = keeping
         self._config = config
         self._store = store
         self._pools = pools
@@ -66,6 +78,9 @@ class SamplesService:
             "Stat": _unary(self._stat, pb.StatRequest, sample_pb2.SampleInfo),
             "List": _unary(self._list, pb.ListRequest, pb.ListReply),
             "Delete": _unary(self._delete, pb.DeleteRequest, pb.DeleteReply),
+            "Ack": _unary(self._ack, pb.AckRequest, pb.AckReply),
+            "Lease": _unary(self._lease, pb.LeaseRequest, pb.LeaseReply),
+            "Usage": _unary(self._usage, pb.UsageRequest, pb.UsageReply),
         }
         return grpc.method_handlers_generic_handler("slotstream.v1.Samples", methods)
 
@@ -114,8 +129,11 @@ class SamplesService:
                     step = self._pools.reads.submit(next, frames, None)
                     await context.write(frame)
                     self._metrics.sent_bytes.inc(len(frame))
+                if _covers(request, reader):
+                    self._store.keeping.count_read(reader.record)
             finally:
                 _after(step, reader.close)
+                self._keeping.touch(key.namespace, at_once=True)
 
     @asynccontextmanager
     async def _one_read(self) -> AsyncIterator[None]:
@@ -168,10 +186,14 @@ class SamplesService:
     async def _stat(self, request: pb.StatRequest, context: _Context) -> sample_pb2.SampleInfo:
         async with self._answering("Stat", context):
             key = convert.key_of(request.namespace, request.sample_id)
-            record = await self._in_thread(self._store.stat, key)
-            if record is None:
-                raise SampleNotFound(f"there is no sample {key}")
-            return convert.info_of(record)
+            return await self._in_thread(self._stat_of, key)
+
+    def _stat_of(self, key: SampleKey) -> sample_pb2.SampleInfo:
+        record = self._store.stat(key)
+        if record is None:
+            raise SampleNotFound(f"there is no sample {key}")
+        rule = self._keeping.policy.rule_for(key.namespace)
+        return convert.info_of(record, self._store.keeping.standing(key), rule)
 
     async def _list(self, request: pb.ListRequest, context: _Context) -> pb.ListReply:
         async with self._answering("List", context):
@@ -185,18 +207,63 @@ class SamplesService:
         async with self._answering("Delete", context):
             key = convert.key_of(request.namespace, request.sample_id)
             await self._in_thread(self._store.delete, key)
+            self._metrics.deleted_samples.labels(str(Reason.REQUEST)).inc()
             return pb.DeleteReply()
+
+    async def _ack(self, request: pb.AckRequest, context: _Context) -> pb.AckReply:
+        async with self._answering("Ack", context):
+            key = convert.key_of(request.namespace, request.sample_id)
+            await self._in_thread(self._store.keeping.ack, key)
+            self._keeping.touch(key.namespace, at_once=True)
+            return pb.AckReply()
+
+    async def _lease(self, request: pb.LeaseRequest, context: _Context) -> pb.LeaseReply:
+        async with self._answering("Lease", context):
+            key = convert.key_of(request.namespace, request.sample_id)
+            until = await self._in_thread(self._store.keeping.lease, key, request.holder, request.seconds)
+            return pb.LeaseReply(leased_until_unix_ns=until)
+
+    async def _usage(self, request: pb.UsageRequest, context: _Context) -> pb.UsageReply:
+        async with self._answering("Usage", context):
+            return await self._in_thread(self._usage_of, request)
+
+    def _usage_of(self, request: pb.UsageRequest) -> pb.UsageReply:
+        policy, keeping = self._keeping.policy, self._store.keeping
+        if request.namespace:
+            usage = keeping.usage(check_namespace(request.namespace))
+            return pb.UsageReply(namespaces=[convert.usage_of(usage, policy)])
+        after = check_namespace(request.page_token) if request.page_token else ""
+        page = keeping.usages(after, USAGE_PAGE)
+        files, nbytes = keeping.quarantine_census()
+        return pb.UsageReply(
+            namespaces=[convert.usage_of(usage, policy) for usage in page],
+            next_page_token=page[-1].namespace if len(page) == USAGE_PAGE else "",
+            free_bytes=self._store.free_bytes(),
+            free_bytes_target=policy.free_bytes_target,
+            quarantined_files=files,
+            quarantined_bytes=nbytes,
+            scrub=convert.scrub_of(self._keeping.scrub_progress, self._config.scrub_every_s),
+        )
 
     async def _verify(self, request: pb.VerifyRequest, context: _Context) -> None:
         async with self._answering("Verify", context):
             verdicts = self._verdicts(request)
             while (verdict := await self._in_thread(next, verdicts, None)) is not None:
-                await context.write(convert.reply_of(verdict))
+                done = None
+                if request.quarantine:
+                    done = await self._in_thread(self._store.keeping.quarantine, verdict)
+                await context.write(convert.reply_of(verdict, quarantined=done is not None))
 
     def _verdicts(self, request: pb.VerifyRequest) -> Iterator[Verdict]:
         if request.sample_id:
             return _once(lambda: self._store.verify(convert.key_of(request.namespace, request.sample_id)))
         return self._store.verify_all(check_namespace(request.namespace) if request.namespace else "")
+
+
+def _covers(request: pb.ReadRequest, reader: SampleReader) -> bool:
+    """Whether every row was asked for, of whichever layers: such a read counts for delete_after_reads."""
+    rows = reader.file.header.num_tokens
+    return request.start == 0 and (not request.HasField("stop") or request.stop == rows)
 
 
 def _once(verify: Callable[[], Verdict]) -> Iterator[Verdict]:

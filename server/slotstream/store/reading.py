@@ -6,7 +6,7 @@ Plain reads, no mmap: a file that somebody truncates under a mapping kills the p
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -36,16 +36,20 @@ class RowBlock:
 class SampleReader:
     """An open sample file. It stays readable when the sample is deleted meanwhile. Use as a context manager."""
 
-    def __init__(self, files: Files, path: Path, record: SampleRecord) -> None:
-        """Raises Damaged when the file is not the one that `record` describes, FileNotFoundError and OSError."""
+    def __init__(self, files: Files, path: Path, record: SampleRecord, closed: Callable[[], None] = lambda: None) -> None:
+        """`closed` is called once, by `close`. Raises Damaged when the file is not the one that `record` describes,
+        FileNotFoundError and OSError; nothing is open then, and `closed` is not called.
+        """
         self.record = record
         self._files = files
+        self._closed: Callable[[], None] = lambda: None
         self._fd = files.open_read(path)
         try:
             self.file = self._checked()
         except BaseException:
             self.close()
             raise
+        self._closed = closed
 
     def _checked(self) -> SampleFile:
         file = read_sample_file(self._files, self._fd)
@@ -57,6 +61,7 @@ class SampleReader:
         fd, self._fd = self._fd, -1
         if fd >= 0:
             self._files.close(fd)
+            self._closed()
 
     def __enter__(self) -> Self:
         return self

@@ -6,15 +6,16 @@
     row ARRIVING, no partial, no file                   FAILED (INTERRUPTED)
     whole file, no row or a row ARRIVING or FAILED      COMMITTED, from the file itself (renamed, its row was lost)
     row COMMITTED, whole file                           as it was
-    row COMMITTED, no file                              FAILED (DAMAGED)
+    row COMMITTED, no file                              FAILED (DAMAGED), saying so if the quarantine has the file
     row COMMITTED, file of another size or header       as it was: every read of it is refused as DAMAGED
     row DELETING, file or no file                       file and row removed
     file that is not a sample, or not of its path       left alone; `slotstream verify` calls it FOREIGN
     catalogue missing                                   rebuilt from the files (failed samples are forgotten)
     catalogue corrupt                                   moved aside as catalog.sqlite.corrupt-<ns>, rebuilt, logged
 
-Rows that a power cut took from the catalogue are among these cases: the file is there and its row is not. After a clean
-shutdown nothing can be missing, so only partials and rows that are neither COMMITTED nor FAILED are looked for.
+Rows that a power cut took from the catalogue are among these cases: the file is there and its row is not. A deletion's row is
+durable before its file goes, so what was deleted does not come back as DAMAGED. After a clean shutdown nothing can be missing,
+so only partials and rows that are neither COMMITTED nor FAILED are looked for.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from pathlib import Path
 
 from slotstream.store.catalogue import FILE_NAME, Catalogue, CatalogueCorrupt
 from slotstream.store.files import Files
+from slotstream.store.quarantine import holds
 from slotstream.store.records import PARTIAL_SUFFIX, SampleKey, SampleRecord, State
 from slotstream.store.sample_file import SampleFile, read_sample_file
 from slotstream.store.verifying import key_of_path, tree_files
@@ -94,8 +96,10 @@ def recover(files: Files, data_dir: Path, catalogue: Catalogue) -> Recovered:
             catalogue.put_failed(record, Interrupted.code, _INTERRUPTED).result()
             done.interrupted += 1
         elif record.state is State.COMMITTED and files.path_size(record.key.path(data_dir)) is None:
-            _log.error("sample %s was committed and its file is gone", record.key)
-            catalogue.put_damaged(record, "the file of the committed sample is gone").result()
+            quarantined = holds(files, data_dir, record.key, record.committed_unix_ns)
+            where = "in the quarantine" if quarantined else "gone"
+            _log.error("sample %s was committed and its file is %s", record.key, where)
+            catalogue.put_damaged(record, f"the file of the committed sample is {where}").result()
             done.missing += 1
     return done
 
@@ -184,5 +188,5 @@ def _finish_deletion(files: Files, data_dir: Path, catalogue: Catalogue, record:
     if files.path_size(path) is not None:
         files.unlink(path)
         files.sync_dir(path.parent)
-    catalogue.drop(record.key).result()
+    catalogue.drop_deleting([record.key]).result()
     done.deletions += 1
