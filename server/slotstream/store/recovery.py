@@ -8,7 +8,8 @@
     row COMMITTED, whole file                           as it was
     row COMMITTED, no file                              FAILED (DAMAGED), saying so if the quarantine has the file
     row COMMITTED, file of another size or header       as it was: every read of it is refused as DAMAGED
-    row DELETING, file or no file                       file and row removed
+    row DELETING, its file or no file                   file and row removed
+    row DELETING, another whole file of that sample     COMMITTED, from the file (deleted, sent again, its row was lost)
     file that is not a sample, or not of its path       left alone; `slotstream verify` calls it FOREIGN
     catalogue missing                                   rebuilt from the files (failed samples are forgotten)
     catalogue corrupt                                   moved aside as catalog.sqlite.corrupt-<ns>, rebuilt, logged
@@ -139,13 +140,16 @@ class _Adopting:
         self._adopted = 0
 
     def look_at(self, path: Path) -> None:
-        """Adopts the file if it is a sample that is not catalogued as committed; such a row is trusted: reads check it."""
+        """Adopts the file if it is a sample that is not catalogued as committed; such a row is trusted: reads check it.
+
+        Beside a row that is DELETING, the file may be that of a later upload, whose row a power cut took.
+        """
         key = key_of_path(self._data_dir, path)
         if key is None:
             _log.warning("%s is not a file of a sample; it is left alone", path)
             return
         before = self._catalogue.get(key)
-        if before is not None and before.state in (State.COMMITTED, State.DELETING):
+        if before is not None and before.state is State.COMMITTED:
             return
         try:
             file = _read(self._files, path)
@@ -155,6 +159,8 @@ class _Adopting:
             return
         if file.key != key:
             _log.warning("%s is left alone: it is the file of sample %s", path, file.key)
+            return
+        if before is not None and before.state is State.DELETING and before.header_xxh3 == file.header_xxh3:
             return
         if self._synced != path.parent:  # The server may have died between the rename and its sync.
             self._files.sync_dir(path.parent)

@@ -68,7 +68,7 @@ class Rule:
 class Policy:
     """The rules of a server. Made by `from_toml`; the default one deletes nothing."""
 
-    default: Rule = Rule()
+    default: Rule = field(default_factory=Rule)
     namespaces: Mapping[str, Rule] = field(default_factory=dict)
     free_bytes_target: int = 0  # Bytes of disk that rules with delete_when_full keep free.
 
