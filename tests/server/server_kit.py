@@ -231,6 +231,13 @@ class Reader:
         self.delete = self.channel.unary_unary(
             base + "Delete", read_pb.DeleteRequest.SerializeToString, read_pb.DeleteReply.FromString
         )
+        self.ack = self.channel.unary_unary(base + "Ack", read_pb.AckRequest.SerializeToString, read_pb.AckReply.FromString)
+        self.lease = self.channel.unary_unary(
+            base + "Lease", read_pb.LeaseRequest.SerializeToString, read_pb.LeaseReply.FromString
+        )
+        self.usage = self.channel.unary_unary(
+            base + "Usage", read_pb.UsageRequest.SerializeToString, read_pb.UsageReply.FromString
+        )
 
     def frames(self, **request: Any) -> Iterator[bytes]:
         call: Any = self._read(read_pb.ReadRequest(**request), timeout=TIMEOUT_S)

@@ -70,13 +70,13 @@ class StoreMachine(RuleBasedStateMachine):
         finally:
             self.files.faults = {}
 
-    def _end_process(self) -> None:
+    def _end_process(self, end: Callable[[SampleStore], None] = crash) -> None:
         self.files.faults, self.files.crashed = {}, False
         for _, reader in self.readers:
             reader.close()
         self.readers.clear()
         self.uploads.clear()
-        crash(self.store)
+        end(self.store)
 
     def _look_again(self, *, forgetful: bool = False) -> None:
         """After a start: ghosts are settled. `forgetful`: acks and leases may be lost, as a power cut loses them."""
@@ -232,10 +232,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(cleanly=st.booleans())
     def restart(self, cleanly: bool) -> None:
-        self.files.faults = {}
-        if cleanly:
-            self.store.close()
-        self._end_process()
+        self._end_process(SampleStore.close if cleanly else crash)
         self._plug(self.directory, self.files)
         self._look_again()
 
