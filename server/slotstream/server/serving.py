@@ -121,6 +121,7 @@ class SamplesService:
                 raise BadParams(f"wait_s must be 0 to {WAIT_S_MAX:.0f} seconds")
             reader = await self._open(key, request.wait_s)
             step: Future[bytes | None] | None = None
+            was_whole = False
             try:
                 frames = _frames(reader, request)
                 step = self._pools.reads.submit(next, frames, None)
@@ -129,11 +130,19 @@ class SamplesService:
                     step = self._pools.reads.submit(next, frames, None)
                     await context.write(frame)
                     self._metrics.sent_bytes.inc(len(frame))
-                if _covers(request, reader):
-                    self._store.keeping.count_read(reader.record)
+                was_whole = _covers(request, reader)
             finally:
-                _after(step, reader.close)
-                self._keeping.touch(key.namespace, at_once=True)
+                _after(step, lambda: self._end_read(reader, was_whole))
+
+    def _end_read(self, reader: SampleReader, was_whole: bool) -> None:
+        """Closes the sample; now it may go, if its read was the last that its namespace's rule grants."""
+        reader.close()
+        namespace = reader.record.namespace
+        if was_whole:
+            counted = self._store.keeping.count_read(reader.record)
+            counted.add_done_callback(lambda _: self._keeping.touch(namespace, at_once=True))
+        else:
+            self._keeping.touch(namespace, at_once=True)
 
     @asynccontextmanager
     async def _one_read(self) -> AsyncIterator[None]:

@@ -7,6 +7,7 @@ import sqlite3
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -71,9 +72,9 @@ class Keeping:
         with self._readers_lock:
             return key in self._readers
 
-    def count_read(self, record: SampleRecord) -> None:
-        """Every row of the sample was read. Nobody waits for the count, and a crash may lose the last ones."""
-        self._catalogue.submit(lambda db: retention_sql.count_read(db, record.key, record.committed_unix_ns))
+    def count_read(self, record: SampleRecord) -> Future[None]:
+        """Every row of the sample was read. Done when it is counted; a crash may lose the last counts."""
+        return self._catalogue.submit(lambda db: retention_sql.count_read(db, record.key, record.committed_unix_ns))
 
     # Acks and leases.
 
