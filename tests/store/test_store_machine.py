@@ -48,7 +48,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.ghosts: dict[str, list[Sample]] = {}
         self.acked: set[str] = set()
         self.leased: set[str] = set()
-        self.uploads: list[tuple[Sample, Upload, list[tuple[int, int]]]] = []
+        self.uploads: list[tuple[Sample, Upload, list[tuple[int, int]], set[int]]] = []  # Chunks to send, rows sent.
         self.readers: list[tuple[Sample, SampleReader]] = []
         self._plug(self.root / "0")
 
@@ -110,16 +110,17 @@ class StoreMachine(RuleBasedStateMachine):
         chunks = sample.chunks()
         order.shuffle(chunks)
         if isinstance(upload, Upload):
-            self.uploads.append((sample, upload, chunks))
+            self.uploads.append((sample, upload, chunks, set()))
 
     @precondition(lambda self: self.uploads)
     @rule(which=st.integers(0, 9), count=st.integers(1, 5), again=st.booleans())
     def write(self, which: int, count: int, again: bool) -> None:
         """Some chunks, in a shuffled order; `again`: they will be sent once more."""
-        sample, upload, chunks = self.uploads[which % len(self.uploads)]
+        sample, upload, chunks, sent = self.uploads[which % len(self.uploads)]
         for start, stop in chunks[:count]:
             if isinstance(self._do(lambda start=start, stop=stop: sample.write(upload, start, stop)), SlotStreamError):
                 break
+            sent.add(start)
         if not again:
             del chunks[:count]
 
@@ -127,8 +128,9 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(which=st.integers(0, 9), drop=st.sampled_from([0, 0, 0, 1]))
     def commit(self, which: int, drop: int) -> None:
         """The chunks that are left, but for those that got lost on the way, and then the commit."""
-        sample, upload, chunks = self.uploads.pop(which % len(self.uploads))
-        name, whole = sample.sample_id, drop == 0 or not chunks
+        sample, upload, chunks, sent = self.uploads.pop(which % len(self.uploads))
+        name = sample.sample_id
+        whole = sent | {start for start, _ in chunks[drop:]} == {start for start, _ in sample.chunks()}
         for start, stop in chunks[drop:]:
             if self._do(lambda start=start, stop=stop: sample.write(upload, start, stop)) is Crash:
                 return
@@ -152,7 +154,7 @@ class StoreMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.uploads)
     @rule(which=st.integers(0, 9))
     def abort(self, which: int) -> None:
-        _, upload, _ = self.uploads.pop(which % len(self.uploads))
+        _, upload, _, _ = self.uploads.pop(which % len(self.uploads))
         self._do(lambda: upload.abort(Failure("ABORTED", "no")))
 
     # Reading and keeping.

@@ -46,7 +46,8 @@ def add_verify_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--quarantine",
         action="store_true",
-        help="have the server take damaged samples out of service: they fail with DAMAGED, their files move to DIR/.quarantine",
+        help="have the server take damaged samples out of service: they fail with DAMAGED and their files move to "
+        "DIR/.quarantine (default: change nothing)",
     )
     add_namespace_argument(parser, any_by_default=True)
     add_json_argument(parser)
