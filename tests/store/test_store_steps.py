@@ -66,9 +66,9 @@ def _open(directory: Path) -> tuple[SampleStore, Stepped]:
     store = SampleStore.open(directory, files=files)
     submit = store._catalogue.submit
 
-    def submitted(operation: Any, *, durable: bool = False) -> Future[Any]:
+    def submitted(operation: Any, **how: bool) -> Future[Any]:
         def do() -> Future[Any]:
-            future = submit(operation, durable=durable)
+            future = submit(operation, **how)
             future.exception()  # Done before the next step, so that a kill falls where the list says.
             return future
 
