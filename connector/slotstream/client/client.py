@@ -125,7 +125,7 @@ class Client:
 
         Raises SampleNotFound (the id did not appear within wait_s, nor within the server's own shorter grace for ids that
         nobody has opened), SampleFailed (its `reason` is the code of why), DeadlineExceeded (still arriving after wait_s),
-        BadTokenRange, BadLayers, and Damaged (the file fails its hashes; with some of the layers only, they are not checked).
+        BadTokenRange, BadLayers, and Damaged (the file fails its hashes; of less than half of the layers they are not checked).
         """
         wait_s = float(wait_s)
         if not 0 <= wait_s <= WAIT_S_MAX:
