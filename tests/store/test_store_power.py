@@ -21,7 +21,7 @@ from slotstream.store.sweeping import Sweeper
 from slotstream.wire.errors import SlotStreamError
 
 # The long run: SLOTSTREAM_POWER_ROUNDS=2000.
-ROUNDS = int(os.environ.get("SLOTSTREAM_POWER_ROUNDS", "12"))
+ROUNDS = int(os.environ.get("SLOTSTREAM_POWER_ROUNDS", "8"))
 
 
 def _check(store: SampleStore, expected: dict[str, Sample], possible: dict[str, list[Sample]]) -> None:

@@ -37,6 +37,7 @@ class Housekeeping:
         self._sweeper = Sweeper(store.keeping, config.retention, store.free_bytes)
         self._scrubber = Scrubber(store.keeping, config.scrub_bytes_per_s, metrics.scrubbed_bytes.inc)
         self._is_healthy = True
+        self._trouble = ""
         self._touched: set[str] = set()
         self._touched_lock = threading.Lock()
         self._wake = threading.Event()
@@ -99,13 +100,15 @@ class Housekeeping:
         try:
             done = [self._sweeper.sweep(None if full else sorted(touched)), self._sweeper.make_room()]
         except SlotStreamError as error:
-            _log.warning("retention stops for now: %s", error)
+            self._say(f"retention stops for now: {error}")
             with self._touched_lock:
                 self._touched |= touched
             return False
         except Exception:
             _log.exception("a fault in retention; it goes on with the next sweep")
             return True
+        starved = any(swept.starved for swept in done)
+        self._say("less than free_bytes_target is free, and nothing more may be deleted for that" if starved else "")
         for swept in done:
             self._count(swept)
         if any(swept.unfinished for swept in done):
@@ -114,6 +117,12 @@ class Housekeeping:
             self._wake.set()
             return False
         return True
+
+    def _say(self, trouble: str) -> None:
+        """Logs what keeps retention from its work, once, not each second."""
+        if trouble and trouble != self._trouble:
+            _log.warning("%s", trouble)
+        self._trouble = trouble
 
     def _count(self, swept: Swept) -> None:
         for reason, count in swept.samples.items():

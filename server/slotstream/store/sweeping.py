@@ -18,17 +18,20 @@ from slotstream.store.retention_sql import Candidate, Queue, Usage
 
 _log = logging.getLogger(__name__)
 _PAGE = 64  # Candidates looked at, and deleted, at a time: the length of the catalogue's transaction.
-_BUDGET = 1024  # Samples deleted, or found in use, before a sweep lets its caller look around.
+_BUDGET = 1024  # Samples deleted before a sweep lets its caller look around; how many are in use has limits of its own.
 _BEGIN = (-(1 << 62), -1)
 
 
 @dataclass(slots=True)
 class Swept:
-    """What a sweep did. `unfinished`: it stopped at its budget; the caller should call again."""
+    """What a sweep did. `unfinished`: it stopped at its budget; the caller should call again. `starved`: room is still
+    missing, and nothing more may be deleted for that.
+    """
 
     samples: Counter[Reason] = field(default_factory=Counter)
     bytes: Counter[Reason] = field(default_factory=Counter)
     unfinished: bool = False
+    starved: bool = False
 
 
 class Sweeper:
@@ -97,7 +100,7 @@ class _Sweep:
         while nbytes > 0 and not self._is_spent():
             page = to_free(nbytes, _first(oldest, _PAGE))
             if not page:
-                _log.warning("less than free_bytes_target is free, and nothing more may be deleted for that")
+                self.done.starved = True
                 return
             nbytes -= sum(candidate.file_bytes for candidate in self._delete(page, [Reason.FREE_SPACE] * len(page)))
 
@@ -145,7 +148,7 @@ class _Sweep:
             self.done.samples[why[candidate.key]] += 1
             self.done.bytes[why[candidate.key]] += candidate.file_bytes
             _log.debug("deleted %s: %s", candidate.key, why[candidate.key])
-        self._budget -= len(page)
+        self._budget -= len(deleted)
         return deleted
 
     def _is_spent(self) -> bool:
