@@ -136,7 +136,7 @@ class SampleReader:
         runs = [(first * layer_bytes, (first + count) * layer_bytes) for first, count in _runs(positions)]
         step = max(1, _PIECES_MAX // len(runs))
         for block in self._whole_rows(start, stop):
-            (whole,) = map(memoryview, block.data)
+            whole = memoryview(block.data[0])
             for first in range(0, block.rows, step):
                 rows = range(first, min(first + step, block.rows))
                 pieces = [whole[row * header.row_bytes :][begin:end] for row in rows for begin, end in runs]
