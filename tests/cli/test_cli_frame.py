@@ -67,7 +67,6 @@ def test_help_imports_nothing_heavy() -> None:
         [],
         ["nonsense"],
         ["--nonsense"],
-        ["stat"],
         ["rm"],
         ["get"],
         ["get", "a", "b"],

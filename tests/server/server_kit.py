@@ -233,6 +233,9 @@ class Reader:
         self.stat = method(unary, "Stat", read_pb.StatRequest, sample_pb2.SampleInfo)
         self.list = method(unary, "List", read_pb.ListRequest, read_pb.ListReply)
         self.delete = method(unary, "Delete", read_pb.DeleteRequest, read_pb.DeleteReply)
+        self.ack = method(unary, "Ack", read_pb.AckRequest, read_pb.AckReply)
+        self.lease = method(unary, "Lease", read_pb.LeaseRequest, read_pb.LeaseReply)
+        self.usage = method(unary, "Usage", read_pb.UsageRequest, read_pb.UsageReply)
 
     def frames(self, **request: Any) -> Iterator[bytes]:
         call: Any = self._read(read_pb.ReadRequest(**request), timeout=TIMEOUT_S)

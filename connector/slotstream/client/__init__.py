@@ -4,7 +4,7 @@ Needs torch only to return tensors; `slotstream.client.dataset.SampleDataset` is
 """
 
 from slotstream.client.client import Client, connect
-from slotstream.client.info import SampleInfo, SampleState, Verdict
+from slotstream.client.info import NamespaceUsage, SampleInfo, SampleState, Usage, Verdict
 from slotstream.client.reading import RowBlock, RowReader
 from slotstream.client.tensors import Sample
 from slotstream.wire.errors import (
@@ -14,6 +14,7 @@ from slotstream.wire.errors import (
     ConfigError,
     Damaged,
     DeadlineExceeded,
+    Leased,
     PermissionDenied,
     SampleFailed,
     SampleNotFound,
@@ -31,6 +32,8 @@ __all__ = [
     "ConfigError",
     "Damaged",
     "DeadlineExceeded",
+    "Leased",
+    "NamespaceUsage",
     "PermissionDenied",
     "RowBlock",
     "RowReader",
@@ -43,6 +46,7 @@ __all__ = [
     "SlotStreamError",
     "StillArriving",
     "Unauthenticated",
+    "Usage",
     "Verdict",
     "connect",
 ]

@@ -7,11 +7,12 @@ import datetime
 import math
 import operator
 import os
+import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Self
 
-from slotstream.client.info import SampleInfo, Verdict, unix_ns, wire_state
+from slotstream.client.info import NamespaceUsage, SampleInfo, Usage, Verdict, unix_ns, wire_state
 from slotstream.client.reading import RowReader
 from slotstream.client.rpc import Rpc
 from slotstream.client.tensors import Sample, receive_sample, require_torch
@@ -23,6 +24,7 @@ from slotstream.wire.names import (
     DEFAULT_NAMESPACE,
     LAYERS_MAX,
     ROWS_MAX,
+    check_holder,
     check_namespace,
     check_sample_id,
     check_tags,
@@ -34,6 +36,7 @@ TLS_VARIABLES = ("SLOTSTREAM_TLS_CA", "SLOTSTREAM_TLS_CERT", "SLOTSTREAM_TLS_KEY
 WAIT_S_MAX = 3600.0
 PAGE_SIZE_MAX = 1000
 FILTER_TAGS_MAX = 8
+LEASE_S_MAX = 86_400.0
 # Verify answers once a sample, and the largest one takes minutes to hash.
 _VERIFY_STALL_S = 3600.0
 
@@ -103,6 +106,7 @@ class Client:
     def __init__(self, rpc: Rpc, *, stall_timeout_s: float) -> None:
         self._rpc = rpc
         self._stall_timeout_s = stall_timeout_s
+        self._holder = f"client-{secrets.token_hex(8)}"
 
     @property
     def address(self) -> str:
@@ -122,14 +126,20 @@ class Client:
         stop: int | None = None,
         layers: Sequence[int] | None = None,
         wait_s: float = 30.0,
+        ack: bool = False,
     ) -> Sample:
         """Rows [start, stop) of a sample as tensors; arguments, waiting and errors as in `read`.
+
+        ack: once the tensors are here, `ack` the sample: where the server's rules say so, it deletes it then.
 
         Raises also ImportError, naming the extra, where torch is not installed.
         """
         require_torch()
         with self.read(sample_id, namespace=namespace, start=start, stop=stop, layers=layers, wait_s=wait_s) as reader:
-            return receive_sample(reader)
+            sample = receive_sample(reader)
+        if ack:
+            self.ack(sample_id, namespace=namespace)
+        return sample
 
     def read(
         self,
@@ -150,7 +160,7 @@ class Client:
 
         Raises SampleNotFound (the id did not appear within wait_s, nor within the server's own shorter grace for ids that
         nobody has opened), SampleFailed (its `reason` is the code of why), DeadlineExceeded (still arriving after wait_s),
-        BadTokenRange, BadLayers, and Damaged (the file fails its hashes; with some of the layers only, they are not checked).
+        BadTokenRange, BadLayers, and Damaged (the file fails its hashes; of less than half of the layers they are not checked).
         """
         wait_s = float(wait_s)
         if not 0 <= wait_s <= WAIT_S_MAX:
@@ -210,11 +220,52 @@ class Client:
         return self._pages(request, page_size, limit)
 
     def delete(self, sample_id: str, *, namespace: str = DEFAULT_NAMESPACE) -> None:
-        """Removes a committed or failed sample, file and catalogue row. Raises SampleNotFound, StillArriving."""
+        """Removes a committed or failed sample, file and catalogue row. Raises SampleNotFound, StillArriving, Leased."""
         self._rpc.delete(samples_pb2.DeleteRequest(namespace=check_namespace(namespace), sample_id=check_sample_id(sample_id)))
 
-    def verify(self, sample_id: str | None = None, *, namespace: str | None = None) -> Iterator[Verdict]:
+    def ack(self, sample_id: str, *, namespace: str = DEFAULT_NAMESPACE) -> None:
+        """Says that this reader is done with a committed sample. Raises SampleNotFound.
+
+        Where the namespace's rule says delete_on_ack, the server deletes the sample as soon as nobody else reads it or holds
+        a lease on it; elsewhere the ack is only noted. Acking twice is fine while the sample is there.
+        """
+        self._rpc.ack(samples_pb2.AckRequest(namespace=check_namespace(namespace), sample_id=check_sample_id(sample_id)))
+
+    def lease(self, sample_id: str, seconds: float, *, namespace: str = DEFAULT_NAMESPACE, holder: str | None = None) -> int:
+        """Keeps a committed sample from being deleted for so long from now, at most a day; when that ends, in Unix ns.
+
+        A later call replaces this client's lease on it, and 0 seconds give it back (0 is returned). `holder`: in whose
+        name, by default this client's own; with a fixed name a restarted reader replaces the lease of its past life.
+        An open read needs no lease: it is never deleted under its reader. Raises SampleNotFound, BadParams and, where too
+        many leases are held, StoreFull.
+        """
+        if not 0 <= seconds <= LEASE_S_MAX:
+            raise BadParams(f"a lease lasts 0 to {LEASE_S_MAX:g} seconds, not {seconds}")
+        request = samples_pb2.LeaseRequest(
+            namespace=check_namespace(namespace),
+            sample_id=check_sample_id(sample_id),
+            holder=self._holder if holder is None else check_holder(holder),
+            seconds=seconds,
+        )
+        return self._rpc.lease(request).leased_until_unix_ns
+
+    def usage(self, *, namespace: str | None = None) -> Usage:
+        """What the server holds, by namespace; of one namespace alone, only what is its."""
+        request = samples_pb2.UsageRequest(namespace="" if namespace is None else check_namespace(namespace))
+        first = reply = self._rpc.usage(request)
+        spaces = [*reply.namespaces]
+        while reply.next_page_token:
+            request.page_token = reply.next_page_token
+            reply = self._rpc.usage(request)
+            spaces += reply.namespaces
+        return Usage.from_wire(tuple(map(NamespaceUsage.from_wire, spaces)), first)
+
+    def verify(
+        self, sample_id: str | None = None, *, namespace: str | None = None, quarantine: bool = False
+    ) -> Iterator[Verdict]:
         """Has the server check stored samples against their hashes; one verdict a sample, sound or damaged, as they come.
+
+        quarantine: have it take damaged ones out of service too: they fail with DAMAGED, their files are moved aside.
 
         sample_id None: every committed sample, of every namespace if that is None too. An id without a namespace is one of
         the default namespace; SampleNotFound when it is not stored there.
@@ -224,6 +275,7 @@ class Client:
         request = samples_pb2.VerifyRequest(
             namespace="" if namespace is None else check_namespace(namespace),
             sample_id="" if sample_id is None else check_sample_id(sample_id),
+            quarantine=quarantine,
         )
         return self._verdicts(request)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 import os
@@ -45,8 +46,11 @@ class SampleDataset(IterableDataset[Sample]):
         layers: Sequence[int] | None = None,
         rank: int = 0,
         world_size: int = 1,
+        ack: bool = False,
     ) -> None:
-        """Filters as in `Client.list`, `layers` as in `Client.get`. Raises ConfigError for a rank outside the world size.
+        """Filters as in `Client.list`, `layers` as in `Client.get`. `ack`: ack each sample once the next one is asked for.
+
+        Raises ConfigError for a rank outside the world size.
 
         A client that is passed stays the caller's to close; with an address the dataset opens its own when first iterated,
         with the token and certificates that the environment names (see `connect`).
@@ -62,6 +66,7 @@ class SampleDataset(IterableDataset[Sample]):
         self._created_from_ns, self._created_until_ns = unix_ns(created_from), unix_ns(created_until)
         self._layers = None if layers is None else tuple(layers)
         self._rank, self._world_size = rank, world_size
+        self._ack = ack
         # Shared with worker processes, forked or spawned: tells state_dict() that it is not the one who knows.
         self._iterated_by_workers = require_torch().zeros(1, dtype=require_torch().uint8).share_memory_()
         self._received = 0
@@ -88,6 +93,9 @@ class SampleDataset(IterableDataset[Sample]):
             self._received += 1
             self._cursor = _Cursor.after(self._cursor, info)
             yield sample
+            if self._ack:  # Only now: who asks for the next sample has got this one.
+                with contextlib.suppress(SampleNotFound):
+                    client.ack(info.sample_id, namespace=info.namespace)
 
     def state_dict(self) -> dict[str, Any]:
         """Where this pass is, as plain values. Raises RuntimeError where only the worker processes know (see the class)."""

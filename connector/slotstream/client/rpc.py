@@ -1,4 +1,4 @@
-"""The five calls of `slotstream.v1.Samples` over one channel, their deadlines, and what their failures mean here."""
+"""The calls of `slotstream.v1.Samples` over one channel, their deadlines, and what their failures mean here."""
 
 from __future__ import annotations
 
@@ -79,6 +79,21 @@ class Rpc:
             request_serializer=samples_pb2.DeleteRequest.SerializeToString,
             response_deserializer=samples_pb2.DeleteReply.FromString,
         )
+        self._ack = unary(
+            _SERVICE + "Ack",
+            request_serializer=samples_pb2.AckRequest.SerializeToString,
+            response_deserializer=samples_pb2.AckReply.FromString,
+        )
+        self._lease = unary(
+            _SERVICE + "Lease",
+            request_serializer=samples_pb2.LeaseRequest.SerializeToString,
+            response_deserializer=samples_pb2.LeaseReply.FromString,
+        )
+        self._usage = unary(
+            _SERVICE + "Usage",
+            request_serializer=samples_pb2.UsageRequest.SerializeToString,
+            response_deserializer=samples_pb2.UsageReply.FromString,
+        )
         # Replies stay bytes: protobuf would copy the rows several times over (see slotstream.wire.frames).
         self._read = stream(
             _SERVICE + "Read",
@@ -124,6 +139,17 @@ class Rpc:
 
     def delete(self, request: samples_pb2.DeleteRequest) -> None:
         self._call(self._delete, request)
+
+    def ack(self, request: samples_pb2.AckRequest) -> None:
+        self._call(self._ack, request)
+
+    def lease(self, request: samples_pb2.LeaseRequest) -> samples_pb2.LeaseReply:
+        reply: samples_pb2.LeaseReply = self._call(self._lease, request)
+        return reply
+
+    def usage(self, request: samples_pb2.UsageRequest) -> samples_pb2.UsageReply:
+        reply: samples_pb2.UsageReply = self._call(self._usage, request)
+        return reply
 
     def read(self, request: samples_pb2.ReadRequest) -> WatchedStream[bytes]:
         self._check_open()

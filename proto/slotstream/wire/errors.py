@@ -25,6 +25,7 @@ __all__ = [
     "HashMismatch",
     "InternalFault",
     "Interrupted",
+    "Leased",
     "MissingRows",
     "PermissionDenied",
     "ProtocolViolation",
@@ -38,6 +39,7 @@ __all__ = [
     "StagingFull",
     "StillArriving",
     "StoreFull",
+    "StoreGone",
     "TooLarge",
     "TooMany",
     "TooSlow",
@@ -151,6 +153,12 @@ class StoreFull(SlotStreamError):
     code, status, retryable = "STORE_FULL", "RESOURCE_EXHAUSTED", True
 
 
+class StoreGone(SlotStreamError):
+    """The data directory that the server opened is not at its path any more: unmounted, moved or replaced."""
+
+    code, status, retryable = "STORE_GONE", "UNAVAILABLE", True
+
+
 class TooLarge(SlotStreamError):
     """Something a peer sent is past its limit."""
 
@@ -199,6 +207,12 @@ class ProtocolViolation(SlotStreamError):
 
 class StillArriving(SlotStreamError):
     code, status, retryable = "STILL_ARRIVING", "FAILED_PRECONDITION", True
+
+
+class Leased(SlotStreamError):
+    """A reader holds a lease on the sample: it cannot be deleted before the lease ends."""
+
+    code, status, retryable = "LEASED", "FAILED_PRECONDITION", True
 
 
 class Damaged(SlotStreamError):

@@ -22,6 +22,7 @@ from slotstream.server.arrivals import Arrivals
 from slotstream.server.config import ServerConfig
 from slotstream.server.gate import Gate
 from slotstream.server.healthcheck import HealthService
+from slotstream.server.housekeeping import Housekeeping
 from slotstream.server.ingest import IngestService, server_version
 from slotstream.server.lane import Pools
 from slotstream.server.logs import configure_logging
@@ -116,8 +117,10 @@ class Server:
         self._closing.push_async_callback(asyncio.to_thread, pools.shutdown)
         self.metrics = metrics = Metrics(store)
         self._arrivals = Arrivals()
-        self._ingest = IngestService(config, store, pools, metrics, self._arrivals, gate)
-        self._samples = SamplesService(config, store, pools, metrics, self._arrivals, gate)
+        self._keeping = Housekeeping(config, store, metrics, self._directory_changed)
+        self._ingest = IngestService(config, store, pools, metrics, self._arrivals, gate, self._keeping.touch)
+        self._samples = SamplesService(config, store, pools, metrics, self._arrivals, gate, self._keeping)
+        self._loop = asyncio.get_running_loop()
         self._health = HealthService()
         self._grpc = grpc.aio.server(
             options=(
@@ -147,8 +150,14 @@ class Server:
             self._closing.push_async_callback(asyncio.to_thread, stop_metrics)
             _log.info("metrics on http://%s/metrics", self.metrics_address)
         await self._grpc.start()
+        self._keeping.start()
+        self._closing.push_async_callback(asyncio.to_thread, self._keeping.stop)
         self._closing.push_async_callback(self._stop_grpc)
         _log.info("slotstream %s listening on %s", server_version(), self.address)
+
+    def _directory_changed(self, healthy: bool) -> None:
+        with contextlib.suppress(RuntimeError):  # The loop is closed: the process is ending.
+            self._loop.call_soon_threadsafe(self._health.change, healthy)
 
     def _open_store(self) -> SampleStore:
         return SampleStore.open(self.config.data_dir, free_bytes_min=self.config.free_bytes_min)
@@ -170,7 +179,7 @@ class Server:
 
     async def drain(self, hurry: asyncio.Event | None = None) -> None:
         """Take no more samples, and let open ones and running reads finish within drain_s, or until `hurry` is set."""
-        self._health.stop_serving()
+        self._health.stop_for_good()
         self._ingest.drain()
         deadline = asyncio.get_running_loop().time() + self.config.drain_s
         await _until(self._ingest.idle(), deadline, hurry)

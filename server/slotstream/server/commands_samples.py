@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from slotstream.client import SampleInfo
 
 _STATES = ("arriving", "committed", "failed")
+_LATEST_S = 253_402_300_799  # The end of the year 9999, the last that a datetime can be in.
 _STATE_STYLES = {"arriving": "yellow", "committed": "green", "failed": "red"}
 
 
@@ -90,15 +91,23 @@ def run_ls(arguments: argparse.Namespace) -> int:
 
 
 def add_stat_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("sample_id", metavar="ID", nargs="+", help="sample ids")
+    parser.add_argument("sample_id", metavar="ID", nargs="*", help="sample ids (default: none, show what the server holds)")
     add_server_argument(parser)
     add_access_arguments(parser)
     add_namespace_argument(parser)
     add_json_argument(parser)
-    parser.epilog = "example:\n  slotstream stat my-sample other-sample --json | jq .metadata\n"
+    parser.epilog = """\
+examples:
+  slotstream stat my-sample other-sample --json | jq .metadata
+  slotstream stat                         # by namespace: samples, bytes, rules; free space, quarantine, scrubbing
+"""
 
 
 def run_stat(arguments: argparse.Namespace) -> int:
+    if not arguments.sample_id:
+        from slotstream.server.commands_usage import run_usage
+
+        return run_usage(arguments)
     failures = 0
     with open_client(arguments) as client:
         for number, sample_id in enumerate(arguments.sample_id):
@@ -164,6 +173,10 @@ def facts(info: SampleInfo) -> list[str]:
         ("file", f"{size_text(info.file_bytes)} ({info.file_bytes} bytes)" if info.file_bytes else ""),
         ("created", _time_text(info.created_unix_ns)),
         ("committed", _time_text(info.committed_unix_ns) if info.committed_unix_ns else ""),
+        ("reads", str(info.reads) if info.reads else ""),
+        ("acked", _time_text(info.acked_unix_ns) if info.acked_unix_ns else ""),
+        ("leased until", _until_text(info.leased_until_unix_ns) if info.leased_until_unix_ns else ""),
+        ("expires", _until_text(info.expires_unix_ns) if info.expires_unix_ns else ""),
         *((f"tag {key}", value) for key, value in sorted(info.tags.items())),
         *((f"metadata {key}", value) for key, value in sorted(info.metadata.items())),
     ]
@@ -222,6 +235,11 @@ def _confirmed(ids: Sequence[str], namespace: str) -> bool:
 def _time_text(unix_ns: int) -> str:
     when = datetime.datetime.fromtimestamp(unix_ns // 1_000_000_000, datetime.UTC)
     return f"{when:%Y-%m-%dT%H:%M:%S}Z ({age_text(unix_ns, time.time_ns())} ago)"
+
+
+def _until_text(unix_ns: int) -> str:
+    seconds = min(unix_ns // 1_000_000_000, _LATEST_S)
+    return f"{datetime.datetime.fromtimestamp(seconds, datetime.UTC):%Y-%m-%dT%H:%M:%S}Z"
 
 
 def _limit(text: str) -> int:

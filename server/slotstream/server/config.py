@@ -5,9 +5,10 @@ from __future__ import annotations
 import ipaddress
 import logging
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from slotstream.store.retention import Policy
 from slotstream.store.samples import FREE_BYTES_MIN
 from slotstream.wire.address import check_address
 from slotstream.wire.errors import ConfigError
@@ -59,6 +60,9 @@ class ServerConfig:
     stream_idle_s: float = 3600.0  # How long a stream with open samples may say nothing.
     sample_s_max: float = 86400.0  # How long a sample may take from its open to its commit.
     read_stall_s: float = 300.0  # How long a reader may not take what it asked for.
+    retention: Policy = field(default_factory=Policy)  # Which samples may be deleted; by default none.
+    scrub_every_s: float = 7 * 86400.0  # How often everything stored is read and checked; 0: never.
+    scrub_bytes_per_s: float = float(32 << 20)  # How fast.
 
     def __post_init__(self) -> None:
         _check_address("--listen", self.listen)
@@ -78,6 +82,8 @@ class ServerConfig:
             _at_least("--" + name.replace("_", "-"), getattr(self, name), 1)
         for name in _PATIENCES:
             _at_least("--" + name.replace("_", "-"), getattr(self, name), 0.1)
+        _at_least("--scrub-every-s", self.scrub_every_s, 0)
+        _at_least("--scrub-bytes-per-s", self.scrub_bytes_per_s, 1)
         self._check_security()
 
     def _check_security(self) -> None:

@@ -26,15 +26,23 @@ class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
     def __init__(self) -> None:
         self._statuses: dict[str, int] = {}
         self._changes: set[asyncio.Event] = set()
+        self._stopped = False
         self._shares = Shares("health watches", _WATCHES_MAX, _WATCHES_MAX)
 
     def serve(self, *services: str) -> None:
         """These are SERVING."""
         self._statuses = dict.fromkeys(services, _Reply.SERVING)
 
-    def stop_serving(self) -> None:
-        """All of them are NOT_SERVING from now on, and whoever watches hears of it."""
-        self._statuses = dict.fromkeys(self._statuses, _Reply.NOT_SERVING)
+    def stop_for_good(self) -> None:
+        """All of them are NOT_SERVING from now on."""
+        self.change(False)
+        self._stopped = True
+
+    def change(self, serving: bool) -> None:
+        """All of them are SERVING, or are not, and whoever watches hears of it. Nothing, once they stopped for good."""
+        if self._stopped:
+            return
+        self._statuses = dict.fromkeys(self._statuses, _Reply.SERVING if serving else _Reply.NOT_SERVING)
         for change in self._changes:
             change.set()
 

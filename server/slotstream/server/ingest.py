@@ -11,7 +11,7 @@ import logging
 import math
 import sys
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from importlib import metadata as packages
 from typing import Any
@@ -67,9 +67,18 @@ class IngestService:
     """All ingest streams of a server."""
 
     def __init__(
-        self, config: ServerConfig, store: SampleStore, pools: Pools, metrics: Metrics, arrivals: Arrivals, gate: Gate
+        self,
+        config: ServerConfig,
+        store: SampleStore,
+        pools: Pools,
+        metrics: Metrics,
+        arrivals: Arrivals,
+        gate: Gate,
+        committed: Callable[[str], None],
     ) -> None:
+        """`committed` is told the namespace of every sample that was stored."""
         self.config = config
+        self._committed = committed
         self.store = store
         self.pools = pools
         self.metrics = metrics
@@ -130,6 +139,8 @@ class IngestService:
             self.metrics.samples.labels("duplicate" if ended.duplicate else "committed", "").inc()
             self.metrics.open_to_durable.observe(ended.open_s)
             self.metrics.commit_to_durable.observe(ended.commit_s)
+            if lane.key is not None:
+                self._committed(lane.key.namespace)
             _log.debug("sample %s committed", lane.key)
         else:
             self.metrics.samples.labels("failed", code_label(ended.failure.code)).inc()

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from slotstream.server.config import LOG_FORMATS, LOG_LEVELS, ServerConfig
+from slotstream.store.retention import Policy
 
 
 def _default(name: str) -> object:
@@ -63,6 +64,20 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     )
     _add_security_arguments(option)
     _add_limit_arguments(option)
+    parser.add_argument(
+        "--retention",
+        metavar="FILE",
+        type=Path,
+        help="TOML file of the rules by which samples are deleted, see docs/storage.md (default: none, nothing is deleted)",
+    )
+    option(
+        "--scrub-every-s",
+        "scrub_every_s",
+        "how often all that is stored is read and checked in the background; 0: never",
+        metavar="SECONDS",
+        type=float,
+    )
+    option("--scrub-bytes-per-s", "scrub_bytes_per_s", "how fast that reads", metavar="BYTES", type=float)
     parser.add_argument(
         "--no-malloc-tuning",
         action="store_true",
@@ -129,4 +144,9 @@ def _octal(text: str) -> int:
 
 def config_from_arguments(arguments: argparse.Namespace) -> ServerConfig:
     """The configuration that the parsed options make. Raises ConfigError."""
-    return ServerConfig(**{name: getattr(arguments, name) for name in ServerConfig.__dataclass_fields__})
+    values = {name: getattr(arguments, name) for name in ServerConfig.__dataclass_fields__}
+    if (path := values["retention"]) is None:
+        values["retention"] = Policy()
+    else:
+        values["retention"] = Policy.from_toml(path, free_bytes_min=arguments.free_bytes_min)
+    return ServerConfig(**values)

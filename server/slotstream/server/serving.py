@@ -1,4 +1,4 @@
-"""The Samples service: reads, listings, deletions and checks. v1/samples.proto is its specification."""
+"""The Samples service: reads, listings, deletions, checks, acks and leases. v1/samples.proto is its specification."""
 
 from __future__ import annotations
 
@@ -19,11 +19,13 @@ from slotstream.server import convert
 from slotstream.server.arrivals import Arrivals
 from slotstream.server.config import ServerConfig
 from slotstream.server.gate import Gate, Session, Shares
+from slotstream.server.housekeeping import Housekeeping
 from slotstream.server.lane import Pools
 from slotstream.server.metrics import Metrics
 from slotstream.server.status import abort
 from slotstream.store.reading import RowBlock, SampleReader
 from slotstream.store.records import SampleKey, State
+from slotstream.store.retention import Reason
 from slotstream.store.samples import SampleStore
 from slotstream.store.verifying import Verdict
 from slotstream.v1 import sample_pb2
@@ -42,6 +44,7 @@ from slotstream.wire.names import CONTROL_BYTES_MAX, DEFAULT_NAMESPACE, check_na
 
 _log = logging.getLogger(__name__)
 WAIT_S_MAX = 3600.0
+USAGE_PAGE = 1000
 _Context = grpc.aio.ServicerContext[Any, Any]
 _PEERS_ASSUMED = 4  # So many peers may each have all the requests that one may have.
 _PAGE_BYTES_MAX = 8 << 20
@@ -49,14 +52,24 @@ _VERIFIES_MAX = 4  # Each keeps a thread and the disk busy for as long as it las
 _OneSample = pb.ReadRequest | pb.StatRequest | pb.DeleteRequest | pb.VerifyRequest
 _T = TypeVar("_T")
 _Message = TypeVar("_Message", bound=Message)
+# Requests that name one sample.
+_Named = pb.ReadRequest | pb.StatRequest | pb.DeleteRequest | pb.VerifyRequest | pb.AckRequest | pb.LeaseRequest
 
 
 class SamplesService:
     """Requests of trainers and people. Disk and catalogue are asked from threads, never on the event loop."""
 
     def __init__(
-        self, config: ServerConfig, store: SampleStore, pools: Pools, metrics: Metrics, arrivals: Arrivals, gate: Gate
+        self,
+        config: ServerConfig,
+        store: SampleStore,
+        pools: Pools,
+        metrics: Metrics,
+        arrivals: Arrivals,
+        gate: Gate,
+        keeping: Housekeeping,
     ) -> None:
+        self._keeping = keeping
         self._config = config
         self._store = store
         self._pools = pools
@@ -81,6 +94,9 @@ class SamplesService:
             "Stat": _unary(self._stat, sample_pb2.SampleInfo),
             "List": _unary(self._list, pb.ListReply),
             "Delete": _unary(self._delete, pb.DeleteReply),
+            "Ack": _unary(self._ack, pb.AckReply),
+            "Lease": _unary(self._lease, pb.LeaseReply),
+            "Usage": _unary(self._usage, pb.UsageReply),
         }
         return grpc.method_handlers_generic_handler("slotstream.v1.Samples", methods)
 
@@ -126,6 +142,7 @@ class SamplesService:
             _key(session, "read", request)  # Again: the token may have been withdrawn while the read waited.
             reader = await self._open(key)
             step: Future[bytes | None] | None = None
+            was_whole = False
             try:
                 frames = _frames(reader, request)
                 step = self._pools.reads.submit(next, frames, None)
@@ -134,8 +151,19 @@ class SamplesService:
                     step = self._pools.reads.submit(next, frames, None)
                     await self._write(context, frame)
                     self._metrics.sent_bytes.inc(len(frame))
+                was_whole = _covers(request, reader)
             finally:
-                _after(step, reader.close)
+                _after(step, lambda: self._end_read(reader, was_whole))
+
+    def _end_read(self, reader: SampleReader, was_whole: bool) -> None:
+        """Closes the sample; now it may go, if its read was the last that its namespace's rule grants."""
+        reader.close()
+        namespace = reader.record.namespace
+        if was_whole:
+            counted = self._store.keeping.count_read(reader.record)
+            counted.add_done_callback(lambda _: self._keeping.touch(namespace, at_once=True))
+        else:
+            self._keeping.touch(namespace, at_once=True)
 
     async def _write(self, context: _Context, message: Any) -> None:
         """Raises TooSlow when the reader takes nothing for too long: what it holds is a thread's time and an open file."""
@@ -193,11 +221,14 @@ class SamplesService:
 
     async def _stat(self, raw: bytes, context: _Context) -> sample_pb2.SampleInfo:
         async with self._answering("Stat", context) as session:
-            key = _key(session, "read", _parsed(pb.StatRequest, raw))
-            record = await self._in_thread(self._store.stat, key)
-            if record is None:
-                raise SampleNotFound(f"there is no sample {key}")
-            return convert.info_of(record)
+            return await self._in_thread(self._stat_of, _key(session, "read", _parsed(pb.StatRequest, raw)))
+
+    def _stat_of(self, key: SampleKey) -> sample_pb2.SampleInfo:
+        record = self._store.stat(key)
+        if record is None:
+            raise SampleNotFound(f"there is no sample {key}")
+        rule = self._keeping.policy.rule_for(key.namespace)
+        return convert.info_of(record, self._store.keeping.standing(key), rule)
 
     async def _list(self, raw: bytes, context: _Context) -> pb.ListReply:
         async with self._answering("List", context) as session:
@@ -218,7 +249,45 @@ class SamplesService:
         async with self._answering("Delete", context) as session:
             key = _key(session, "delete", _parsed(pb.DeleteRequest, raw))
             await self._in_thread(self._store.delete, key)
+            self._metrics.deleted_samples.labels(str(Reason.REQUEST)).inc()
             return pb.DeleteReply()
+
+    async def _ack(self, raw: bytes, context: _Context) -> pb.AckReply:
+        async with self._answering("Ack", context) as session:
+            key = _key(session, "read", _parsed(pb.AckRequest, raw))
+            await self._in_thread(self._store.keeping.ack, key)
+            self._keeping.touch(key.namespace, at_once=True)
+            return pb.AckReply()
+
+    async def _lease(self, raw: bytes, context: _Context) -> pb.LeaseReply:
+        async with self._answering("Lease", context) as session:
+            request = _parsed(pb.LeaseRequest, raw)
+            key = _key(session, "read", request)
+            until = await self._in_thread(self._store.keeping.lease, key, request.holder, request.seconds)
+            return pb.LeaseReply(leased_until_unix_ns=until)
+
+    async def _usage(self, raw: bytes, context: _Context) -> pb.UsageReply:
+        async with self._answering("Usage", context) as session:
+            request = _parsed(pb.UsageRequest, raw)
+            return await self._in_thread(self._usage_of, request, _spaces(session, "read", request.namespace))
+
+    def _usage_of(self, request: pb.UsageRequest, spaces: tuple[str, ...] | None) -> pb.UsageReply:
+        """Of the namespaces that the caller may read; what concerns everybody only for whoever may read all of them."""
+        policy, keeping = self._keeping.policy, self._store.keeping
+        if spaces is not None:
+            return pb.UsageReply(namespaces=[convert.usage_of(keeping.usage(space), policy) for space in spaces])
+        after = check_namespace(request.page_token) if request.page_token else ""
+        page = keeping.usages(after, USAGE_PAGE)
+        files, nbytes = keeping.quarantine_census()
+        return pb.UsageReply(
+            namespaces=[convert.usage_of(usage, policy) for usage in page],
+            next_page_token=page[-1].namespace if len(page) == USAGE_PAGE else "",
+            free_bytes=self._store.free_bytes(),
+            free_bytes_target=policy.free_bytes_target,
+            quarantined_files=files,
+            quarantined_bytes=nbytes,
+            scrub=convert.scrub_of(self._keeping.scrub_progress, self._config.scrub_every_s),
+        )
 
     async def _verify(self, raw: bytes, context: _Context) -> None:
         async with self._answering("Verify", context) as session:
@@ -226,12 +295,16 @@ class SamplesService:
             verdicts = self._verdicts(session, request)
             with self._verify_shares.one(session.name):
                 while (verdict := await self._in_thread(next, verdicts, None)) is not None:
-                    await self._write(context, convert.reply_of(verdict))
+                    done = None
+                    if request.quarantine:
+                        done = await self._in_thread(self._store.keeping.quarantine, verdict)
+                    await self._write(context, convert.reply_of(verdict, quarantined=done is not None))
 
     def _verdicts(self, session: Session, request: pb.VerifyRequest) -> Iterator[Verdict]:
         """Of one sample for whoever may read it; of all for admins, whose token says of which namespaces."""
         if request.sample_id:
-            key = _key(session, "read", request)
+            # Taking a sample out of service is more than looking at it.
+            key = _key(session, "admin" if request.quarantine else "read", request)
             return _once(lambda: self._store.verify(key))
         spaces = _spaces(session, "admin", request.namespace)
         namespaces = (request.namespace,) if spaces is None else spaces
@@ -248,9 +321,7 @@ def _parsed(kind: type[_Message], raw: bytes) -> _Message:
         raise BadParams(f"the request is not a {kind.__name__}") from error
 
 
-def _key(
-    session: Session, right: str, request: pb.ReadRequest | pb.StatRequest | pb.DeleteRequest | pb.VerifyRequest
-) -> SampleKey:
+def _key(session: Session, right: str, request: _Named) -> SampleKey:
     """The sample that is asked for, if the caller has `right` there. Raises PermissionDenied before anything is looked up."""
     session.principal().check(right, request.namespace or DEFAULT_NAMESPACE)
     return convert.key_of(request.namespace, request.sample_id)
@@ -263,6 +334,12 @@ def _spaces(session: Session, right: str, namespace: str) -> tuple[str, ...] | N
         return principal.spaces(right)
     principal.check(right, namespace)
     return (check_namespace(namespace),)
+
+
+def _covers(request: pb.ReadRequest, reader: SampleReader) -> bool:
+    """Whether every row was asked for, of whichever layers: such a read counts for delete_after_reads."""
+    rows = reader.file.header.num_tokens
+    return request.start == 0 and (not request.HasField("stop") or request.stop == rows)
 
 
 def _once(verify: Callable[[], Verdict]) -> Iterator[Verdict]:

@@ -4,6 +4,8 @@ samples   one row a sample, whatever its state; see the comments in SCHEMA
 tags      one row a sample and tag, so that a tag filter is one index walk
 totals    samples and bytes by state, kept by triggers, so that metrics never scan
 meta      key and value; `clean_shutdown` is 1 while no server has the directory open, `page_key` seals page tokens
+
+What retention needs beside these is in `retention_sql`.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from slotstream.store.records import SampleRecord, State, compact_json
 from slotstream.wire.errors import BadParams
 from slotstream.wire.hashing import xxh3
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 PAGE_SIZE_MAX = 1000
 TAG_FILTERS_MAX = 8
 _TAG_SAMPLE = 1000  # Rows looked at to guess which of several tags is the rarest.
@@ -86,7 +88,7 @@ _UPSERT = (
     f"INSERT INTO samples ({_COLUMNS}) VALUES ({', '.join('?' * len(_COLUMNS.split(', ')))}) "
     "ON CONFLICT (namespace, sample_id) DO UPDATE SET "
     + ", ".join(f"{name} = excluded.{name}" for name in _COLUMNS.split(", ")[2:])
-    + " RETURNING id"
+    + ", reads = 0, acked_unix_ns = 0 RETURNING id"
 )
 
 
@@ -186,14 +188,6 @@ def get(db: sqlite3.Connection, namespace: str, sample_id: str) -> SampleRecord 
     query = f"SELECT {_COLUMNS} FROM samples WHERE namespace = ? AND sample_id = ?"
     row = db.execute(query, (namespace, sample_id)).fetchone()
     return None if row is None else record_from_row(row)
-
-
-def drop(db: sqlite3.Connection, namespace: str, sample_id: str) -> None:
-    db.execute(
-        "DELETE FROM tags WHERE sample = (SELECT id FROM samples WHERE namespace = ? AND sample_id = ?)",
-        (namespace, sample_id),
-    )
-    db.execute("DELETE FROM samples WHERE namespace = ? AND sample_id = ?", (namespace, sample_id))
 
 
 def scan(db: sqlite3.Connection, after_id: int, limit: int, namespace: str = "") -> list[tuple[int, SampleRecord]]:

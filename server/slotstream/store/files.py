@@ -152,6 +152,19 @@ class Files:
         except (FileNotFoundError, NotADirectoryError):
             return None
 
+    def path_identity(self, path: Path) -> tuple[int, int] | None:
+        """Device and inode of what is at `path`, not following a link; None when there is nothing."""
+        try:
+            found = path.lstat()
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        return found.st_dev, found.st_ino
+
+    def identity(self, fd: int) -> tuple[int, int]:
+        """Device and inode of an open file."""
+        found = os.fstat(fd)
+        return found.st_dev, found.st_ino
+
     def free_bytes(self, path: Path) -> int:
         """Bytes that this process may still write below `path`."""
         space = os.statvfs(path)
