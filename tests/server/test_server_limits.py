@@ -56,7 +56,7 @@ def test_a_sample_that_trickles_in_for_too_long_fails_alone(tmp_path: Path) -> N
 
 
 def test_a_reader_that_takes_nothing_is_let_go(tmp_path: Path) -> None:
-    long = Sample(rows=64_000)  # 16 MB: more than gRPC takes of one call before anybody reads it.
+    long = Sample(rows=256_000)  # 64 MB: more than gRPC takes of one call before anybody reads it.
     with RunningServer(tmp_path, read_stall_s=0.2) as running, Peer(running.address) as peer:
         peer.put(long, 1, chunk_rows=8000)
         with Reader(running.address) as reader, Reader(running.address) as other:

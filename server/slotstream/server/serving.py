@@ -49,7 +49,6 @@ _Context = grpc.aio.ServicerContext[Any, Any]
 _PEERS_ASSUMED = 4  # So many peers may each have all the requests that one may have.
 _PAGE_BYTES_MAX = 8 << 20
 _VERIFIES_MAX = 4  # Each keeps a thread and the disk busy for as long as it lasts.
-_OneSample = pb.ReadRequest | pb.StatRequest | pb.DeleteRequest | pb.VerifyRequest
 _T = TypeVar("_T")
 _Message = TypeVar("_Message", bound=Message)
 # Requests that name one sample.
