@@ -238,7 +238,7 @@ def test_blocks_are_freed_beside_a_connector_for_which_every_worker_reports(hold
     def one(i: int) -> str:
         outputs = i % 4 != 3  # Three of four are held by us, every second one by the sibling, some by both.
         return holding.capture(
-            f"h{i}", prompts[i], max_tokens=rng.choice([4, 40]), include_output_tokens=outputs, loads={"hold": i % 2 == 0}
+            f"h{i}", prompts[i], max_tokens=4 + 36 * (i % 3 == 0), include_output_tokens=outputs, loads={"hold": i % 2 == 0}
         )
 
     with ThreadPoolExecutor(16) as pool:

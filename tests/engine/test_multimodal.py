@@ -37,9 +37,9 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def engine(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    """Steps of 64 tokens, as long as an image, which therefore nearly always takes two. At most four images a prompt."""
-    options = ["--max-num-batched-tokens=64", '--limit-mm-per-prompt={"image": 4}']
-    with stack(tmp_path_factory.mktemp("multimodal"), model_path, LAYER_IDS, *options) as running:
+    """Steps of 64 tokens, as long as an image, which therefore nearly always takes two."""
+    work, env = tmp_path_factory.mktemp("multimodal"), tiny_llava.loadable()
+    with stack(work, model_path, LAYER_IDS, '--limit-mm-per-prompt={"image": 4}', env=env) as running:
         yield running
 
 

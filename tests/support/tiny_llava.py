@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import os
 import random
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ _TEMPLATE = (
 def make(path: Path) -> Path:
     """Write the checkpoint, a byte-level tokenizer and the processor to `path`; returns it. Needs transformers and Pillow."""
     import torch
+    from safetensors.torch import load_file, save_file
     from transformers import AutoTokenizer, CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
     from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
     from transformers.models.llava.processing_llava import LlavaProcessor
@@ -68,6 +70,11 @@ def make(path: Path) -> Path:
         dtype="bfloat16",
     )
     LlavaForConditionalGeneration(config).to(torch.bfloat16).save_pretrained(path)
+    # vLLM knows the vision tower's weights by the names that published checkpoints have, and transformers reads both.
+    weights = load_file(path / "model.safetensors")
+    old, new = "vision_tower.", "vision_tower.vision_model."
+    renamed = {k if new in k else k.replace(old, new): tensor for k, tensor in weights.items()}
+    save_file(renamed, path / "model.safetensors", {"format": "pt"})
     write_tokenizer(path)
     tokenizer: Any = AutoTokenizer.from_pretrained(path)
     tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
@@ -85,6 +92,12 @@ def make(path: Path) -> Path:
     )
     processor.save_pretrained(path)
     return path
+
+
+def loadable() -> dict[str, str]:
+    """The environment of a vLLM that serves it."""
+    paths = [str(Path(__file__).parent / "without_torchvision"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {"PYTHONPATH": os.pathsep.join(paths)}
 
 
 def picture(seed: int) -> Any:
