@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support import tiny_llava
 
 from slotstream.connector.config import ConnectorConfig
 from slotstream.demo.processes import (
@@ -106,8 +107,6 @@ def test_media_with_the_model_code_of_transformers_are_refused_before_they_end_v
     """vLLM has no code of its own for ViP-LLaVA, and so takes transformers'."""
     from transformers import CLIPVisionConfig, LlamaConfig, VipLlavaConfig
 
-    from slotstream.demo.truth_model import write_tokenizer
-
     tiny = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
     config = VipLlavaConfig(
         vision_config=CLIPVisionConfig(**tiny),
@@ -117,7 +116,7 @@ def test_media_with_the_model_code_of_transformers_are_refused_before_they_end_v
         architectures=["VipLlavaForConditionalGeneration"],
     )
     config.save_pretrained(tmp_path)
-    write_tokenizer(tmp_path)
+    tiny_llava.write_processor(tmp_path)
     speculative = _NO_LAYERS | {"draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": [1]}}}
     refused = _refused(tmp_path, speculative, {}, {})
     assert "cannot be captured: with images or other media and transformers' model code" in refused

@@ -28,11 +28,7 @@ def make(path: Path) -> Path:
     """Write the checkpoint, a byte-level tokenizer and the processor to `path`; returns it. Needs transformers and Pillow."""
     import torch
     from safetensors.torch import load_file, save_file
-    from transformers import AutoTokenizer, CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
-    from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
-    from transformers.models.llava.processing_llava import LlavaProcessor
-
-    from slotstream.demo.truth_model import write_tokenizer
+    from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
 
     torch.manual_seed(0)
     vision = CLIPVisionConfig(
@@ -75,6 +71,18 @@ def make(path: Path) -> Path:
     old, new = "vision_tower.", "vision_tower.vision_model."
     renamed = {k if new in k else k.replace(old, new): tensor for k, tensor in weights.items()}
     save_file(renamed, path / "model.safetensors", {"format": "pt"})
+    write_processor(path)
+    return path
+
+
+def write_processor(path: Path) -> None:
+    """The tokenizer and the processor of images, to `path`, where there is a config.json."""
+    from transformers import AutoTokenizer
+    from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+    from transformers.models.llava.processing_llava import LlavaProcessor
+
+    from slotstream.demo.truth_model import write_tokenizer
+
     write_tokenizer(path)
     tokenizer: Any = AutoTokenizer.from_pretrained(path)
     tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
@@ -91,7 +99,6 @@ def make(path: Path) -> Path:
         chat_template=_TEMPLATE,
     )
     processor.save_pretrained(path)
-    return path
 
 
 def loadable() -> dict[str, str]:
