@@ -14,6 +14,7 @@ from slotstream.connector.counters import Counters
 from slotstream.connector.gather import INDEX_BYTES, Destination, Gathered, RowGather, Slots
 from slotstream.connector.plan import EMPTY_PLAN, RowPlan, SampleAbort, SampleFinish, SampleOpen, StepPlan
 from slotstream.connector.pump import FailSample, Pump, SampleFault, Segment, StagedBatch, StepMapping, sample_gauges
+from slotstream.connector.releases import Releases
 from slotstream.connector.staging import StagingPool
 from slotstream.transport.base import SampleSink
 from slotstream.transport.logs import connector_logger
@@ -71,8 +72,7 @@ class WorkerHalf:
         self._failed_plan: StepPlan | None = None
         self._slot_mapping: torch.Tensor | None = None
         self._first_position: dict[str, int] = {}
-        self._releases: set[str] = set()
-        self._releases_next: set[str] = set()
+        self._releases = Releases()
         self._pump.start()
         logger.info(
             "slotstream: layers %s of %s go to %s; staging %d MiB in %d slots, block size %d",
@@ -90,8 +90,7 @@ class WorkerHalf:
         """A step begins."""
         self._plan = plan
         self._slot_mapping = None
-        self._releases |= self._releases_next
-        self._releases_next = set(plan.releases)
+        self._releases.bind(plan)
 
     def remember_slot_mapping(self, slot_mapping: torch.Tensor) -> None:
         """This step's slot mapping, int [tokens], on the device: only remembered here."""
@@ -117,8 +116,7 @@ class WorkerHalf:
 
     def take_releases(self) -> set[str]:
         """Requests whose last rows were read in an earlier step: vLLM may free their blocks."""
-        released, self._releases = self._releases, set()
-        return released
+        return self._releases.take()
 
     def take_faults(self) -> list[SampleFault]:
         """Samples that failed since the last call."""
@@ -138,8 +136,7 @@ class WorkerHalf:
         if plan is self._failed_plan:
             return
         self._failed_plan = plan
-        # Unless `bind` took them: vLLM does not survive hearing of a release twice.
-        self._releases |= set(plan.releases) - self._releases_next
+        self._releases.give_up(plan)
         error = InternalFault("a fault of slotstream's own: the log says which")
         for req_id in dict.fromkeys(part.req_id for part in _parts_of(plan)):
             self._first_position.pop(req_id, None)
