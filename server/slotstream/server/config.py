@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +11,8 @@ from slotstream.wire.address import check_address
 from slotstream.wire.errors import ConfigError
 from slotstream.wire.names import CHUNK_BYTES_MAX, DEFAULT_ADDRESS, WINDOW_BYTES
 
+_NUMBER_MAX = (1 << 62) - 1  # What messages and the operating system take.
+_SECONDS_MAX = 365 * 86400
 LOG_FORMATS = ("text", "json")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
@@ -44,8 +45,8 @@ class ServerConfig:
             raise ConfigError(f"--log-level {self.log_level!r} is not one of {', '.join(LOG_LEVELS)}")
         _at_least("--free-bytes-min", self.free_bytes_min, 0)
         _at_least("--window-bytes", self.window_bytes, CHUNK_BYTES_MAX)
-        _at_least("--drain-s", self.drain_s, 0)
-        _at_least("--appear-grace-s", self.appear_grace_s, 0)
+        _at_least("--drain-s", self.drain_s, 0, _SECONDS_MAX)
+        _at_least("--appear-grace-s", self.appear_grace_s, 0, _SECONDS_MAX)
         _at_least("--open-samples-max", self.open_samples_max, 1)
         _at_least("--reads-max", self.reads_max, 1)
 
@@ -61,6 +62,7 @@ def _check_address(option: str, address: str) -> None:
         raise ConfigError(f"{option}: {error}") from error
 
 
-def _at_least(option: str, value: float, least: float) -> None:
-    if not (math.isfinite(value) and value >= least):
-        raise ConfigError(f"{option} must be at least {least}, not {value}")
+def _at_least(option: str, value: float, least: float, most: float = _NUMBER_MAX) -> None:
+    if not least <= value <= most:  # Neither is true of NaN.
+        bound = f"at most {most}" if value > most else f"at least {least}"
+        raise ConfigError(f"{option} must be {bound}, not {str(value)[:40]}")
