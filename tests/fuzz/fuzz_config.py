@@ -88,7 +88,9 @@ def check_params(data: bytes) -> None:
     req_id = source.text(40)
     shape = source.below(4)
     inner = _mapping(source.rest(), _KEYS)
-    outer = inner if shape == 3 else {"slotstream": inner, "include_output_tokens": True} if shape == 2 else {"slotstream": inner}
+    outer = (
+        inner if shape == 3 else {"slotstream": inner, "include_output_tokens": True} if shape == 2 else {"slotstream": inner}
+    )
     if not isinstance(outer, dict):
         return
     try:
@@ -120,7 +122,23 @@ class _Parser(argparse.ArgumentParser):
 _PARSER = _Parser()
 add_serve_arguments(_PARSER)
 _FLAGS = tuple(action.option_strings[-1] for action in _PARSER._actions if action.dest != "help")
-_WORDS = ("0", "1", "-1", "8388608", "1e3", "nan", "inf", "1" * 30, "9" * 400, "9" * 5000, "text", "json", "", "127.0.0.1:0", "[::]:0")
+_WORDS = (
+    "0",
+    "1",
+    "-1",
+    "8388608",
+    "1e3",
+    "nan",
+    "inf",
+    "1" * 30,
+    "9" * 400,
+    "9" * 5000,
+    "text",
+    "json",
+    "",
+    "127.0.0.1:0",
+    "[::]:0",
+)
 
 
 def check_arguments(data: bytes) -> None:
@@ -158,7 +176,9 @@ TARGETS = (
         check_options,
         8,
         256,
-        _json_seeds({}, {"server": "unix:/x", "on_full": "wait", "staging_bytes": 4194304, "chunk_bytes": 4096}, {"wait_s_max": 1.5}),
+        _json_seeds(
+            {}, {"server": "unix:/x", "on_full": "wait", "staging_bytes": 4194304, "chunk_bytes": 4096}, {"wait_s_max": 1.5}
+        ),
     ),
     Target(
         "params",
@@ -170,5 +190,11 @@ TARGETS = (
             for body in _json_seeds({"sample_id": "a", "tokens": [1, None], "tags": {"a": "b"}}, {"capture": False}, {})()
         ),
     ),
-    Target("arguments", check_arguments, 3, 128, lambda: (bytes(12), bytes(range(1, 60)))),
+    Target(
+        "arguments",
+        check_arguments,
+        3,
+        128,
+        lambda: (bytes((1, flag, 1, word)) for flag in range(len(_FLAGS)) for word in range(len(_WORDS))),
+    ),
 )

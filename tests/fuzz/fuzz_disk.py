@@ -152,7 +152,21 @@ def _header_bytes() -> int:
 
 
 _NUMBERS = ("3", "-1", "4294967296", "18446744073709551616", "1e2", "0x1", " 7", "1_0", "true", "null", "9" * 4400, "", "²")
-_TEXTS = ("", "default", "s", "..", "\0", "é", "[" * 2000, '{"a":1}', '{"a":"b"}', '{"a":"\\ud800"}', "[3,7]", "[3,3]", "[-1,2]")
+_TEXTS = (
+    "",
+    "default",
+    "s",
+    "..",
+    "\0",
+    "é",
+    "[" * 2000,
+    '{"a":1}',
+    '{"a":"b"}',
+    '{"a":"\\ud800"}',
+    "[3,7]",
+    "[3,3]",
+    "[-1,2]",
+)
 
 
 def _with_metadata(source: Source) -> bytes:
@@ -259,7 +273,18 @@ def check_catalogues(data: bytes) -> None:
         pass
 
 
-_COLUMNS = ("namespace", "sample_id", "model", "dtype", "layer_ids", "hidden_size", "num_tokens", "file_bytes", "tags", "metadata")
+_COLUMNS = (
+    "namespace",
+    "sample_id",
+    "model",
+    "dtype",
+    "layer_ids",
+    "hidden_size",
+    "num_tokens",
+    "file_bytes",
+    "tags",
+    "metadata",
+)
 _VALUES = (None, "", "x", -1, 1 << 40, 1.5, b"\xff\xfe", "[1,2]", '{"a":1}', "[" * 5000, '{"a":"b"}', "..", "[1e9]", "[-1]")
 
 
@@ -315,5 +340,11 @@ TARGETS = (
     Target("headers", check_headers, 15, 2048, _header_seeds),
     Target("sample_files", check_sample_files, 6, 128, lambda: (b"", b"\x00\x01\x04\x00\x00", b"\x00\x02\x05\x03\x09\x02")),
     Target("damage", check_damage, 6, 64, lambda: (b"", b"\x00\x10\x00\x00", b"\x04\x00\x60\x00\x03abcd")),
-    Target("catalogues", check_catalogues, 1, 128, lambda: (b"", b"\x01" + bytes(30), bytes(range(50)), b"\x00\x00\x00\x00\x01\x05\x02\x01")),
+    Target(
+        "catalogues",
+        check_catalogues,
+        1,
+        128,
+        lambda: (b"", b"\x01" + bytes(30), bytes(range(50)), b"\x00\x00\x00\x00\x01\x05\x02\x01"),
+    ),
 )
