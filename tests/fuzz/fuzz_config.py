@@ -9,7 +9,7 @@ from contextlib import redirect_stderr
 from io import StringIO
 from typing import Any
 
-from fuzz_harness import Source, Target
+from fuzz_harness import Source, Target, sentence
 
 from slotstream.connector.config import ConnectorOptions
 from slotstream.connector.params import CaptureParams, parse_params
@@ -53,15 +53,6 @@ def _mapping(data: bytes, keys: tuple[str, ...]) -> Any:
         return {source.pick(keys) if source.below(8) else source.text(9): _value(source) for _ in range(source.below(8))}
 
 
-def _sentence(error: Exception) -> None:
-    """One that can be printed, put into a protobuf message and into a JSON answer."""
-    said = str(error)
-    assert said
-    assert "\n" not in said
-    said.encode()
-    assert len(said) < 20_000
-
-
 _OPTIONS = tuple(ConnectorOptions.__dataclass_fields__)
 
 
@@ -72,7 +63,7 @@ def check_options(data: bytes) -> None:
     try:
         options = ConnectorOptions.from_extra(extra)
     except ConfigError as error:
-        _sentence(error)
+        sentence(error)
         return
     assert options.chunk_bytes * 4 <= options.staging_bytes <= 1 << 40
     assert 0 <= options.wait_s_max <= 600
@@ -96,7 +87,7 @@ def check_params(data: bytes) -> None:
     try:
         params = parse_params(outer, req_id=req_id, namespace="default", capture=True, include_output_tokens=False)
     except (BadParams, BadSampleId, BadNamespace, BadTags, BadTokenRange) as error:
-        _sentence(error)
+        sentence(error)
         return
     _fits_a_message(params)
 
@@ -154,7 +145,7 @@ def check_arguments(data: bytes) -> None:
     except argparse.ArgumentError:
         return
     except ConfigError as error:
-        _sentence(error)
+        sentence(error)
         return
     _is_usable(config)
 

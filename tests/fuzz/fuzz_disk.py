@@ -16,10 +16,11 @@ from contextlib import closing
 from functools import cache
 from pathlib import Path
 
-from fuzz_harness import Source, Target, damaged
+from fuzz_harness import Source, Target, damaged, sentence
 
 from slotstream.server.convert import info_of
 from slotstream.store import catalogue_sql as sql
+from slotstream.store import verifying
 from slotstream.store.catalogue import FILE_NAME
 from slotstream.store.catalogue_sql import ListQuery
 from slotstream.store.files import Files
@@ -27,7 +28,6 @@ from slotstream.store.reading import SampleReader
 from slotstream.store.records import Failure, SampleKey, SampleRecord, SampleSpec, State
 from slotstream.store.sample_file import read_sample_file
 from slotstream.store.samples import SampleStore
-from slotstream.store import verifying
 from slotstream.store.verifying import verify_directory, verify_record
 from slotstream.wire.errors import ConfigError, Damaged, SlotStreamError
 from slotstream.wire.hashing import xxh3
@@ -302,7 +302,7 @@ def _opens(directory: Path) -> None:
     try:
         store = SampleStore.open(directory)
     except ConfigError as error:
-        assert "\n" not in str(error)
+        sentence(error)
         return
     try:
         for key, data in ((KEY, _DATA), (SampleKey("other", "t"), bytes(64)), (SampleKey("default", "half"), b"")):

@@ -112,6 +112,15 @@ def mutated(data: bytes, rng: random.Random, bytes_max: int) -> bytes:
     return bytes(out[:bytes_max])
 
 
+def sentence(error: Exception) -> None:
+    """What an error says can be printed, put into a protobuf message and into a JSON answer."""
+    said = str(error)
+    assert said
+    assert "\n" not in said
+    said.encode()
+    assert len(said) < 20_000
+
+
 @dataclass(frozen=True)
 class Footprint:
     """What a process holds."""
@@ -123,4 +132,4 @@ class Footprint:
     @classmethod
     def now(cls) -> Footprint:
         resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-        return cls(resident, len(os.listdir("/proc/self/fd")), threading.active_count())
+        return cls(resident, len(list(Path("/proc/self/fd").iterdir())), threading.active_count())

@@ -1,7 +1,8 @@
 """The fuzzing command: `python tests/fuzz/run.py [TARGET ...] [--runs N | --seconds S]`; `make fuzz` calls it.
 
 Each target runs in a process of its own, from the corpus in the repository, guided by coverage where atheris is installed
-and by hypothesis's own search where it is not. What breaks is written to --findings; `run.py TARGET --input FILE` shows it again.
+and by hypothesis's own search where it is not. What breaks is written to --findings, and `run.py TARGET --input FILE` shows
+it again.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _INPUT_S_MAX = 60  # An input that takes longer hangs: the slowest take a second
 _RESIDENT_MIB_MAX = 2048
 _LEAK_BYTES = 192 << 20  # Growth over the last three quarters of a run; the engine's own corpus takes some.
 _LEAK_COUNT = 8  # Descriptors, or threads.
-_EVERY = 200  # Inputs between two looks at the footprint.
+_EVERY = 200  # Inputs between two looks at the footprint, unless they are slow.
 
 
 class _Watch:
@@ -42,14 +43,16 @@ class _Watch:
         self._warm_at = max(_EVERY, runs // 4)
         self._inputs = 0
         self._warm: Footprint | None = None
+        self._noted_at = 0.0
 
     def __call__(self, data: bytes) -> None:
         self._target.check(data)
         self._inputs += 1
-        if self._inputs % _EVERY == 0:
+        if self._inputs % _EVERY == 0 or time.monotonic() - self._noted_at > 0.2:
             self.note()
 
     def note(self) -> None:
+        self._noted_at = time.monotonic()
         now = Footprint.now()
         if self._warm is None and self._inputs >= self._warm_at:
             self._warm = now
@@ -163,6 +166,8 @@ def _run(name: str, runs: int, arguments: argparse.Namespace, engine: str) -> st
 def _problem(code: int, said: dict[str, int]) -> str:
     if code:
         return f"the process ended with {code}; its finding is in --findings"
+    if not said.get("inputs"):
+        return "nothing was checked"
     if said.get("grown_bytes", 0) > _LEAK_BYTES:
         return f"memory grew by {said['grown_bytes'] >> 20} MiB"
     for what in ("descriptors", "threads"):
