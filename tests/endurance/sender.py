@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import os
 import random
 import signal
 import sys
@@ -183,7 +184,7 @@ def main() -> None:
     threading.Thread(target=lambda: (sys.stdin.read(), stop.set()), daemon=True).start()
     torch.set_num_threads(1)
     ledger = Ledger(arguments.ledger)
-    ledger.write("started", seed=arguments.seed)
+    ledger.write("started", seed=arguments.seed, pid=os.getpid())  # From here on SIGTERM ends us in order.
     sender = Sender(arguments.address, ledger, arguments.name, arguments.seed)
     while not stop.is_set():
         sender.step()

@@ -124,6 +124,14 @@ class World:
             assert time.monotonic() < deadline, "the senders send nothing:\n" + self.senders[0].log()[-3000:]
             time.sleep(0.01)
 
+    def may_end_with(self, process: Process) -> set[int]:
+        """The statuses that SIGTERM may end it with: a sender that has not begun yet has no handler to be orderly by."""
+        if process is self.server:
+            return {0}
+        ledger = self.work / f"{process.name}.ledger"
+        begun = ledger.exists() and f'"pid": {process.process.pid}}}' in ledger.read_text()
+        return {0} if begun else {0, -signal.SIGTERM}
+
     def forget(self) -> None:
         """Everything is settled and deleted: ledgers begin anew."""
         for path in self.work.glob("*.ledger"):

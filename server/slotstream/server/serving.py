@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from concurrent.futures import Future
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any, TypeVar
 
 import grpc
@@ -39,6 +39,7 @@ from slotstream.wire.names import CONTROL_BYTES_MAX, check_namespace
 
 _log = logging.getLogger(__name__)
 WAIT_S_MAX = 3600.0
+_WAITING_SHARE = 0.75  # Of reads_max: whoever waits for samples that never come must not keep others from those that are there.
 _Context = grpc.aio.ServicerContext[Any, Any]
 _T = TypeVar("_T")
 _M = TypeVar("_M", bound=Message)
@@ -54,6 +55,7 @@ class SamplesService:
         self._metrics = metrics
         self._arrivals = arrivals
         self._reads = 0
+        self._waiting = 0
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -134,6 +136,18 @@ class SamplesService:
             if not self._reads:
                 self._idle.set()
 
+    @contextmanager
+    def _one_wait(self) -> Iterator[None]:
+        if self._waiting >= max(1, int(self._config.reads_max * _WAITING_SHARE)):
+            raise ServerUnavailable(f"{self._waiting} reads are waiting for samples, as many as this server allows")
+        self._waiting += 1
+        self._metrics.waiting_reads.set(self._waiting)
+        try:
+            yield
+        finally:
+            self._waiting -= 1
+            self._metrics.waiting_reads.set(self._waiting)
+
     async def _open(self, key: SampleKey, wait_s: float) -> SampleReader:
         """The reader of a sample, once it is committed. Raises what the read is to be answered with."""
         await self._await_end(key, wait_s)
@@ -157,7 +171,7 @@ class SamplesService:
                     return
                 limit_s = wait_s if record is not None else min(wait_s, self._config.appear_grace_s)
                 try:
-                    with self._metrics.waiting_reads.track_inprogress():
+                    with self._one_wait():
                         async with asyncio.timeout_at(begun + limit_s):
                             await changed.wait()
                 except TimeoutError as error:
