@@ -122,6 +122,9 @@ class Server:
                 # Connectors and clients ping every 20 s too; by default a server takes that for abuse and hangs up. (The
                 # shortest interval accepted, that is: GRPC_ARG_HTTP2_MIN_RECV_PING_INTERVAL_WITHOUT_DATA_MS.)
                 ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+                # Calls that gRPC has and the event loop has not: past 1000 gRPC drops some, anybody's and without a code.
+                ("grpc.server.max_pending_requests", 1 << 15),
+                ("grpc.server.max_pending_requests_hard_limit", 1 << 16),
             )
         )
         self._grpc.add_generic_rpc_handlers((self._ingest.handler(), self._samples.handler()))
