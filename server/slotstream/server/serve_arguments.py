@@ -61,7 +61,13 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
     )
     option("--open-samples-max", "open_samples_max", "samples that one stream may have open", metavar="N", type=int)
-    option("--reads-max", "reads_max", "reads that may run or wait at a time; three quarters of them may wait", metavar="N", type=int)
+    option(
+        "--reads-max",
+        "reads_max",
+        "reads that may run or wait at a time; three quarters of them may wait",
+        metavar="N",
+        type=int,
+    )
     parser.add_argument(
         "--no-malloc-tuning",
         action="store_true",

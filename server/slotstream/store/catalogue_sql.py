@@ -17,8 +17,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from slotstream.store.records import SampleRecord, State, compact_json
-from slotstream.wire.errors import BadPage, BadParams
+from slotstream.store.records import SampleKey, SampleRecord, State, compact_json
+from slotstream.wire.errors import BadNamespace, BadPage, BadParams, BadSampleId
 from slotstream.wire.hashing import xxh3
 
 SCHEMA_VERSION = 1
@@ -170,9 +170,10 @@ class MalformedRow(sqlite3.DatabaseError):
 def record_from_row(row: tuple[Any, ...]) -> SampleRecord:
     """The record of a row of `_COLUMNS`. Raises MalformedRow when the row cannot be one of ours."""
     try:
+        key = SampleKey.checked(row[0], row[1])  # Paths are made of it: an edited row must not lead out of the directory.
         return SampleRecord(
-            namespace=str(row[0]),
-            sample_id=str(row[1]),
+            namespace=key.namespace,
+            sample_id=key.sample_id,
             state=State(str(row[2])),
             model=str(row[3]),
             dtype=str(row[4]),
@@ -188,7 +189,7 @@ def record_from_row(row: tuple[Any, ...]) -> SampleRecord:
             metadata=_strings(json.loads(row[14])),
             header_xxh3=str(row[15]),
         )
-    except (ValueError, TypeError, RecursionError) as error:
+    except (ValueError, TypeError, RecursionError, BadNamespace, BadSampleId) as error:
         raise MalformedRow("a row of the catalogue is malformed") from error
 
 
