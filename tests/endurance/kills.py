@@ -12,7 +12,7 @@ import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -28,7 +28,9 @@ _MOMENT_S = 0.4
 _ACTIONS = (signal.SIGKILL, signal.SIGKILL, signal.SIGSTOP, signal.SIGSTOP, signal.SIGTERM)
 
 
-def run_rounds(rounds: int, seed: int, *, senders: int = 2, strict: bool = False) -> Account:
+def run_rounds(
+    rounds: int, seed: int, *, senders: int = 2, strict: bool = False, say: Callable[[str], None] = lambda line: None
+) -> Account:
     """Does the rounds; everything that was found. Raises AssertionError where a process does what it must not."""
     rng = random.Random(seed)
     total = Account()
@@ -43,6 +45,7 @@ def run_rounds(rounds: int, seed: int, *, senders: int = 2, strict: bool = False
             _strike(world, victim, action, rng)
             if number % _SETTLE_EVERY == 0 or number == rounds:
                 _settle(world, total, strict)
+                say(f"{number} rounds, {sum(total.cases.values()) - number} samples, {len(total.wrong)} wrong")
                 if total.wrong or number == rounds:
                     break
                 for sender in world.senders:
@@ -105,9 +108,16 @@ def main() -> int:
     parser.add_argument("--senders", type=int, default=2)
     parser.add_argument("--strict", action="store_true", help="the server must know of every failure")
     arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # In order: the processes end with us.
     seed = arguments.seed or random.SystemRandom().randrange(1, 1 << 31)
     print(f"seed {seed}", flush=True)
-    found = run_rounds(arguments.rounds, seed, senders=arguments.senders, strict=arguments.strict)
+    found = run_rounds(
+        arguments.rounds,
+        seed,
+        senders=arguments.senders,
+        strict=arguments.strict,
+        say=lambda line: print(line, flush=True),
+    )
     print(report(found.cases, found.wrong))
     print("FAILED" if found.wrong else "every promised sample is accounted for")
     return int(bool(found.wrong))

@@ -229,6 +229,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="0: any, and it is printed")
     parser.add_argument("--senders", type=int, default=3)
     arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # In order: the processes end with us.
     seed = arguments.seed or random.SystemRandom().randrange(1, 1 << 31)
     print(f"seed {seed}", flush=True)
     soak = run_soak(arguments.seconds, seed, senders=arguments.senders)

@@ -186,6 +186,6 @@ TARGETS = (
         check_arguments,
         3,
         128,
-        lambda: (bytes((1, flag, 1, word)) for flag in range(len(_FLAGS)) for word in range(len(_WORDS))),
+        lambda: (bytes((1, at % len(_FLAGS), 1, at % len(_WORDS))) for at in range(16)),
     ),
 )

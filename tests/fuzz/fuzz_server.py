@@ -379,7 +379,11 @@ def _ingest_seeds() -> list[bytes]:
     chunks = bytes((0, 4, 0, 4, 0, 1, 0)) + bytes((0, 4, 4, 3, 0, 1, 0))
     commit = bytes((0, 9, 8, 0, 1, 0))
     whole = opened + chunks + commit
+    overlap = bytes((0, 4, 1, 2, 1, 1, 0))  # Rows 1 to 3 again, with other content.
+    other = opened + bytes((0, 4, 0, 4, 1, 1, 0)) + chunks[7:] + commit
     return [
+        bytes((0, 0, 20)) + opened + chunks[:7] + overlap + chunks[7:] + commit,
+        bytes((1, 0, 4)) + whole + bytes((0, 4)) + other,
         bytes((0, 0, 20)) + whole,
         bytes((1, 0, 20)) + whole + bytes((0, 0, 20)) + whole,
         bytes((0, 1, 23)) + whole + bytes((0, 15, 1)) * 3,

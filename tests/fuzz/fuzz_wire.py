@@ -230,7 +230,21 @@ TARGETS = (
     Target("frames", check_frames, 20, 512, _frame_seeds),
     Target("long_frames", check_long_frames, 1, 256, lambda: (bytes(range(64)), b"\x02\x08abcdefgh\x00\xff\xff\x01" * 4)),
     Target("replies", check_replies, 8, 256, lambda: (b"\x00\x00\x01" + b"\x02\x03\x00\x00", bytes(range(40)))),
-    Target("names", check_names, 10, 256, lambda: (b"default/sample-1", b"../../etc/passwd", b"catalog.x/a", b"a/.lock")),
+    Target(
+        "names",
+        check_names,
+        10,
+        256,
+        lambda: (
+            b"default/sample-1",
+            b"../../etc/passwd",
+            b"catalog.x/a",
+            b"a/.lock",
+            "a/é".encode(),
+            b"a/..",
+            b"catalog.sqlite-wal/x",
+        ),
+    ),
     Target("addresses", check_addresses, 8, 160, lambda: (b"127.0.0.1:50151", b"[::1]:1", b"unix:/tmp/s", b"h:0", b"a..b:1")),
     Target("page_tokens", check_page_tokens, 8, 160, lambda: (bytes(40), b"\x01d" + bytes(range(60)))),
 )

@@ -205,8 +205,9 @@ def _arcs(target: Target, data: bytes) -> set[tuple[str, int, int]]:
 
 
 def _minimise(target: Target, extra: Path | None) -> None:
-    """Makes the corpus the smallest inputs that together reach all that it, the seeds and `extra` reach."""
-    pool = {*target.corpus, *target.seeds()}
+    """Makes the corpus the seeds, and the smallest inputs that together reach all that it and `extra` reach beyond them."""
+    seeds = set(target.seeds())
+    pool = {*target.corpus, *seeds}
     if extra is not None:
         pool |= {path.read_bytes() for path in extra.glob("*")}
     for data in pool:
@@ -214,9 +215,9 @@ def _minimise(target: Target, extra: Path | None) -> None:
         break
     reached: set[tuple[str, int, int]] = set()
     kept: list[bytes] = []
-    for data in sorted(pool, key=lambda data: (len(data), data)):
+    for data in sorted(pool, key=lambda data: (data not in seeds, len(data), data)):
         arcs = _arcs(target, data)
-        if arcs - reached:
+        if arcs - reached or data in seeds:
             reached |= arcs
             kept.append(data)
     shutil.rmtree(target.corpus_dir, ignore_errors=True)

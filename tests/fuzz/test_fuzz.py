@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
+import fuzz_server
 import pytest
 from fuzz_harness import Source, damaged
 from fuzz_targets import TARGETS
@@ -14,7 +17,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from run import inputs, main
 
+from slotstream.store.ranges import RangeSet
+from slotstream.store.reading import SampleReader
+from slotstream.wire import frames, names
+from slotstream.wire.errors import Damaged
+
 _EXAMPLES = 2500  # Over all targets, by their shares.
+_GAPS = RangeSet.gaps
 _ALL = sum(target.share for target in TARGETS.values())
 
 
@@ -111,3 +120,35 @@ def test_damage_is_what_was_asked_for() -> None:
     assert damaged(data, Source(b"")) == data
     assert damaged(data, Source(b"\x00\x0a\x00\x00")) == data[:10]
     assert damaged(data, Source(b"\x04\x02\x00\x00\x01XY")) == data[:2] + b"XY" + data[4:]
+
+
+def _overwrites(ranges: RangeSet, start: int, stop: int) -> list[tuple[int, int]]:
+    return [(start, stop)] if start else _GAPS(ranges, start, stop)
+
+
+def _unchecked(reader: SampleReader, group: int) -> bytes:
+    header = reader.file.header
+    start = group * reader.file.hash_rows
+    rows = min(reader.file.hash_rows, header.num_tokens - start)
+    return reader._read(rows * header.row_bytes, header.header_bytes + start * header.row_bytes)
+
+
+@pytest.mark.parametrize(
+    ("name", "owner", "attribute", "broken"),
+    [
+        pytest.param("ingest", RangeSet, "gaps", _overwrites, id="later rows overwrite earlier ones"),
+        pytest.param("damage", SampleReader, "read_group", _unchecked, id="rows are served unchecked"),
+        pytest.param("names", names, "_SAMPLE_ID", re.compile(r"[^/]*"), id="any name without a slash is an id"),
+        pytest.param("frames", frames, "_CHUNK_TAG", 0x12, id="an open is taken for a chunk"),
+        pytest.param("reads", SampleReader, "positions", lambda self, layer_ids: [0] * len(layer_ids), id="other layers"),
+    ],
+)
+def test_a_target_sees_what_is_wrong(
+    monkeypatch: pytest.MonkeyPatch, name: str, owner: object, attribute: str, broken: object
+) -> None:
+    for harness in ("_ingest_harness", "_reads_harness"):  # What a broken one leaves in its store is nobody else's.
+        monkeypatch.setattr(fuzz_server, harness, cache(getattr(fuzz_server, harness).__wrapped__))
+    monkeypatch.setattr(owner, attribute, broken)
+    target = TARGETS[name]
+    with pytest.raises((AssertionError, Damaged)):
+        list(map(target.check, target.corpus))
