@@ -205,9 +205,13 @@ def _arcs(target: Target, data: bytes) -> set[tuple[str, int, int]]:
 
 
 def _minimise(target: Target, extra: Path | None) -> None:
-    """Makes the corpus the seeds, and the smallest inputs that together reach all that it and `extra` reach beyond them."""
-    seeds = set(target.seeds())
-    pool = {*target.corpus, *seeds}
+    """Makes the corpus the seeds, and the smallest inputs that together reach all that it and `extra` reach beyond them.
+
+    Files named found-... once broke something, and stay.
+    """
+    found = {path.name: path.read_bytes() for path in target.corpus_dir.glob("found-*")}
+    seeds = {*target.seeds()} - {*found.values()}
+    pool = {*target.corpus, *seeds} - {*found.values()}
     if extra is not None:
         pool |= {path.read_bytes() for path in extra.glob("*")}
     for data in pool:
@@ -222,6 +226,8 @@ def _minimise(target: Target, extra: Path | None) -> None:
             kept.append(data)
     shutil.rmtree(target.corpus_dir, ignore_errors=True)
     target.corpus_dir.mkdir(parents=True)
+    for name, data in found.items():
+        (target.corpus_dir / name).write_bytes(data)
     for number, data in enumerate(kept):
         (target.corpus_dir / f"{number:03}").write_bytes(data)
     print(f"{target.name}: {len(pool)} inputs, {len(kept)} kept, {len(reached)} jumps")
