@@ -236,6 +236,8 @@ def test_damage_inside_the_catalogue_is_found_after_a_crash(tmp_path: Path) -> N
         ("layer_ids", "[3,3]"),
         ("layer_ids", "[3,4294967296]"),
         ("layer_ids", "[-3,7]"),
+        ("sample_id", "../s"),
+        ("namespace", ""),
         ("tags", '{"":"v"}'),
         ("tags", '{"a":"\\ud800"}'),
         ("tags", '{"a":1}'),

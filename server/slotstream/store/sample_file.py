@@ -12,7 +12,7 @@ from functools import cached_property
 from slotstream.store.files import Files
 from slotstream.store.records import STORE_KEYS, SampleKey, SampleRecord, SampleSpec, State, compact_json, connector_metadata
 from slotstream.store.rowhash import decode_hashes, encode_hashes, group_count, hash_rows_for
-from slotstream.wire.errors import BadParams, BadTags, Damaged, TooLarge
+from slotstream.wire.errors import BadNamespace, BadParams, BadSampleId, BadTags, Damaged, TooLarge
 from slotstream.wire.hashing import HASH_HEX_CHARS, Buffer, to_hex, xxh3
 from slotstream.wire.layout import (
     HEADER_ALIGN,
@@ -185,10 +185,10 @@ def read_sample_file(files: Files, fd: int) -> SampleFile:
         raise Damaged(f"the file is {size} bytes long and not the {header.file_bytes} its header describes")
     entries = header.metadata
     try:
-        key = SampleKey(entries["namespace"], entries["sample_id"])
+        key = SampleKey.checked(entries["namespace"], entries["sample_id"])
         layer_ids = tuple(_layer(n) for n in json.loads(entries["layer_ids"]))
         hash_rows, hashes, ids_xxh3 = int(entries["hash_rows"]), entries["hashes"], entries["token_ids_xxh3"]
-    except (KeyError, ValueError, TypeError, RecursionError) as error:
+    except (KeyError, ValueError, TypeError, RecursionError, BadNamespace, BadSampleId) as error:
         raise Damaged("the file's header lacks what slotstream writes into it") from error
     if len(layer_ids) != header.num_layers or len(set(layer_ids)) != len(layer_ids):
         raise Damaged("the file's header names another number of layers than its rows have")
