@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import sys
 from array import array
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from slotstream.store.files import Files
 from slotstream.store.records import STORE_KEYS, SampleKey, SampleRecord, SampleSpec, State, compact_json, connector_metadata
-from slotstream.store.rowhash import decode_hashes, encode_hashes, group_count, hash_rows_for
+from slotstream.store.rowhash import GroupHasher, decode_hashes, encode_hashes, group_count, hash_rows_for
 from slotstream.wire.errors import BadNamespace, BadParams, BadSampleId, BadTags, Damaged, TooLarge
 from slotstream.wire.hashing import HASH_HEX_CHARS, Buffer, to_hex, xxh3
 from slotstream.wire.layout import (
@@ -61,6 +61,14 @@ class Content:
     hash_rows: int
     hashes: tuple[int, ...]
     token_ids_xxh3: str
+
+
+def rehash(content: Content, row_bytes: int, hash_rows: int, read_rows: Callable[[int, int], bytes]) -> Content:
+    """`content` with its rows, which `read_rows(start, stop)` reads, hashed in groups of `hash_rows`."""
+    if hash_rows == content.hash_rows:
+        return content
+    hashes = GroupHasher(row_bytes, hash_rows).finish(content.shape[0], read_rows)
+    return replace(content, hash_rows=hash_rows, hashes=tuple(hashes))
 
 
 def _metadata(

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
-from typing import Self
+from typing import Self, TypeVar
 
 from slotstream.store import verifying
 from slotstream.store.catalogue import Catalogue
@@ -21,8 +21,9 @@ from slotstream.store.keeping import Keeping
 from slotstream.store.reading import SampleReader, unreadable
 from slotstream.store.records import Failure, SampleKey, SampleRecord, SampleSpec, State
 from slotstream.store.recovery import open_recovered
+from slotstream.store.remote import RemoteUpload
 from slotstream.store.sample_file import SampleFile, read_sample_file
-from slotstream.store.upload import Draft, Upload
+from slotstream.store.upload import Draft, OpenSample, Upload
 from slotstream.store.verifying import Verdict
 from slotstream.wire.errors import (
     AlreadyExists,
@@ -37,6 +38,7 @@ from slotstream.wire.errors import (
 )
 
 _log = logging.getLogger(__name__)
+_Open = TypeVar("_Open", Upload, RemoteUpload)
 FREE_BYTES_MIN = 4 << 20
 _STRIPES = 256
 _DIRS_MAX = 4096  # Directories known to be durable; forgetting them costs a sync each.
@@ -59,7 +61,7 @@ class SampleStore:
         self._catalogue = catalogue
         self._free_bytes_min = free_bytes_min
         self._uploads_max = uploads_max
-        self._uploads: dict[SampleKey, list[Upload]] = {}
+        self._uploads: dict[SampleKey, list[OpenSample]] = {}
         self._opening = 0
         self._uploads_lock = threading.Lock()
         # One at a time publishes or deletes an id. Striped, so that the locks do not grow with the ids.
@@ -121,6 +123,13 @@ class SampleStore:
 
     def open_upload(self, spec: SampleSpec) -> Upload:
         """Begin a sample. Raises StoreFull, StoreGone, TooLarge, InternalFault; the sample is then recorded as failed."""
+        return self._open(spec, Upload)
+
+    def open_remote(self, spec: SampleSpec) -> RemoteUpload:
+        """Begin a sample that another process will write. Raises StoreFull, StoreGone and InternalFault, recorded likewise."""
+        return self._open(spec, RemoteUpload)
+
+    def _open(self, spec: SampleSpec, make: Callable[..., _Open]) -> _Open:
         with self._uploads_lock:
             self._opening += 1
             count = self._opening + sum(map(len, self._uploads.values()))
@@ -130,7 +139,7 @@ class SampleStore:
                 raise StoreFull(f"{self._uploads_max} samples are arriving already, as many as this server allows")
             self._make_dirs(spec.key)
             stamp = self.keeping.clock.stamp
-            upload = Upload(spec, self.data_dir, self._files, self._free_bytes_min, self._publish, self._ended, stamp)
+            upload = make(spec, self.data_dir, self._files, self._free_bytes_min, self._publish, self._ended, stamp)
             with self._uploads_lock:
                 # Queued under the lock: rows of one id are written in the order in which its uploads came and went.
                 self._uploads.setdefault(spec.key, []).append(upload)
@@ -151,7 +160,7 @@ class SampleStore:
             written = self._catalogue.put_failed(record, failure.code, failure.message)
         self._wait_failed(record.key, written)
 
-    def _ended(self, upload: Upload, failure: Failure | None) -> None:
+    def _ended(self, upload: OpenSample, failure: Failure | None) -> None:
         """An upload's last word. Its row is queued before it leaves `_uploads`, so whoever misses it there finds the row."""
         key = upload.spec.key
         written: Future[bool] | None = None
@@ -191,7 +200,7 @@ class SampleStore:
                     self._dirs.clear()
                 self._dirs.add(path)
 
-    def _publish(self, upload: Upload, draft: Draft) -> bool:
+    def _publish(self, upload: OpenSample, draft: Draft) -> bool:
         key = upload.spec.key
         path = key.path(self.data_dir)
         with self._id_lock(key):
@@ -215,7 +224,7 @@ class SampleStore:
             self._unrecorded = True
             _log.error("cannot remove %s, whose commit failed: %s", path, error)
 
-    def _stored_already(self, upload: Upload, draft: Draft, path: Path) -> bool:
+    def _stored_already(self, upload: OpenSample, draft: Draft, path: Path) -> bool:
         """True when the same content is stored; False when nothing is in the way. Raises AlreadyExists and Damaged."""
         key = upload.spec.key
         if self._files.path_size(path) is None:

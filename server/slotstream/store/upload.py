@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Protocol
 
 from slotstream.store.files import Files, store_error
 from slotstream.store.ranges import RangeSet
@@ -27,7 +28,7 @@ from slotstream.store.records import (
     connector_metadata,
 )
 from slotstream.store.rowhash import GroupHasher
-from slotstream.store.sample_file import Content, final_header, pack_token_ids, reserve_header
+from slotstream.store.sample_file import Content, final_header, pack_token_ids, rehash, reserve_header
 from slotstream.wire.errors import (
     BadChunk,
     BadParams,
@@ -57,6 +58,23 @@ class Draft:
     metadata: Mapping[str, str]
 
 
+class OpenSample(Protocol):
+    """A sample on its way, as the store sees it: an `Upload`, or the `RemoteUpload` of another process."""
+
+    spec: SampleSpec
+    created_unix_ns: int
+    partial: Path
+
+    def content_hashed_by(self, content: Content, hash_rows: int) -> Content:
+        """`content` with its rows hashed again in groups of `hash_rows`, to compare with a sample laid out otherwise."""
+
+    def seal(self, draft: Draft) -> SampleRecord:
+        """The partial is the whole sample, and synced, when this returns."""
+
+    def abort(self, failure: Failure) -> bool:
+        """Fail the sample and remove its bytes. False, and nothing is done, when it ended before or is being committed."""
+
+
 class Upload:
     """A sample on its way. Made by `SampleStore.open_upload`; ends with exactly one of commit or abort.
 
@@ -70,11 +88,12 @@ class Upload:
         data_dir: Path,
         files: Files,
         free_bytes_min: int,
-        publish: Callable[[Upload, Draft], bool],
-        ended: Callable[[Upload, Failure | None], None],
+        publish: Callable[[OpenSample, Draft], bool],
+        ended: Callable[[OpenSample, Failure | None], None],
         stamp: Callable[[], int],
+        partial: str = "",
     ) -> None:
-        """Creates the partial. `stamp`: the store's clock, Unix ns.
+        """Creates the partial (named `partial`, if given). `stamp`: the store's clock, Unix ns.
 
         Raises StoreFull, TooLarge and InternalFault, leaving no file behind.
         """
@@ -96,7 +115,7 @@ class Upload:
         self._writing = 0
         self._finished = False
         self._preallocated = False
-        name = f"{spec.sample_id}.{secrets.token_hex(8)}{PARTIAL_SUFFIX}"
+        name = partial or f"{spec.sample_id}.{secrets.token_hex(8)}{PARTIAL_SUFFIX}"
         self.partial = spec.key.directory(data_dir) / name
         self._fd = -1
         self._create()
@@ -246,10 +265,7 @@ class Upload:
 
     def content_hashed_by(self, content: Content, hash_rows: int) -> Content:
         """`content` with its rows hashed again in groups of `hash_rows`, to compare with a sample laid out otherwise."""
-        if hash_rows == content.hash_rows:
-            return content
-        hashes = GroupHasher(self._row_bytes, hash_rows).finish(content.shape[0], self._read_rows)
-        return replace(content, hash_rows=hash_rows, hashes=tuple(hashes))
+        return rehash(content, self._row_bytes, hash_rows, self._read_rows)
 
     def seal(self, draft: Draft) -> SampleRecord:
         """Write what belongs around the rows and sync: the partial is then the whole sample. Raises TooLarge and OSError."""

@@ -1,0 +1,70 @@
+"""The gRPC server object and its port, the same in every process of a server."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+
+import grpc.aio
+
+from slotstream.server.config import ServerConfig
+from slotstream.server.tls import Certificates
+from slotstream.wire.errors import ConfigError
+from slotstream.wire.names import MESSAGE_BYTES_MAX
+
+SERVICES = ("slotstream.v1.Ingest", "slotstream.v1.Samples")
+_FRAME_SPARE_BYTES = 64 << 10
+_HANDSHAKE_MS = 20_000
+_CONNECTION_CALLS_MAX = 1024
+_METADATA_BYTES_MAX = 16 << 10
+
+
+def make_server(*, several_processes: bool) -> grpc.aio.Server:
+    """With `several_processes`, others of this server listen on the port too, and the kernel shares connections out."""
+    return grpc.aio.server(
+        options=(
+            ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX + _FRAME_SPARE_BYTES),
+            ("grpc.max_send_message_length", MESSAGE_BYTES_MAX + _FRAME_SPARE_BYTES),
+            ("grpc.so_reuseport", int(several_processes)),  # Else a second server on the same port must fail, not share it.
+            # A peer whose host vanished sends no goodbye: without pings its samples would stay open for ever.
+            ("grpc.keepalive_time_ms", 30_000),
+            ("grpc.keepalive_timeout_ms", 20_000),
+            ("grpc.keepalive_permit_without_calls", 1),
+            # Connectors and clients ping every 20 s too; by default a server takes that for abuse and hangs up. (The
+            # shortest interval accepted, that is: GRPC_ARG_HTTP2_MIN_RECV_PING_INTERVAL_WITHOUT_DATA_MS.)
+            ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+            # A connection that never gets as far as a call, in TLS or before it, is dropped.
+            ("grpc.server_handshake_timeout_ms", _HANDSHAKE_MS),
+            ("grpc.max_concurrent_streams", _CONNECTION_CALLS_MAX),  # More wait at the caller's end.
+            ("grpc.max_metadata_size", _METADATA_BYTES_MAX),
+        )
+    )
+
+
+def add_port(server: grpc.aio.Server, config: ServerConfig, certificates: Certificates | None) -> str:
+    """Listen where `config` says; the real address. Raises ConfigError."""
+    listen = config.listen
+    try:
+        if certificates is not None:
+            port = server.add_secure_port(listen, certificates.credentials())
+        else:
+            # The socket has its mode from its first moment: a chmod would come after somebody's connect.
+            with _umask(~config.socket_mode & 0o777 if listen.startswith("unix:") else None):
+                port = server.add_insecure_port(listen)
+    except RuntimeError as error:
+        raise ConfigError(f"--listen: cannot listen on {listen}") from error
+    return listen if listen.startswith("unix:") else f"{listen.rpartition(':')[0]}:{port}"
+
+
+@contextlib.contextmanager
+def _umask(mask: int | None) -> Iterator[None]:
+    """With this mask, which belongs to the whole process, for a moment. None: as it was."""
+    if mask is None:
+        yield
+        return
+    before = os.umask(mask)
+    try:
+        yield
+    finally:
+        os.umask(before)
