@@ -5,17 +5,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import resource
 import signal
 import socket
 import stat
 import sys
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-import grpc.aio
 from grpc_health.v1 import health_pb2_grpc
 
 from slotstream.server.arrivals import Arrivals
@@ -25,21 +23,19 @@ from slotstream.server.healthcheck import HealthService
 from slotstream.server.housekeeping import Housekeeping
 from slotstream.server.ingest import IngestService, server_version
 from slotstream.server.lane import Pools
+from slotstream.server.listening import SERVICES, add_port, make_server
 from slotstream.server.logs import configure_logging
 from slotstream.server.metrics import Metrics, serve_metrics
 from slotstream.server.serving import SamplesService
 from slotstream.server.tls import Certificates
+from slotstream.server.worker_books import WorkerBooks
+from slotstream.server.worker_pool import WorkerPool
 from slotstream.store.samples import SampleStore
+from slotstream.v1 import workers_pb2
 from slotstream.wire.errors import ConfigError
-from slotstream.wire.names import MESSAGE_BYTES_MAX
 
 _log = logging.getLogger(__name__)
-SERVICES = ("slotstream.v1.Ingest", "slotstream.v1.Samples")
 _LAST_CALLS_S = 1.0  # How long calls that should have ended may still take before they are cut off.
-_FRAME_SPARE_BYTES = 64 << 10
-_HANDSHAKE_MS = 20_000
-_CONNECTION_CALLS_MAX = 1024
-_METADATA_BYTES_MAX = 16 << 10
 
 
 def run(config: ServerConfig, *, ready: Callable[[str], None] | None = None) -> int:
@@ -122,28 +118,7 @@ class Server:
         self._samples = SamplesService(config, store, pools, metrics, self._arrivals, gate, self._keeping)
         self._loop = asyncio.get_running_loop()
         self._health = HealthService()
-        self._grpc = grpc.aio.server(
-            options=(
-                ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX + _FRAME_SPARE_BYTES),
-                ("grpc.max_send_message_length", MESSAGE_BYTES_MAX + _FRAME_SPARE_BYTES),
-                ("grpc.so_reuseport", 0),  # A second server on the same port must fail, not share it.
-                # A peer whose host vanished sends no goodbye: without pings its samples would stay open for ever.
-                ("grpc.keepalive_time_ms", 30_000),
-                ("grpc.keepalive_timeout_ms", 20_000),
-                ("grpc.keepalive_permit_without_calls", 1),
-                # Connectors and clients ping every 20 s too; by default a server takes that for abuse and hangs up. (The
-                # shortest interval accepted, that is: GRPC_ARG_HTTP2_MIN_RECV_PING_INTERVAL_WITHOUT_DATA_MS.)
-                ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
-                # A connection that never gets as far as a call, in TLS or before it, is dropped.
-                ("grpc.server_handshake_timeout_ms", _HANDSHAKE_MS),
-                ("grpc.max_allowed_incoming_connections", config.connections_max),
-                ("grpc.max_concurrent_streams", _CONNECTION_CALLS_MAX),  # More wait at the caller's end.
-                ("grpc.max_metadata_size", _METADATA_BYTES_MAX),
-                # Calls that gRPC has and the event loop has not: past 1000 gRPC drops some, anybody's and without a code.
-                ("grpc.server.max_pending_requests", 1 << 15),
-                ("grpc.server.max_pending_requests_hard_limit", 1 << 16),
-            )
-        )
+        self._grpc = make_server(config)
         self._grpc.add_generic_rpc_handlers((self._ingest.handler(), self._samples.handler()))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._grpc)
         self._health.serve("", *SERVICES)
@@ -156,6 +131,12 @@ class Server:
         self._keeping.start()
         self._closing.push_async_callback(asyncio.to_thread, self._keeping.stop)
         self._closing.push_async_callback(self._stop_grpc)
+        self._books = WorkerBooks(store, pools, metrics, self._arrivals, self._keeping.touch)
+        if config.workers > 1:
+            pool = WorkerPool(config, self.address, self._books, self._samples.handler())
+            self._closing.push_async_callback(pool.stop)
+            await pool.start()
+            _log.info("%d processes take ingest streams", config.workers)
         _log.info("slotstream %s listening on %s", server_version(), self.address)
 
     def _directory_changed(self, healthy: bool) -> None:
@@ -166,31 +147,31 @@ class Server:
         return SampleStore.open(self.config.data_dir, free_bytes_min=self.config.free_bytes_min)
 
     def _bind(self, certificates: Certificates | None) -> str:
-        config, listen = self.config, self.config.listen
+        config = self.config
         if config.tokens_file is not None and certificates is None and not config.is_private:
-            _log.warning("tokens travel unencrypted to %s: give --tls-cert and --tls-key, or put TLS in front of it", listen)
-        try:
-            if certificates is not None:
-                port = self._grpc.add_secure_port(listen, certificates.credentials())
-            else:
-                # The socket has its mode from its first moment: a chmod would come after somebody's connect.
-                with _umask(~config.socket_mode & 0o777 if listen.startswith("unix:") else None):
-                    port = self._grpc.add_insecure_port(listen)
-        except RuntimeError as error:
-            raise ConfigError(f"--listen: cannot listen on {listen}") from error
-        return listen if listen.startswith("unix:") else f"{listen.rpartition(':')[0]}:{port}"
+            _log.warning(
+                "tokens travel unencrypted to %s: give --tls-cert and --tls-key, or put TLS in front of it", config.listen
+            )
+        return add_port(self._grpc, config, certificates)
 
     async def drain(self, hurry: asyncio.Event | None = None) -> None:
         """Take no more samples, and let open ones and running reads finish within drain_s, or until `hurry` is set."""
         self._health.stop_for_good()
         self._ingest.drain()
+        self._books.order(workers_pb2.WorkerOrder.DRAIN)
         deadline = asyncio.get_running_loop().time() + self.config.drain_s
-        await _until(self._ingest.idle(), deadline, hurry)
+        await _until(self._idle(), deadline, hurry)
         # No sample will arrive any more: whoever waits for one is told, and running reads get the rest of the time.
         self._ingest.end_streams()
-        await self._ingest.idle()
+        self._books.order(workers_pb2.WorkerOrder.END_STREAMS)
+        await self._idle()
         self._arrivals.close()
         await _until(self._samples.idle(), deadline, hurry)
+
+    async def _idle(self) -> None:
+        """Returns once no sample is open, here or in a worker."""
+        await self._ingest.idle()
+        await self._books.idle()
 
     async def stop(self) -> None:
         """End every call and close everything. What is still arriving fails as SERVER_DRAINING."""
@@ -255,19 +236,6 @@ def _check_socket_path(path: Path) -> None:
         path.unlink()
     except OSError as error:
         raise ConfigError(f"--listen: cannot listen on {path}: {error.strerror or error}") from error
-
-
-@contextlib.contextmanager
-def _umask(mask: int | None) -> Iterator[None]:
-    """With this mask, which belongs to the whole process, for a moment. None: as it was."""
-    if mask is None:
-        yield
-        return
-    before = os.umask(mask)
-    try:
-        yield
-    finally:
-        os.umask(before)
 
 
 def _raise_descriptor_limit() -> None:

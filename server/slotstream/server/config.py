@@ -27,6 +27,7 @@ _COUNTS = (
     "peer_reads_max",
     "requests_max",
 )
+WORKERS_MAX = 64
 _PATIENCES = ("hello_s", "stream_idle_s", "sample_s_max", "read_stall_s")
 
 
@@ -60,6 +61,7 @@ class ServerConfig:
     hello_s: float = 10.0  # How long a new stream may take to say Hello.
     stream_idle_s: float = 3600.0  # How long a stream with open samples may say nothing.
     sample_s_max: float = 86400.0  # How long a sample may take from its open to its commit.
+    workers: int = 1  # Processes that take ingest streams.
     read_stall_s: float = 300.0  # How long a reader may not take what it asked for.
     retention: Policy = field(default_factory=Policy)  # Which samples may be deleted; by default none.
     scrub_every_s: float = 7 * 86400.0  # How often everything stored is read and checked; 0: never.
@@ -85,7 +87,14 @@ class ServerConfig:
             _at_least("--" + name.replace("_", "-"), getattr(self, name), 0.1, _SECONDS_MAX)
         _at_least("--scrub-every-s", self.scrub_every_s, 0, _SECONDS_MAX)
         _at_least("--scrub-bytes-per-s", self.scrub_bytes_per_s, 1)
+        self._check_workers()
         self._check_security()
+
+    def _check_workers(self) -> None:
+        if not 1 <= self.workers <= WORKERS_MAX:
+            raise ConfigError(f"--workers must be 1 to {WORKERS_MAX}, not {self.workers}")
+        if self.workers > 1 and self.listen.startswith("unix:"):
+            raise ConfigError("--workers: only one process can listen on a unix socket; give --listen host:port")
 
     def _check_security(self) -> None:
         if (self.tls_cert is None) != (self.tls_key is None):

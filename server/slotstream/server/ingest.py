@@ -23,12 +23,11 @@ from slotstream.server.arrivals import Arrivals
 from slotstream.server.config import ServerConfig
 from slotstream.server.gate import Gate, Session, Shares
 from slotstream.server.ingest_requests import commit_bytes, peers_failure, refused_record, spec_of
-from slotstream.server.lane import Abort, Chunk, Commit, Done, Ended, Lane, Open, Pools, Refuse
+from slotstream.server.lane import Abort, Chunk, Commit, Done, Ended, Lane, Open, Pools, Refuse, UploadStore
 from slotstream.server.metrics import Metrics, code_label
 from slotstream.server.status import abort
 from slotstream.store.ranges import RangeSet
 from slotstream.store.records import Failure, SampleKey
-from slotstream.store.samples import SampleStore
 from slotstream.v1 import ingest_pb2 as pb
 from slotstream.wire.errors import (
     HashMismatch,
@@ -69,7 +68,7 @@ class IngestService:
     def __init__(
         self,
         config: ServerConfig,
-        store: SampleStore,
+        store: UploadStore,
         pools: Pools,
         metrics: Metrics,
         arrivals: Arrivals,

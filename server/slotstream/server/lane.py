@@ -13,10 +13,10 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from slotstream.server.pace import Pace
 from slotstream.store.records import Failure, SampleKey, SampleRecord, SampleSpec
-from slotstream.store.samples import SampleStore
 from slotstream.store.upload import Upload
 from slotstream.wire.errors import InternalFault, SlotStreamError
 
@@ -101,11 +101,21 @@ class Done:
     ended: Ended | None = None
 
 
+class UploadStore(Protocol):
+    """What lanes need of a store; see `SampleStore`."""
+
+    def open_upload(self, spec: SampleSpec) -> Upload:
+        """Begin a sample."""
+
+    def record_failed(self, record: SampleRecord, failure: Failure) -> None:
+        """Let readers of the id know why there is no sample."""
+
+
 class Lane:
     """One sample on its way. `push` belongs to the event loop; `post` is called for every item pushed, from any thread."""
 
     def __init__(
-        self, store: SampleStore, pools: Pools, number: int, key: SampleKey | None, post: Callable[[Done], None]
+        self, store: UploadStore, pools: Pools, number: int, key: SampleKey | None, post: Callable[[Done], None]
     ) -> None:
         self.number = number
         self.key = key  # None when the sample was opened under a name that cannot be.

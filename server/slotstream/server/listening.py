@@ -20,13 +20,13 @@ _CONNECTION_CALLS_MAX = 1024
 _METADATA_BYTES_MAX = 16 << 10
 
 
-def make_server(*, several_processes: bool) -> grpc.aio.Server:
-    """With `several_processes`, others of this server listen on the port too, and the kernel shares connections out."""
+def make_server(config: ServerConfig) -> grpc.aio.Server:
+    """With several workers, all of them listen on the port, and the kernel shares connections out."""
     return grpc.aio.server(
         options=(
             ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX + _FRAME_SPARE_BYTES),
             ("grpc.max_send_message_length", MESSAGE_BYTES_MAX + _FRAME_SPARE_BYTES),
-            ("grpc.so_reuseport", int(several_processes)),  # Else a second server on the same port must fail, not share it.
+            ("grpc.so_reuseport", int(config.workers > 1)),  # Else a second server on the same port must fail, not share it.
             # A peer whose host vanished sends no goodbye: without pings its samples would stay open for ever.
             ("grpc.keepalive_time_ms", 30_000),
             ("grpc.keepalive_timeout_ms", 20_000),
@@ -36,8 +36,12 @@ def make_server(*, several_processes: bool) -> grpc.aio.Server:
             ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
             # A connection that never gets as far as a call, in TLS or before it, is dropped.
             ("grpc.server_handshake_timeout_ms", _HANDSHAKE_MS),
+            ("grpc.max_allowed_incoming_connections", config.connections_max),
             ("grpc.max_concurrent_streams", _CONNECTION_CALLS_MAX),  # More wait at the caller's end.
             ("grpc.max_metadata_size", _METADATA_BYTES_MAX),
+            # Calls that gRPC has and the event loop has not: past 1000 gRPC drops some, anybody's and without a code.
+            ("grpc.server.max_pending_requests", 1 << 15),
+            ("grpc.server.max_pending_requests_hard_limit", 1 << 16),
         )
     )
 

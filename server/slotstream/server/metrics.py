@@ -4,6 +4,8 @@ exception, namespaces, is cut to the largest few.
 
 from __future__ import annotations
 
+import threading
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from wsgiref.simple_server import WSGIServer
 
@@ -22,6 +24,11 @@ _KNOWN_CODES = frozenset(
     for name in errors.__all__
     if isinstance(kind := getattr(errors, name), type) and issubclass(kind, SlotStreamError)
 )
+
+
+Value = tuple[str, dict[str, str], float]  # Name with its suffix, labels, value.
+_Line = tuple[str, tuple[tuple[str, str], ...]]
+_SUFFIXES = ("", "_total", "_bucket", "_sum", "_count")
 
 
 def code_label(code: str) -> str:
@@ -59,11 +66,54 @@ class _Stored:
         yield from (samples, nbytes, spaces, damaged, free)
 
 
+class Merged:
+    """The families of a registry, with the values that other processes reported added to its own."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._registry = registry
+        self._lock = threading.Lock()
+        self._reports: dict[int, dict[_Line, float]] = {}
+        self._ended: dict[_Line, float] = {}
+
+    def merge(self, worker: int, values: list[Value]) -> None:
+        with self._lock:
+            self._reports[worker] = {(name, tuple(sorted(labels.items()))): value for name, labels, value in values}
+
+    def gone(self, worker: int) -> None:
+        with self._lock:
+            gauges = {family.name for family in self._registry.collect() if family.type == "gauge"}
+            for line, value in self._reports.pop(worker, {}).items():
+                if line[0] not in gauges:
+                    self._ended[line] = self._ended.get(line, 0.0) + value
+
+    def collect(self) -> Iterable[Metric]:
+        with self._lock:
+            others = defaultdict(float, self._ended)
+            for report in self._reports.values():
+                for line, value in report.items():
+                    others[line] += value
+        for family in self._registry.collect():
+            names = {family.name + suffix for suffix in _SUFFIXES}
+            found = {(s.name, tuple(sorted(s.labels.items()))) for s in family.samples}
+            family.samples = [
+                s._replace(value=s.value + others.get((s.name, tuple(sorted(s.labels.items()))), 0.0)) for s in family.samples
+            ]
+            for (name, labels), value in others.items():
+                if name in names and (name, labels) not in found:
+                    family.add_sample(name, dict(labels), value)
+            yield family
+
+
 class Metrics:
     """Every metric of one server, in a registry of its own."""
 
-    def __init__(self, store: SampleStore) -> None:
-        registry = self.registry = CollectorRegistry()
+    def __init__(self, store: SampleStore | None) -> None:
+        """`store` is None in a worker process: the primary alone asks the store."""
+        self._own = registry = CollectorRegistry()
+        # What is shown: this process's, with what the workers reported added.
+        self.registry = CollectorRegistry()
+        self._merged = Merged(registry)
+        self.registry.register(self._merged)
 
         def counter(name: str, sentence: str, labels: Iterable[str] = ()) -> Counter:
             return Counter(f"slotstream_{name}", sentence, labels, registry=registry)
@@ -96,7 +146,25 @@ class Metrics:
         self.deleted_bytes = counter("deleted_bytes", "Bytes of sample files deleted by retention, by reason.", ("reason",))
         self.scrubbed_bytes = counter("scrubbed_bytes", "Bytes of rows that the scrubber read and checked.")
         self.scrub_passes = counter("scrub_passes", "Passes of the scrubber over all samples.")
-        registry.register(_Stored(store))
+        if store is not None:
+            registry.register(_Stored(store))
+
+    def values(self) -> list[Value]:
+        """Everything that this process counted, for its primary."""
+        return [
+            (s.name, s.labels, s.value)
+            for family in self._own.collect()
+            for s in family.samples
+            if not s.name.endswith("_created") and s.value
+        ]
+
+    def merge(self, worker: int, values: list[Value]) -> None:
+        """Add what a worker process counted, in place of what it said before."""
+        self._merged.merge(worker, values)
+
+    def gone(self, worker: int) -> None:
+        """The worker ended: what it counted stays, what it had open does not."""
+        self._merged.gone(worker)
 
 
 def serve_metrics(metrics: Metrics, address: str) -> tuple[str, Callable[[], None]]:

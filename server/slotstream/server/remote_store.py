@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import grpc
 
@@ -44,10 +45,11 @@ class RemoteStore:
     """What lanes need of a store. Thread safe; blocks for the disk and for the primary."""
 
     def __init__(self, channel: grpc.Channel, worker: int, data_dir: Path, free_bytes_min: int) -> None:
-        self._stub = workers_pb2_grpc.WorkersStub(channel)
+        self._stub: Any = workers_pb2_grpc.WorkersStub(channel)  # type: ignore[no-untyped-call]
         self._worker = worker
         self._data_dir = data_dir.absolute()
         self._files = Files()
+        self._files.confine(self._data_dir)
         self._free_bytes_min = free_bytes_min
 
     def open_upload(self, spec: SampleSpec) -> Upload:
@@ -105,7 +107,7 @@ class RemoteStore:
     def _fail(self, number: int, failure: Failure) -> None:
         self._ask(self._stub.Fail, workers_pb2.FailUpload(upload=number, failure=failure_message(failure)))
 
-    def _ask(self, method: grpc.UnaryUnaryMultiCallable, request: object) -> workers_pb2.UploadBegun | workers_pb2.UploadEnded:
+    def _ask(self, method: Any, request: object) -> Any:
         try:
             return method(request, timeout=_CALL_S)
         except grpc.RpcError as error:

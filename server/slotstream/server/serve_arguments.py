@@ -64,6 +64,13 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     )
     _add_security_arguments(option)
     _add_limit_arguments(option)
+    option(
+        "--workers",
+        "workers",
+        "processes that take ingest streams; the kernel shares connections out among them",
+        metavar="N",
+        type=int,
+    )
     parser.add_argument(
         "--retention",
         metavar="FILE",

@@ -14,7 +14,7 @@ import os
 import signal
 import sys
 from collections.abc import AsyncIterator, Callable
-from dataclasses import asdict, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -35,25 +35,29 @@ from slotstream.server.remote_store import RemoteStore
 from slotstream.server.tls import Certificates
 from slotstream.v1 import workers_pb2 as pb
 from slotstream.v1 import workers_pb2_grpc
+from slotstream.wire.access import AUTHORIZATION_KEY
 from slotstream.wire.errors import ConfigError
 from slotstream.wire.names import MESSAGE_BYTES_MAX
 
 _log = logging.getLogger(__name__)
 _REPORT_S = 1.0
 _LAST_CALLS_S = 1.0
+_CENTURIES_S = 1e9
 _LOCAL_OPTIONS = (("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", MESSAGE_BYTES_MAX * 2))
 _RAW: Any = None  # No serializer: messages pass through as bytes.
 
 
 def parameters(config: ServerConfig, worker: int, primary: str, address: str) -> bytes:
     """What a worker reads from its stdin: the server's configuration, its own number, the primary's private address."""
-    plain = {key: str(value) if isinstance(value, Path) else value for key, value in asdict(config).items()}
+    told = {f.name: getattr(config, f.name) for f in fields(config) if f.name != "retention"}  # The primary's business.
+    plain = {key: str(value) if isinstance(value, Path) else value for key, value in told.items()}
     return json.dumps({"config": {**plain, "listen": address}, "worker": worker, "primary": primary}).encode()
 
 
 def _config_of(plain: dict[str, Any]) -> ServerConfig:
     paths = {f.name for f in fields(ServerConfig) if "Path" in str(f.type)}
-    return ServerConfig(**{k: Path(v) if k in paths and v is not None else v for k, v in plain.items()})
+    told: dict[str, Any] = {k: Path(v) if k in paths and v is not None else v for k, v in plain.items()}
+    return ServerConfig(**told)
 
 
 class Worker:
@@ -72,11 +76,11 @@ class Worker:
             pools, gate = Pools(), Gate(self._config)
             certificates = Certificates(self._config) if self._config.tls_cert is not None else None
             store = RemoteStore(blocking, self._number, self._config.data_dir, self._config.free_bytes_min)
-            # The primary wakes who waits for a sample: it hears of each one's beginning and end.
-            ingest = IngestService(self._config, store, pools, self.metrics, Arrivals(), gate)
+            # The primary wakes who waits for a sample, and applies retention: it hears of each one's beginning and end.
+            ingest = IngestService(self._config, store, pools, self.metrics, Arrivals(), gate, lambda namespace: None)
             health = HealthService()
             health.serve("", *SERVICES)
-            server = make_server(several_processes=True)
+            server = make_server(self._config)
             server.add_generic_rpc_handlers((ingest.handler(), _PassOn(channel)))
             health_pb2_grpc.add_HealthServicer_to_server(health, server)
             add_port(server, self._config, certificates)
@@ -88,15 +92,16 @@ class Worker:
                 await server.stop(_LAST_CALLS_S)
                 await ingest.idle()
                 await asyncio.to_thread(pools.shutdown)
-                await channel.close()
+                await channel.close(None)
 
     async def _attend(self, channel: grpc.aio.Channel, ingest: IngestService, health: HealthService) -> None:
         """Report to the primary and do as it says; returns when it wants no more of this process."""
-        orders = workers_pb2_grpc.WorkersStub(channel).Attend(self._reports())
+        stub: Any = workers_pb2_grpc.WorkersStub(channel)  # type: ignore[no-untyped-call]
+        orders = stub.Attend(self._reports())
         try:
             async for order in orders:
                 if order.kind == pb.WorkerOrder.DRAIN:
-                    health.stop_serving()
+                    health.stop_for_good()
                     ingest.drain()
                 elif order.kind == pb.WorkerOrder.END_STREAMS:
                     return
@@ -111,7 +116,7 @@ class Worker:
             await asyncio.sleep(_REPORT_S)
 
 
-class _PassOn(grpc.GenericRpcHandler):  # type: ignore[type-arg]
+class _PassOn(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # Generic in the stubs alone.
     """Calls of the Samples service, handed to the primary and back as they are."""
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
@@ -121,25 +126,28 @@ class _PassOn(grpc.GenericRpcHandler):  # type: ignore[type-arg]
         method = handler_call_details.method
         if not method.startswith("/slotstream.v1.Samples/"):
             return None
-        return grpc.stream_stream_rpc_method_handler(self._forwarder(method))  # type: ignore[arg-type]
+        return grpc.stream_stream_rpc_method_handler(self._forwarder(method))
 
     def _forwarder(self, method: str) -> Callable[[AsyncIterator[bytes], Any], Any]:
         async def forward(requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext[bytes, bytes]) -> None:
-            left_s = context.time_remaining()
-            call = self._channel.stream_stream(method, _RAW, _RAW)(
-                requests,
-                timeout=left_s if left_s and left_s < 1e6 else None,
-                metadata=[(k, v) for k, v in context.invocation_metadata() or () if not k.startswith("grpc-") and k != "user-agent"],
-            )
+            told = [(k, v) for k, v in context.invocation_metadata() or () if k == AUTHORIZATION_KEY]
+            call = self._channel.stream_stream(method, _RAW, _RAW)(requests, timeout=_seconds_left(context), metadata=told)
             try:
                 async for reply in call:
                     await context.write(reply)
             except grpc.aio.AioRpcError as error:
-                await context.abort(error.code(), error.details() or "", tuple(error.trailing_metadata() or ()))
+                trailing: Any = error.trailing_metadata() or ()
+                await context.abort(error.code(), error.details() or "", tuple(trailing))
             finally:
                 call.cancel()
 
         return forward
+
+
+def _seconds_left(context: grpc.aio.ServicerContext[bytes, bytes]) -> float | None:
+    """Of the caller's deadline; None where it has none, which gRPC spells as centuries."""
+    left_s = context.time_remaining()
+    return left_s if left_s is not None and left_s < _CENTURIES_S else None
 
 
 def main() -> int:

@@ -31,10 +31,14 @@ _Context = grpc.aio.ServicerContext[Any, Any]
 _ENDED = "a process of the server ended while the sample was arriving"
 
 
-class WorkerBooks(workers_pb2_grpc.WorkersServicer):  # type: ignore[misc]
+class WorkerBooks(workers_pb2_grpc.WorkersServicer):
     """The Workers service. Belongs to one event loop; the store's work is done in the pools' threads."""
 
-    def __init__(self, store: SampleStore, pools: Pools, metrics: Metrics, arrivals: Arrivals) -> None:
+    def __init__(
+        self, store: SampleStore, pools: Pools, metrics: Metrics, arrivals: Arrivals, committed: Callable[[str], None]
+    ) -> None:
+        """`committed` is told the namespace of every sample that was stored."""
+        self._committed = committed
         self._store = store
         self._pools = pools
         self._metrics = metrics
@@ -72,16 +76,18 @@ class WorkerBooks(workers_pb2_grpc.WorkersServicer):  # type: ignore[misc]
                 self._metrics.merge(worker, [(m.name, dict(m.labels), m.value) for m in report.metrics])
 
         listening = asyncio.create_task(listen())
+        order: asyncio.Task[pb.WorkerOrder] | None = None
         try:
             while True:
                 order = asyncio.create_task(orders.get())
                 await asyncio.wait((order, listening), return_when=asyncio.FIRST_COMPLETED)
                 if not order.done():
-                    order.cancel()
                     return
                 yield order.result()
         finally:
-            listening.cancel()
+            for task in (listening, order):
+                if task is not None:
+                    task.cancel()
             del self._orders[worker]
             self._metrics.gone(worker)
             await asyncio.shield(self._abandon(worker))
@@ -118,6 +124,7 @@ class WorkerBooks(workers_pb2_grpc.WorkersServicer):  # type: ignore[misc]
         sealed, content = _sealed(upload, request)
         try:
             duplicate = await self._in(self._pools.commits, upload.commit, sealed, content)
+            self._committed(upload.spec.namespace)
             return pb.UploadEnded(duplicate=duplicate)
         except SlotStreamError as error:
             return pb.UploadEnded(failure=failure_message(Failure.of(error)))

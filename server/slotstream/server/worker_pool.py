@@ -8,6 +8,7 @@ import logging
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -29,7 +30,9 @@ _STOP_S = 15.0
 class WorkerPool:
     """`config.workers` - 1 processes beside this one. Belongs to one event loop."""
 
-    def __init__(self, config: ServerConfig, address: str, books: WorkerBooks, samples: grpc.GenericRpcHandler) -> None:  # type: ignore[type-arg]
+    def __init__(
+        self, config: ServerConfig, address: str, books: WorkerBooks, samples: grpc.GenericRpcHandler[Any, Any]
+    ) -> None:
         """`address` is the one that the workers listen on too; `samples` answers the calls that they pass on."""
         self._config = config
         self._address = address
@@ -50,7 +53,7 @@ class WorkerPool:
             )
         )
         server.add_generic_rpc_handlers((self._samples,))
-        workers_pb2_grpc.add_WorkersServicer_to_server(self._books, server)
+        workers_pb2_grpc.add_WorkersServicer_to_server(self._books, server)  # type: ignore[no-untyped-call]
         server.add_insecure_port(private)
         await server.start()
         self._closing.push_async_callback(server.stop, 1.0)

@@ -1,0 +1,170 @@
+"""A server of several processes: streams are shared out; there is one catalogue, one set of metrics, one word on each id."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, closing
+from pathlib import Path
+
+import grpc
+import pytest
+from server_kit import ARRIVING, COMMITTED, FAILED, Peer, Reader, RunningServer, Sample, wait_until
+
+from slotstream.store.samples import SampleStore
+from slotstream.wire.errors import ConfigError
+
+pytestmark = pytest.mark.timeout(240)
+PEERS = 10  # Spread over three processes by the kernel: all in one of them is a chance of one in 20,000.
+
+
+def children(pid: int) -> list[int]:
+    """Processes that `pid` started and that live."""
+    found = []
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        for child in (task / "children").read_text().split():
+            if b"slotstream.server.worker" in Path(f"/proc/{child}/cmdline").read_bytes():
+                found.append(int(child))
+    return found
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    with RunningServer(tmp_path_factory.mktemp("workers") / "data", workers=3) as server:
+        yield server
+
+
+@pytest.fixture
+def peers(running: RunningServer) -> Iterator[list[Peer]]:
+    with ExitStack() as stack:
+        yield [stack.enter_context(Peer(running.address)) for _ in range(PEERS)]
+
+
+def test_every_process_takes_streams_and_there_is_one_catalogue(running: RunningServer, peers: list[Peer]) -> None:
+    before = running.metric("samples_total", outcome="committed", code="")
+    samples = [[Sample(f"many-{peer}-{n}", rows=40 + n, seed=peer * 10 + n) for n in range(3)] for peer in range(PEERS)]
+    for peer, mine in zip(peers, samples, strict=True):
+        for number, sample in enumerate(mine, 1):
+            peer.put(sample, number)
+    for reader_number in range(4):  # Each on a connection of its own, that any process may get.
+        with Reader(running.address) as reader:
+            for sample in samples[reader_number]:
+                assert reader.read(sample.sample_id)[1] == sample.data
+            assert reader.state(samples[-1][-1].sample_id) == (COMMITTED, "")
+            assert [reply.damage for reply in reader.verify(sample_id=samples[0][0].sample_id)] == [""]
+    wait_until(lambda: running.metric("samples_total", outcome="committed", code="") == before + 3 * PEERS)
+    wait_until(lambda: running.metric("ingest_streams") == PEERS)
+    own = running.server.metrics._own.get_sample_value("slotstream_ingest_streams")
+    assert own is not None
+    assert own < PEERS  # The others took their part.
+
+
+def test_one_id_is_stored_once_whoever_sends_it(peers: list[Peer], running: RunningServer) -> None:
+    sample, other = Sample("same", seed=1), Sample("same", seed=2)
+    assert not peers[0].put(sample, 100).duplicate
+    for peer in peers[1:]:
+        assert peer.put(sample, 100).duplicate
+    for peer in peers:
+        peer.say(other.open(101), other.chunk(101, 5, 0, other.rows), other.commit(101))
+        assert peer.failed().code == "ALREADY_EXISTS"
+    # The same rows, hashed in other groups, since this time their number is not known beforehand.
+    for peer in peers:
+        peer.say(sample.open(102, rows_max=90000, rows_exact=False), sample.chunk(102, 6, 0, sample.rows), sample.commit(102))
+        assert peer.committed().duplicate
+    with Reader(running.address) as reader:
+        assert reader.read("same")[1] == sample.data
+
+
+def test_failures_are_told_and_recorded(peers: list[Peer], running: RunningServer) -> None:
+    with Reader(running.address) as reader:
+        for index, peer in enumerate(peers):
+            sample = Sample(f"wrong-{index}")
+            peer.say(sample.open(200), sample.chunk(200, 6, 0, 1))
+            peer.acks(1)
+            assert reader.state(sample.sample_id) == (ARRIVING, "")
+            chunk = bytearray(sample.chunk(200, 7, 0, sample.rows))
+            chunk[-1] ^= 1
+            peer.say(bytes(chunk))
+            assert peer.failed().code == "HASH_MISMATCH"
+            assert reader.state(sample.sample_id) == (FAILED, "HASH_MISMATCH")
+            peer.say(Sample(f"refused-{index}").open(201, layer_ids=()))
+            assert peer.failed().code == "BAD_LAYERS"
+            assert reader.state(f"refused-{index}") == (FAILED, "BAD_LAYERS")
+
+
+def test_a_worker_that_dies_fails_what_it_had_open_and_nothing_else(peers: list[Peer], running: RunningServer) -> None:
+    samples = [Sample(f"dies-{index}", seed=index) for index in range(PEERS)]
+    for peer, sample in zip(peers, samples, strict=True):
+        peer.say(sample.open(300), sample.chunk(300, 8, 0, 20))
+        peer.acks(1)
+    victims = children(os.getpid())
+    assert len(victims) == 2
+    for victim in victims:
+        os.kill(victim, signal.SIGKILL)
+    outcomes = []
+    for peer, sample in zip(peers, samples, strict=True):
+        try:
+            peer.say(sample.chunk(300, 9, 20, sample.rows), sample.commit(300))
+            peer.committed()
+            outcomes.append((COMMITTED, ""))
+        except grpc.RpcError:
+            outcomes.append((FAILED, "INTERRUPTED"))
+    assert (FAILED, "INTERRUPTED") in outcomes
+    wait_until(lambda: len(set(children(os.getpid())) - set(victims)) == 2)
+    partials = [path for path in (running.config.data_dir / "default").rglob("*.partial") if path.name.startswith("dies")]
+    assert partials == []
+    with Reader(running.address) as reader:
+        for sample, outcome in zip(samples, outcomes, strict=True):
+            wait_until(lambda name=sample.sample_id, want=outcome: reader.state(name) == want)
+    wait_until(lambda: len(running.server._books._orders) == 2)
+    for index in range(PEERS):  # Each lands where the kernel puts it.
+        with Peer(running.address) as peer:
+            assert not peer.put(Sample(f"again-{index}"), 1).duplicate
+
+
+def test_a_server_that_drains_lets_workers_finish(tmp_path: Path) -> None:
+    with RunningServer(tmp_path / "data", workers=3) as server, ExitStack() as stack:
+        peers = [stack.enter_context(Peer(server.address)) for _ in range(PEERS)]
+        samples = [Sample(f"drain-{index}", seed=index) for index in range(PEERS)]
+        for peer, sample in zip(peers, samples, strict=True):
+            peer.say(sample.open(1), sample.chunk(1, 1, 0, 20))
+            peer.acks(1)
+        draining = server.start_drain()
+        for peer in peers:
+            assert peer.hear_until("draining")
+        for peer, sample in zip(peers[1:], samples[1:], strict=True):
+            peer.say(sample.chunk(1, 2, 20, sample.rows), sample.commit(1))
+            peer.committed()
+        assert not draining.done()
+        peers[0].say(samples[0].chunk(1, 2, 20, samples[0].rows), samples[0].commit(1))
+        peers[0].committed()
+        draining.result(60)
+    with closing(SampleStore.open(tmp_path / "data")) as store:
+        for sample in samples:
+            assert store.verify(sample.key).damage == ""
+
+
+def test_workers_end_with_a_primary_that_is_killed(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "slotstream.server.cli", "serve", "--listen", "127.0.0.1:0", "--workers", "2"]
+    process = subprocess.Popen(
+        [*command, "--data", str(tmp_path / "data")], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    try:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if "2 processes take ingest streams" in line:
+                break
+        (worker,) = children(process.pid)
+        process.kill()
+        wait_until(lambda: not Path(f"/proc/{worker}").exists() or "Z" in Path(f"/proc/{worker}/stat").read_text())
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_a_unix_socket_has_one_process(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="only one process can listen on a unix socket"):
+        RunningServer(tmp_path / "data", listen=f"unix:{tmp_path}/s", workers=2)
