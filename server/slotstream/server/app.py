@@ -27,11 +27,13 @@ from slotstream.server.ingest import IngestService, server_version
 from slotstream.server.lane import Pools
 from slotstream.server.logs import configure_logging
 from slotstream.server.metrics import Metrics, serve_metrics
+from slotstream.server.nixl_puller import Puller
 from slotstream.server.serving import SamplesService
 from slotstream.server.tls import Certificates
 from slotstream.store.samples import SampleStore
 from slotstream.wire.errors import ConfigError
 from slotstream.wire.names import MESSAGE_BYTES_MAX
+from slotstream.wire.nixl import INSTALL, is_installed
 
 _log = logging.getLogger(__name__)
 SERVICES = ("slotstream.v1.Ingest", "slotstream.v1.Samples")
@@ -117,8 +119,9 @@ class Server:
         self._closing.push_async_callback(asyncio.to_thread, pools.shutdown)
         self.metrics = metrics = Metrics(store)
         self._arrivals = Arrivals()
+        puller = await self._start_nixl()
         self._keeping = Housekeeping(config, store, metrics, self._directory_changed)
-        self._ingest = IngestService(config, store, pools, metrics, self._arrivals, gate, self._keeping.touch)
+        self._ingest = IngestService(config, store, pools, metrics, self._arrivals, gate, self._keeping.touch, puller)
         self._samples = SamplesService(config, store, pools, metrics, self._arrivals, gate, self._keeping)
         self._loop = asyncio.get_running_loop()
         self._health = HealthService()
@@ -158,6 +161,20 @@ class Server:
     def _directory_changed(self, healthy: bool) -> None:
         with contextlib.suppress(RuntimeError):  # The loop is closed: the process is ending.
             self._loop.call_soon_threadsafe(self._health.change, healthy)
+
+    async def _start_nixl(self) -> Puller | None:
+        """What reads rows over NIXL; None where rows come over gRPC only. Raises ConfigError."""
+        transport = self.config.transport
+        if transport == "auto" and not is_installed():
+            _log.info("rows come over gRPC; for NIXL: %s", INSTALL)
+            return None
+        if transport == "grpc":
+            return None
+        puller = Puller(self.config.nixl_pool_bytes, self.metrics)
+        self._closing.push_async_callback(asyncio.to_thread, puller.close)
+        if transport == "nixl":
+            await asyncio.to_thread(puller.prove)
+        return puller
 
     def _open_store(self) -> SampleStore:
         return SampleStore.open(self.config.data_dir, free_bytes_min=self.config.free_bytes_min)
