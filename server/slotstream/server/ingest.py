@@ -79,7 +79,7 @@ class IngestService:
         committed: Callable[[str], None],
         puller: Puller | None = None,
     ) -> None:
-        """`committed` is told the namespace of every sample that was stored. `puller`: None where chunks come in frames only."""
+        """`committed` is told the namespace of every sample stored. `puller`: None where chunks come in frames only."""
         self.config = config
         self._committed = committed
         self.puller = puller
