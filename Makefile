@@ -25,7 +25,7 @@ $(VENV)/.runs: pyproject.toml Makefile
 	@touch $@
 
 $(VENV)/.installed: $(VENV)/.runs
-	$(PIP_INSTALL) --editable '.[torch,dev]'
+	$(PIP_INSTALL) --editable '.[torch,nixl,dev]'
 	@touch $@
 
 demo: $(VENV)/.runs  ## Real vLLM and a real server on this machine; every row checked.

@@ -33,6 +33,7 @@ def test_every_option_reaches_the_configuration(tmp_path: Path) -> None:
         *("--free-bytes-min", "1", "--window-bytes", "9000000", "--drain-s", "0.5", "--appear-grace-s", "0"),
         *("--open-samples-max", "7", "--reads-max", "8", "--retention", str(rules)),
         *("--scrub-every-s", "9", "--scrub-bytes-per-s", "10"),
+        *("--transport", "grpc", "--nixl-pool-bytes", "40000000"),
     )
     assert config == ServerConfig(
         data_dir=Path("d"),
@@ -49,6 +50,8 @@ def test_every_option_reaches_the_configuration(tmp_path: Path) -> None:
         retention=Policy(default=Rule(samples_max=3)),
         scrub_every_s=9.0,
         scrub_bytes_per_s=10.0,
+        transport="grpc",
+        nixl_pool_bytes=40_000_000,
     )
 
 
@@ -65,6 +68,8 @@ def test_every_option_reaches_the_configuration(tmp_path: Path) -> None:
         ({"window_bytes": 1}, "--window-bytes"),
         ({"window_bytes": 1 << 64}, "--window-bytes"),
         ({"free_bytes_min": 10**400}, "--free-bytes-min"),
+        ({"transport": "carrier pigeon"}, "--transport"),
+        ({"nixl_pool_bytes": 16 << 20}, "--nixl-pool-bytes"),
         ({"drain_s": float("inf")}, "--drain-s"),
         ({"drain_s": 1e300}, "--drain-s"),
         ({"appear_grace_s": float("nan")}, "--appear-grace-s"),
@@ -77,6 +82,13 @@ def test_every_option_reaches_the_configuration(tmp_path: Path) -> None:
 def test_a_value_that_cannot_work_is_named(options: dict[str, Any], named: str) -> None:
     with pytest.raises(ConfigError, match=f"^{named}"):
         ServerConfig(data_dir=Path("d"), **options)
+
+
+def test_nixl_that_is_not_there_is_refused_only_where_it_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("slotstream.wire.nixl._PACKAGES", ("a_package_that_nobody_has",))
+    assert ServerConfig(data_dir=Path("d")).transport == "auto"
+    with pytest.raises(ConfigError, match=r"^--transport is nixl.*pip install 'slotstream\[nixl\]'"):
+        ServerConfig(data_dir=Path("d"), transport="nixl")
 
 
 def test_the_help_shows_every_default() -> None:

@@ -286,7 +286,7 @@ def test_a_busy_peer_cannot_keep_the_server_from_stopping(tmp_path: Path) -> Non
 
         thread = threading.Thread(target=survives)
         thread.start()
-        wait_until(lambda: running.metric("chunks_total") > 20)
+        wait_until(lambda: running.metric("chunks_total", transport="grpc") > 20)
         running.call(running.server.stop())
         stopped.set()
         thread.join()

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
 import tempfile
+import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
@@ -34,6 +36,15 @@ class ServerProcess:
 
     def log(self) -> str:
         return self._log_path.read_text(errors="replace")
+
+    def metric(self, name: str, **labels: str) -> float:
+        """The sum of a metric's series that have these labels; the server was started with --metrics."""
+        found = re.search(r"metrics on (http://\S+/metrics)", self.log())
+        assert found is not None, self.log()
+        with urllib.request.urlopen(found[1], timeout=10.0) as answer:
+            lines = answer.read().decode().splitlines()
+        series = [line for line in lines if line.startswith((f"{name}{{", f"{name} "))]
+        return sum(float(line.rsplit(" ", 1)[1]) for line in series if all(f'{k}="{v}"' in line for k, v in labels.items()))
 
     def stop(self, number: int = signal.SIGTERM) -> int:
         """Signals the server and waits for its exit; the exit code."""

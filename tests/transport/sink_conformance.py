@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -17,11 +18,17 @@ from slotstream.wire.hashing import xxh3
 Stored = Callable[[SyntheticSample], tuple[bytes, list[int]]]
 
 
+SLOT_BYTES = 4096
+
+
 class Sender:
-    """Drives a sink as the connector's pump does, and numbers what it sends."""
+    """Drives a sink as the connector's pump does, and numbers what it sends, each chunk from a slot of its own."""
 
     def __init__(self, sink: SampleSink) -> None:
         self.sink = sink
+        self._staging = memoryview(mmap.mmap(-1, 1024 * SLOT_BYTES))
+        self._staged = 0
+        sink.use_staging(self._staging, SLOT_BYTES)
         self.recorder = Recorder()
         self._samples = 0
         self._chunks = 0
@@ -48,16 +55,21 @@ class Sender:
         return self._samples
 
     def send(
-        self, number: int, sample: SyntheticSample, start: int, stop: int, *, into: bytearray | None = None, flip: int = 0
+        self, number: int, sample: SyntheticSample, start: int, stop: int, *, into: memoryview | None = None, flip: int = 0
     ) -> int:
         """Submit rows [start, stop) as one chunk; its number. `into`: staged in there. `flip`: in the hash it claims."""
         self._chunks += 1
         data = sample.rows(start, stop)
-        if into is not None:
-            into[: len(data)] = data
-        buffer = memoryview(data if into is None else into)[: len(data)]
+        buffer = (self.slot() if into is None else into)[: len(data)]
+        buffer[:] = data
         self.sink.submit(StagedChunk(number, self._chunks, start, stop - start, buffer, xxh3(buffer) ^ flip))
         return self._chunks
+
+    def slot(self) -> memoryview:
+        """A slot of staging that was not used before."""
+        at = self._staged * SLOT_BYTES
+        self._staged += 1
+        return self._staging[at : at + SLOT_BYTES]
 
     def commit(self, number: int, sample: SyntheticSample) -> None:
         self.sink.commit(
@@ -143,7 +155,7 @@ class SinkConformance:
         assert stored(sample) == (sample.rows(), sample.token_ids)
 
     def test_a_buffer_may_be_reused_once_acked(self, sender: Sender, stored: Stored, sample: SyntheticSample) -> None:
-        staging = bytearray(4 * sample.row_bytes)
+        staging = sender.slot()
         number = sender.open(sample)
         for sent, start in enumerate(range(0, sample.num_tokens, 4), 1):
             sender.send(number, sample, start, start + 4, into=staging)

@@ -11,11 +11,13 @@ from slotstream.wire.access import Access, token_from_environment
 from slotstream.wire.address import check_address
 from slotstream.wire.errors import BadNamespace, ConfigError
 from slotstream.wire.names import CHUNK_BYTES_MAX, DEFAULT_ADDRESS, DEFAULT_NAMESPACE, LAYERS_MAX, check_namespace
+from slotstream.wire.nixl import check_transport
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 ON_FULL = ("wait", "fail_sample")
+TRANSPORTS = ("auto", "grpc", "nixl")
 BAD_ROWS = ("mark", "fail")
 
 
@@ -24,6 +26,12 @@ class ConnectorOptions:
     """`kv_connector_extra_config`, checked. The README's table of options is made of these fields."""
 
     server: str = field(default=DEFAULT_ADDRESS, metadata={"help": "storage server: host:port or unix:/path"})
+    transport: str = field(
+        default="auto",
+        metadata={
+            "help": "how rows travel: nixl, grpc, or auto: nixl where it is there and pays (docs/transports.md)"
+        },
+    )
     namespace: str = field(default=DEFAULT_NAMESPACE, metadata={"help": "namespace of requests that name none"})
     capture: bool = field(default=True, metadata={"help": "capture requests that do not say; false: only those that ask"})
     include_output_tokens: bool = field(default=False, metadata={"help": "capture output rows of requests that do not say"})
@@ -62,9 +70,10 @@ class ConnectorOptions:
         for name in ("capture", "include_output_tokens"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"connector option {name} must be true or false, not {getattr(self, name)!r}")
-        for name, choices in (("on_full", ON_FULL), ("bad_rows", BAD_ROWS)):
+        for name, choices in (("on_full", ON_FULL), ("bad_rows", BAD_ROWS), ("transport", TRANSPORTS)):
             if getattr(self, name) not in choices:
                 raise ConfigError(f"connector option {name} must be one of {list(choices)}, not {getattr(self, name)!r}")
+        check_transport("connector option transport", self.transport)
         for name in ("tls_ca", "tls_cert", "tls_key", "token_file"):
             if not isinstance(getattr(self, name), str | None):
                 raise ConfigError(f"connector option {name} must be the path of a file, not {getattr(self, name)!r}")

@@ -31,6 +31,7 @@ METRICS = (
     Metric("samples_committed", "counter", "Samples that the server reported durable."),
     Metric("samples_failed", "counter", "Samples that were not stored, by stable error code.", by_code=True),
     Metric("stall_seconds", "counter", "Time that engine steps waited for room in staging."),
+    Metric("nixl_fallbacks", "counter", "Times that NIXL failed, and chunks went over gRPC for a while."),
     Metric("hook_faults", "counter", "Exceptions caught at the connector's hooks."),
     Metric("samples_in_flight", "gauge", "Samples opened and neither committed nor failed."),
     Metric("staging_bytes_in_use", "gauge", "Staging memory that holds rows on their way."),

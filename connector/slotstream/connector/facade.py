@@ -27,6 +27,7 @@ from slotstream.connector.watch import ServerWatch
 from slotstream.connector.worker import WorkerHalf
 from slotstream.transport.grpc import GrpcSink
 from slotstream.transport.logs import connector_logger
+from slotstream.transport.nixl import plane_for
 from slotstream.v1 import ingest_pb2
 from slotstream.wire.errors import ConfigError, InternalFault, SlotStreamError
 from slotstream.wire.names import PROTOCOL_VERSION
@@ -123,7 +124,13 @@ class SlotStreamConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker = WorkerHalf(
             self._config,
             kv_caches[self._capture_layer],
-            GrpcSink(options.server, hello, access=options.access, ack_timeout_s=options.ack_timeout_s),
+            GrpcSink(
+                options.server,
+                hello,
+                access=options.access,
+                ack_timeout_s=options.ack_timeout_s,
+                plane=plane_for(options.transport, options.server),
+            ),
             # Twice the requests: each may carry one draft token beside its own.
             scheduler_config.max_num_batched_tokens + 2 * scheduler_config.max_num_seqs,
         )

@@ -20,7 +20,17 @@ from slotstream.connector.counters import Counters
 from slotstream.connector.gather import Gathered, SlotMappingCopy, Slots, Ticket
 from slotstream.connector.plan import SampleAbort, SampleFinish, SampleOpen
 from slotstream.connector.staging import StagingPool
-from slotstream.transport.base import Acked, Committed, Failed, LinkDown, LinkUp, SampleSink, SinkEvent, StagedChunk
+from slotstream.transport.base import (
+    Acked,
+    Committed,
+    Failed,
+    FellBack,
+    LinkDown,
+    LinkUp,
+    SampleSink,
+    SinkEvent,
+    StagedChunk,
+)
 from slotstream.transport.logs import connector_logger
 from slotstream.v1 import ingest_pb2
 from slotstream.wire.errors import (
@@ -248,6 +258,8 @@ class Pump:
                 self._forget(item.sample)
             case Failed():
                 self._failed(item)
+            case FellBack():
+                self._counters.add("nixl_fallbacks")
             case LinkUp():
                 self.link_up = True
                 logger.info("slotstream: connected to %s (server %s)", self._config.options.server, item.server_version)

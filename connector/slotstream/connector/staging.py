@@ -30,6 +30,11 @@ class StagingPool:
         self._in_use_max = 0
 
     @property
+    def memory_view(self) -> memoryview:
+        """All slots, one after another."""
+        return self._view
+
+    @property
     def in_use(self) -> int:
         """Slots leased now."""
         with self._changed:

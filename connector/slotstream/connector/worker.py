@@ -73,6 +73,7 @@ class WorkerHalf:
         self._slot_mapping: torch.Tensor | None = None
         self._first_position: dict[str, int] = {}
         self._releases = Releases()
+        sink.use_staging(self._pool.memory_view, slot_bytes)
         self._pump.start()
         logger.info(
             "slotstream: layers %s of %s go to %s; staging %d MiB in %d slots, block size %d",

@@ -67,7 +67,14 @@ class LinkDown:
     code: str = ""
 
 
-SinkEvent = Acked | Committed | Failed | LinkUp | LinkDown
+@dataclass(frozen=True, slots=True)
+class FellBack:
+    """The faster data plane failed: chunks go over gRPC for a while. No sample is lost by it."""
+
+    message: str
+
+
+SinkEvent = Acked | Committed | Failed | LinkUp | LinkDown | FellBack
 
 
 class SampleSink(Protocol):
@@ -75,6 +82,13 @@ class SampleSink(Protocol):
 
     For every opened sample there comes one Committed or Failed, unless a LinkDown comes first.
     """
+
+    def use_staging(self, memory: memoryview, slot_bytes: int) -> None:
+        """Before `start`, or never: chunks will lie in this memory, each within one slot of it.
+
+        The sink may let the server read it until `close` returns, and so long it must stay mapped. Raises ConfigError where
+        the transport that the operator asked for does not work.
+        """
 
     def start(self, on_event: Callable[[SinkEvent], None]) -> None:
         """Begin connecting. `on_event` is called from the sink's own threads and must not block."""

@@ -1,4 +1,4 @@
-"""The gRPC data plane: rows as raw frames on the control stream itself.
+"""The control stream, and the gRPC data plane: rows as raw frames on the stream itself. Others plug in as a `DataPlane`.
 
 Threads: one of ours reads replies and reconnects; gRPC's own consumes our request iterator, one frame at a time and only
 as fast as the network takes them, so that nothing but staging holds rows that wait.
@@ -9,8 +9,8 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
 
 import grpc
 
@@ -31,11 +31,80 @@ _RETRY_S_MAX = 2.0
 _Item = StagedChunk | ingest_pb2.CommitSample | ingest_pb2.AbortSample
 
 
+class DataPlane(Protocol):
+    """How the bytes of chunks get to the server: all that differs between transports. Called from the stream's threads."""
+
+    def use_staging(self, memory: memoryview, slot_bytes: int) -> None:
+        """Before `start`, or never: see `SampleSink`."""
+
+    def start(self, on_event: Callable[[SinkEvent], None]) -> None:
+        """Before the first stream."""
+
+    def hello(self, hello: ingest_pb2.Hello) -> ingest_pb2.Hello:
+        """The Hello of a stream that begins, with what this plane offers."""
+
+    def welcomed(self, welcome: ingest_pb2.Welcome) -> None:
+        """The server's answer to it."""
+
+    def encode(self, chunk: StagedChunk) -> bytes:
+        """The request that gets a chunk across."""
+
+    def acked(self, chunk: int) -> None:
+        """The server has the chunk, however it got it."""
+
+    def refused(self, chunks: Sequence[int]) -> None:
+        """The server wants these chunks as frames after all; they are sent as such."""
+
+    def ended(self) -> None:
+        """The stream is over, and with it everything on its way."""
+
+    def close(self, timeout_s: float) -> None:
+        """Nothing more is asked for."""
+
+
+class Frames:
+    """Every chunk as a raw frame: the gRPC data plane."""
+
+    def use_staging(self, memory: memoryview, slot_bytes: int) -> None:
+        return
+
+    def start(self, on_event: Callable[[SinkEvent], None]) -> None:
+        return
+
+    def hello(self, hello: ingest_pb2.Hello) -> ingest_pb2.Hello:
+        return hello
+
+    def welcomed(self, welcome: ingest_pb2.Welcome) -> None:
+        return
+
+    def encode(self, chunk: StagedChunk) -> bytes:
+        return encode_chunk(chunk_header(chunk), chunk.buffer)
+
+    def acked(self, chunk: int) -> None:
+        return
+
+    def refused(self, chunks: Sequence[int]) -> None:
+        return
+
+    def ended(self) -> None:
+        return
+
+    def close(self, timeout_s: float) -> None:
+        return
+
+
+def chunk_header(chunk: StagedChunk) -> ingest_pb2.ChunkHeader:
+    return ingest_pb2.ChunkHeader(
+        sample=chunk.sample, chunk=chunk.chunk, first_row=chunk.first_row, rows=chunk.rows, xxh3=chunk.xxh3
+    )
+
+
 class GrpcSink:
     """A `SampleSink` over one bidirectional gRPC stream. See `SampleSink` for the meaning of each method.
 
     `connect_grace_s` is how long samples may wait for a link that is not up before they are given up. Certificates and
-    token are read again for each stream; a token that the server does not take fails samples at once.
+    token are read again for each stream; a token that the server does not take fails samples at once. Chunks go the way of
+    `plane`, and as frames where the server asks for that.
     """
 
     def __init__(
@@ -46,17 +115,21 @@ class GrpcSink:
         access: Access | None = None,
         ack_timeout_s: float = 30.0,
         connect_grace_s: float = 5.0,
+        plane: DataPlane | None = None,
     ) -> None:
         self._target = target
         self._access = access or Access()
         self._hello = hello
+        self._frames = Frames()
+        self._plane = plane or self._frames
         self._ack_timeout_s = ack_timeout_s
         self._connect_grace_s = connect_grace_s
         self._on_event: Callable[[SinkEvent], None] = lambda event: None
         self._changed = threading.Condition()
         self._opens: deque[ingest_pb2.OpenSample] = deque()
         self._items: deque[_Item] = deque()
-        self._in_flight: dict[int, int] = {}  # chunk -> bytes, sent and not acked
+        self._resends: deque[StagedChunk] = deque()  # asked for again; their bytes are in flight already
+        self._in_flight: dict[int, StagedChunk] = {}  # sent and not acked
         self._in_flight_bytes = 0
         self._window_bytes = WINDOW_BYTES
         self._awaited: set[int] = set()  # samples committed or aborted, not answered
@@ -68,8 +141,12 @@ class GrpcSink:
         self._call: Any = None
         self._thread = threading.Thread(target=self._run, name="slotstream-grpc", daemon=True)
 
+    def use_staging(self, memory: memoryview, slot_bytes: int) -> None:
+        self._plane.use_staging(memory, slot_bytes)
+
     def start(self, on_event: Callable[[SinkEvent], None]) -> None:
         self._on_event = on_event
+        self._plane.start(on_event)
         self._thread.start()
 
     def open_sample(self, request: ingest_pb2.OpenSample) -> None:
@@ -115,6 +192,7 @@ class GrpcSink:
         with self._changed:
             self._opens.clear()
             self._items.clear()
+            self._resends.clear()
             self._in_flight.clear()
             self._in_flight_bytes = 0
             self._awaited.clear()
@@ -130,6 +208,7 @@ class GrpcSink:
             call.cancel()
         if self._thread.is_alive():
             self._thread.join(timeout_s)
+        self._plane.close(timeout_s)
 
     # -- our thread: connect, read replies, reconnect
 
@@ -184,6 +263,7 @@ class GrpcSink:
                 return f"{self._target}: {error.code().name}: {error.details()}"
             finally:
                 ended.set()
+                self._plane.ended()
                 with self._changed:
                     self._changed.notify_all()
         finally:
@@ -198,21 +278,28 @@ class GrpcSink:
             if kind == "welcome":
                 self._was_up = True
                 self._window_bytes = max(1, reply.welcome.window_bytes)
+                self._plane.welcomed(reply.welcome)
                 self._changed.notify_all()
             elif kind == "ack":
-                for chunk in reply.ack.chunks:
-                    self._in_flight_bytes -= self._in_flight.pop(chunk, 0)
+                for number in reply.ack.chunks:
+                    if (chunk := self._in_flight.pop(number, None)) is not None:
+                        self._in_flight_bytes -= chunk.buffer.nbytes
+                        self._plane.acked(number)
                 if self._items and self._fits(self._items[0]):
                     self._changed.notify_all()
             elif kind == "committed":
                 self._awaited.discard(reply.committed.sample)
             elif kind == "failed":
                 self._awaited.discard(reply.failed.sample)
+            elif kind == "resend":
+                self._resends.extend(self._in_flight[n] for n in reply.resend.chunks if n in self._in_flight)
+                self._plane.refused(reply.resend.chunks)
+                self._changed.notify_all()
         if kind == "welcome":
             self._on_event(LinkUp(reply.welcome.server_version))
         elif kind == "ack":
-            for chunk in reply.ack.chunks:
-                self._on_event(Acked(chunk))
+            for number in reply.ack.chunks:
+                self._on_event(Acked(number))
         elif kind == "committed":
             self._on_event(Committed(reply.committed.sample, reply.committed.duplicate))
         elif kind == "failed":
@@ -221,19 +308,24 @@ class GrpcSink:
     # -- gRPC's thread: the request iterator
 
     def _requests(self, ended: threading.Event) -> Iterator[bytes]:
-        yield ingest_pb2.IngestRequest(hello=self._hello).SerializeToString()
-        while (item := self._next(ended)) is not None:
-            yield _encode(item)
+        yield ingest_pb2.IngestRequest(hello=self._plane.hello(self._hello)).SerializeToString()
+        while (next_one := self._next(ended)) is not None:
+            item, plane = next_one
+            yield plane.encode(item) if isinstance(item, StagedChunk) else _encode(item)
 
-    def _next(self, ended: threading.Event) -> ingest_pb2.OpenSample | _Item | None:
-        """What to send next, once it may be sent; None when the stream is over."""
+    def _next(self, ended: threading.Event) -> tuple[ingest_pb2.OpenSample | _Item, DataPlane] | None:
+        """What to send next, once it may be sent, and the way it goes if it is a chunk; None when the stream is over."""
         with self._changed:
             while not (ended.is_set() or self._closed):
                 if self._was_up:
                     if self._opens:
-                        return self._opens.popleft()
+                        return self._opens.popleft(), self._plane
+                    while self._resends:
+                        chunk = self._resends.popleft()
+                        if chunk.chunk in self._in_flight:  # Not acked meanwhile: its buffer is still ours.
+                            return chunk, self._frames
                     if self._items and self._fits(self._items[0]):
-                        return self._sent(self._items.popleft())
+                        return self._sent(self._items.popleft()), self._plane
                 self._changed.wait()
             return None
 
@@ -244,19 +336,14 @@ class GrpcSink:
 
     def _sent(self, item: _Item) -> _Item:
         if isinstance(item, StagedChunk):
-            self._in_flight[item.chunk] = item.buffer.nbytes
+            self._in_flight[item.chunk] = item
             self._in_flight_bytes += item.buffer.nbytes
         else:
             self._awaited.add(item.sample)
         return item
 
 
-def _encode(item: ingest_pb2.OpenSample | _Item) -> bytes:
-    if isinstance(item, StagedChunk):
-        header = ingest_pb2.ChunkHeader(
-            sample=item.sample, chunk=item.chunk, first_row=item.first_row, rows=item.rows, xxh3=item.xxh3
-        )
-        return encode_chunk(header, item.buffer)
+def _encode(item: ingest_pb2.OpenSample | ingest_pb2.CommitSample | ingest_pb2.AbortSample) -> bytes:
     if isinstance(item, ingest_pb2.OpenSample):
         return ingest_pb2.IngestRequest(open=item).SerializeToString()
     if isinstance(item, ingest_pb2.CommitSample):

@@ -33,6 +33,9 @@ class LoopbackSink:
         self.samples: dict[int, LoopbackSample] = {}
         self._on_event: Callable[[SinkEvent], None] = lambda event: None
 
+    def use_staging(self, memory: memoryview, slot_bytes: int) -> None:
+        return
+
     def start(self, on_event: Callable[[SinkEvent], None]) -> None:
         self._on_event = on_event
         on_event(LinkUp("loopback"))

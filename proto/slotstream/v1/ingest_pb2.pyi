@@ -7,34 +7,66 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class IngestRequest(_message.Message):
-    __slots__ = ("hello", "open", "chunk", "commit", "abort", "data")
+    __slots__ = ("hello", "open", "chunk", "commit", "abort", "announce", "data")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     OPEN_FIELD_NUMBER: _ClassVar[int]
     CHUNK_FIELD_NUMBER: _ClassVar[int]
     COMMIT_FIELD_NUMBER: _ClassVar[int]
     ABORT_FIELD_NUMBER: _ClassVar[int]
+    ANNOUNCE_FIELD_NUMBER: _ClassVar[int]
     DATA_FIELD_NUMBER: _ClassVar[int]
     hello: Hello
     open: OpenSample
     chunk: ChunkHeader
     commit: CommitSample
     abort: AbortSample
+    announce: Announce
     data: bytes
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., open: _Optional[_Union[OpenSample, _Mapping]] = ..., chunk: _Optional[_Union[ChunkHeader, _Mapping]] = ..., commit: _Optional[_Union[CommitSample, _Mapping]] = ..., abort: _Optional[_Union[AbortSample, _Mapping]] = ..., data: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., open: _Optional[_Union[OpenSample, _Mapping]] = ..., chunk: _Optional[_Union[ChunkHeader, _Mapping]] = ..., commit: _Optional[_Union[CommitSample, _Mapping]] = ..., abort: _Optional[_Union[AbortSample, _Mapping]] = ..., announce: _Optional[_Union[Announce, _Mapping]] = ..., data: _Optional[bytes] = ...) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("protocol", "engine_id", "worker_rank", "vllm_version", "slotstream_version")
+    __slots__ = ("protocol", "engine_id", "worker_rank", "vllm_version", "slotstream_version", "nixl")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
     WORKER_RANK_FIELD_NUMBER: _ClassVar[int]
     VLLM_VERSION_FIELD_NUMBER: _ClassVar[int]
     SLOTSTREAM_VERSION_FIELD_NUMBER: _ClassVar[int]
+    NIXL_FIELD_NUMBER: _ClassVar[int]
     protocol: int
     engine_id: str
     worker_rank: int
     vllm_version: str
     slotstream_version: str
-    def __init__(self, protocol: _Optional[int] = ..., engine_id: _Optional[str] = ..., worker_rank: _Optional[int] = ..., vllm_version: _Optional[str] = ..., slotstream_version: _Optional[str] = ...) -> None: ...
+    nixl: NixlOffer
+    def __init__(self, protocol: _Optional[int] = ..., engine_id: _Optional[str] = ..., worker_rank: _Optional[int] = ..., vllm_version: _Optional[str] = ..., slotstream_version: _Optional[str] = ..., nixl: _Optional[_Union[NixlOffer, _Mapping]] = ...) -> None: ...
+
+class NixlOffer(_message.Message):
+    __slots__ = ("agent", "metadata", "address", "slot_bytes", "slots")
+    AGENT_FIELD_NUMBER: _ClassVar[int]
+    METADATA_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    SLOT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SLOTS_FIELD_NUMBER: _ClassVar[int]
+    agent: str
+    metadata: bytes
+    address: int
+    slot_bytes: int
+    slots: int
+    def __init__(self, agent: _Optional[str] = ..., metadata: _Optional[bytes] = ..., address: _Optional[int] = ..., slot_bytes: _Optional[int] = ..., slots: _Optional[int] = ...) -> None: ...
+
+class Announce(_message.Message):
+    __slots__ = ("header", "slot", "generation", "address", "length")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    SLOT_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    LENGTH_FIELD_NUMBER: _ClassVar[int]
+    header: ChunkHeader
+    slot: int
+    generation: int
+    address: int
+    length: int
+    def __init__(self, header: _Optional[_Union[ChunkHeader, _Mapping]] = ..., slot: _Optional[int] = ..., generation: _Optional[int] = ..., address: _Optional[int] = ..., length: _Optional[int] = ...) -> None: ...
 
 class OpenSample(_message.Message):
     __slots__ = ("sample", "namespace", "sample_id", "model", "dtype", "layer_ids", "hidden_size", "rows_max", "rows_exact", "tags", "metadata")
@@ -120,32 +152,42 @@ class AbortSample(_message.Message):
     def __init__(self, sample: _Optional[int] = ..., code: _Optional[str] = ..., message: _Optional[str] = ...) -> None: ...
 
 class IngestReply(_message.Message):
-    __slots__ = ("welcome", "ack", "committed", "failed", "draining")
+    __slots__ = ("welcome", "ack", "committed", "failed", "draining", "resend")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     ACK_FIELD_NUMBER: _ClassVar[int]
     COMMITTED_FIELD_NUMBER: _ClassVar[int]
     FAILED_FIELD_NUMBER: _ClassVar[int]
     DRAINING_FIELD_NUMBER: _ClassVar[int]
+    RESEND_FIELD_NUMBER: _ClassVar[int]
     welcome: Welcome
     ack: Ack
     committed: Committed
     failed: Failed
     draining: Draining
-    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., ack: _Optional[_Union[Ack, _Mapping]] = ..., committed: _Optional[_Union[Committed, _Mapping]] = ..., failed: _Optional[_Union[Failed, _Mapping]] = ..., draining: _Optional[_Union[Draining, _Mapping]] = ...) -> None: ...
+    resend: Resend
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., ack: _Optional[_Union[Ack, _Mapping]] = ..., committed: _Optional[_Union[Committed, _Mapping]] = ..., failed: _Optional[_Union[Failed, _Mapping]] = ..., draining: _Optional[_Union[Draining, _Mapping]] = ..., resend: _Optional[_Union[Resend, _Mapping]] = ...) -> None: ...
 
 class Welcome(_message.Message):
-    __slots__ = ("protocol", "server_version", "window_bytes", "chunk_bytes_max")
+    __slots__ = ("protocol", "server_version", "window_bytes", "chunk_bytes_max", "nixl")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     SERVER_VERSION_FIELD_NUMBER: _ClassVar[int]
     WINDOW_BYTES_FIELD_NUMBER: _ClassVar[int]
     CHUNK_BYTES_MAX_FIELD_NUMBER: _ClassVar[int]
+    NIXL_FIELD_NUMBER: _ClassVar[int]
     protocol: int
     server_version: str
     window_bytes: int
     chunk_bytes_max: int
-    def __init__(self, protocol: _Optional[int] = ..., server_version: _Optional[str] = ..., window_bytes: _Optional[int] = ..., chunk_bytes_max: _Optional[int] = ...) -> None: ...
+    nixl: bool
+    def __init__(self, protocol: _Optional[int] = ..., server_version: _Optional[str] = ..., window_bytes: _Optional[int] = ..., chunk_bytes_max: _Optional[int] = ..., nixl: bool = ...) -> None: ...
 
 class Ack(_message.Message):
+    __slots__ = ("chunks",)
+    CHUNKS_FIELD_NUMBER: _ClassVar[int]
+    chunks: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, chunks: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class Resend(_message.Message):
     __slots__ = ("chunks",)
     CHUNKS_FIELD_NUMBER: _ClassVar[int]
     chunks: _containers.RepeatedScalarFieldContainer[int]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import re
 
 from slotstream.wire.errors import ConfigError
@@ -25,3 +26,14 @@ def check_address(address: object, *, any_port: bool = False) -> str:
     if match is None or not (0 if any_port else 1) <= int(match["port"]) <= 65535:
         raise ConfigError(f"address {address!r} is neither host:port (port 1 to 65535) nor unix:/absolute/path")
     return match.group()
+
+
+def is_local(address: str) -> bool:
+    """Whether only this machine can be meant, or reach it: a unix socket, or loopback by its number or as localhost."""
+    if address.startswith("unix:"):
+        return True
+    host = address.rpartition(":")[0].strip("[]")
+    try:
+        return host.lower() == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False  # A name: where it leads can change.

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-import ipaddress
 import logging
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from slotstream.server.nixl_pool import SLOT_BYTES, SLOTS_MIN
 from slotstream.store.retention import Policy
 from slotstream.store.samples import FREE_BYTES_MIN
-from slotstream.wire.address import check_address
+from slotstream.wire.address import check_address, is_local
 from slotstream.wire.errors import ConfigError
 from slotstream.wire.names import CHUNK_BYTES_MAX, DEFAULT_ADDRESS, WINDOW_BYTES
+from slotstream.wire.nixl import check_transport
 
 _NUMBER_MAX = (1 << 62) - 1  # What messages and the operating system take.
 _SECONDS_MAX = 365 * 86400
 LOG_FORMATS = ("text", "json")
+TRANSPORTS = ("auto", "grpc", "nixl")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 _COUNTS = (
     "open_samples_max",
@@ -42,6 +44,8 @@ class ServerConfig:
     log_level: str = "info"
     free_bytes_min: int = FREE_BYTES_MIN  # Disk space that samples leave free.
     window_bytes: int = WINDOW_BYTES  # Bytes of chunks a stream may have unacknowledged.
+    transport: str = "auto"  # How rows may come: grpc, or over NIXL too; nixl: only start if that works.
+    nixl_pool_bytes: int = 256 << 20  # What chunks are read into over NIXL; allocated when the first sender offers it.
     drain_s: float = 10.0  # How long open samples may still finish after SIGTERM.
     appear_grace_s: float = 5.0  # How long a read waits for an id that nobody has opened yet.
     open_samples_max: int = 4096  # Samples open at a time on one stream.
@@ -79,6 +83,10 @@ class ServerConfig:
             raise ConfigError(f"--log-level {self.log_level!r} is not one of {', '.join(LOG_LEVELS)}")
         _at_least("--free-bytes-min", self.free_bytes_min, 0)
         _at_least("--window-bytes", self.window_bytes, CHUNK_BYTES_MAX)
+        if self.transport not in TRANSPORTS:
+            raise ConfigError(f"--transport {self.transport!r} is not one of {', '.join(TRANSPORTS)}")
+        check_transport("--transport", self.transport)
+        _at_least("--nixl-pool-bytes", self.nixl_pool_bytes, SLOTS_MIN * SLOT_BYTES)
         _at_least("--drain-s", self.drain_s, 0, _SECONDS_MAX)
         _at_least("--appear-grace-s", self.appear_grace_s, 0, _SECONDS_MAX)
         for name in _COUNTS:
@@ -115,14 +123,8 @@ class ServerConfig:
 
     @property
     def is_private(self) -> bool:
-        """Whether only this machine can reach `listen`: a unix socket, or loopback by its number or as localhost."""
-        if self.listen.startswith("unix:"):
-            return True
-        host = self.listen.rpartition(":")[0].strip("[]")
-        try:
-            return host.lower() == "localhost" or ipaddress.ip_address(host).is_loopback
-        except ValueError:
-            return False  # A name: where it leads can change.
+        """Whether only this machine can reach `listen`."""
+        return is_local(self.listen)
 
     @property
     def log_level_number(self) -> int:

@@ -19,12 +19,14 @@ from typing import Any
 import grpc
 import grpc.aio
 
+from slotstream.server.announced import Announced
 from slotstream.server.arrivals import Arrivals
 from slotstream.server.config import ServerConfig
 from slotstream.server.gate import Gate, Session, Shares
 from slotstream.server.ingest_requests import commit_bytes, peers_failure, refused_record, spec_of
 from slotstream.server.lane import Abort, Chunk, Commit, Done, Ended, Lane, Open, Pools, Refuse, UploadStore
 from slotstream.server.metrics import Metrics, code_label
+from slotstream.server.nixl_puller import Pulled, Puller
 from slotstream.server.status import abort
 from slotstream.store.ranges import RangeSet
 from slotstream.store.records import Failure, SampleKey
@@ -74,10 +76,12 @@ class IngestService:
         arrivals: Arrivals,
         gate: Gate,
         committed: Callable[[str], None],
+        puller: Puller | None = None,
     ) -> None:
-        """`committed` is told the namespace of every sample that was stored."""
+        """`committed` is told the namespace of every sample stored. `puller`: None where chunks come in frames only."""
         self.config = config
         self._committed = committed
+        self.puller = puller
         self.store = store
         self.pools = pools
         self.metrics = metrics
@@ -197,6 +201,8 @@ class _Stream:
         self._heard_at = self._loop.time()
         # When each open sample will have taken too long. Each is one of the peer's share of open samples.
         self._due: dict[int, float] = {}
+        self._announced = Announced(service.puller, self._wake)
+        self._said_all = False
 
     # The call.
 
@@ -216,9 +222,11 @@ class _Stream:
             if receiver.done():
                 receiver.result()
                 # The peer says no more. What it committed is finished; what it did not will never be whole.
+                self._said_all = True
+                for sample in self._announced.never_to_come():
+                    self._cut_short(self._lanes[sample])
                 for lane in self._lanes.values():
-                    self._hold(0)
-                    lane.push(Abort(Failure.of(Interrupted("the stream ended before the sample was committed"))))
+                    self._push(lane, Abort(Failure.of(Interrupted("the stream ended before the sample was committed"))))
             if ending.done():
                 receiver.cancel()  # Nothing more is taken: a busy peer must not keep its stream from ending.
             await self._flushed(sender)
@@ -226,6 +234,7 @@ class _Stream:
                 raise ServerDraining("the server is shutting down")
         finally:
             self._connected = False
+            self._announced.close()
             for task in (receiver, sender, ending, watch):
                 task.cancel()
             self._abandon(Failure.of(Interrupted("the stream broke while the sample was arriving")))
@@ -249,7 +258,7 @@ class _Stream:
             raise TooSlow(f"the stream said no Hello within {hello_s:g} s") from error
         if hello is _EOF:
             return
-        self._greet(hello)
+        await self._greet(hello)
         while True:
             while self._is_full():
                 self._room.clear()
@@ -314,7 +323,7 @@ class _Stream:
 
     # What the peer says.
 
-    def _greet(self, frame: bytes) -> None:
+    async def _greet(self, frame: bytes) -> None:
         request, _ = decode_request(frame)
         if request.WhichOneof("kind") != "hello":
             raise ProtocolViolation("the first request of a stream must be Hello")
@@ -327,6 +336,7 @@ class _Stream:
             server_version=server_version(),
             window_bytes=self._service.config.window_bytes,
             chunk_bytes_max=CHUNK_BYTES_MAX,
+            nixl=hello.HasField("nixl") and await self._announced.accept(hello.nixl),
         )
         self.reply(pb.IngestReply(welcome=welcome))
         if self._service.draining:
@@ -343,18 +353,71 @@ class _Stream:
             raise ProtocolViolation("only a chunk may carry data")
         if kind == "open":
             self._take_open(request.open)
+        elif kind == "announce":
+            self._take_announce(request.announce)
         elif kind == "commit":
             self._take_commit(request.commit, len(frame))
         elif kind == "abort":
             if lane := self._lane(request.abort.sample):
-                self._hold(0)
-                lane.push(Abort(peers_failure(request.abort)))
+                self._push(lane, Abort(peers_failure(request.abort)))
         else:
             raise ProtocolViolation(f"a request of kind {kind} does not belong here")
 
+    def _push(self, lane: Lane, item: Commit | Abort, nbytes: int = 0) -> None:
+        """Do `item` after every chunk sent or announced before it."""
+        self._hold(nbytes)
+        if not self._announced.park(lane.number, item, nbytes):
+            lane.push(item, nbytes)
+
+    def _take_announce(self, announce: pb.Announce) -> None:
+        pull = self._announced.take(announce)
+        if self._lane(pull.sample) is None:  # As below.
+            self._ack(pull.chunk, pull.nbytes)
+            return
+        self._hold(pull.nbytes)
+        self._chunks_held += 1
+        self._look_later()
+        self._announced.start(pull)
+
+    def _take_pulled(self, pulled: Pulled) -> None:
+        """What became of an announced chunk."""
+        pull = pulled.pull
+        lane = self._lanes.get(pull.sample)
+        if lane is not None and self._connected and pulled.data is not None:
+            self._count_chunk("nixl", pull.nbytes)
+            item = Chunk(pull.chunk, pull.first_row, pull.rows, pulled.data, pull.digest, pulled.slot)
+            lane.push(item, pull.nbytes)
+            self._arrived(lane, pull.chunk)
+            return
+        self._announced.free(pulled)
+        self._held_bytes -= pull.nbytes
+        self._held_items -= 1
+        self._chunks_held -= 1
+        if lane is None:
+            self._ack(pull.chunk, pull.nbytes)
+        elif self._connected and not self._said_all:
+            self._service.metrics.nixl_fallbacks.inc()
+            self._announced.ask_again(pull)
+            self.reply(pb.IngestReply(resend=pb.Resend(chunks=[pull.chunk])))
+        else:
+            self._cut_short(lane)
+            self._arrived(lane, pull.chunk)
+
+    def _cut_short(self, lane: Lane) -> None:
+        """Fail a sample whose announced rows could not be read, and are not going to be sent either."""
+        self._hold(0)
+        lane.push(Abort(Failure.of(Interrupted("the stream ended before the sample's rows were read"))))
+
+    def _arrived(self, lane: Lane, chunk: int) -> None:
+        for item, nbytes in self._announced.arrived(lane.number, chunk):
+            lane.push(item, nbytes)
+
+    def _count_chunk(self, transport: str, nbytes: int) -> None:
+        self._service.metrics.chunks.labels(transport).inc()
+        self._service.metrics.chunk_bytes.inc(nbytes)
+
     def _take_chunk(self, header: pb.ChunkHeader, data: memoryview, nbytes: int) -> None:
-        self._service.metrics.chunks.inc()
-        self._service.metrics.chunk_bytes.inc(len(data))
+        self._count_chunk("grpc", len(data))
         lane = self._lane(header.sample)
         if lane is None:  # It failed a moment ago and the peer has not heard yet.
             self._ack(header.chunk, nbytes)
@@ -363,6 +426,8 @@ class _Stream:
         self._chunks_held += 1
         self._look_later()
         lane.push(Chunk(header.chunk, header.first_row, header.rows, data, header.xxh3), nbytes)
+        if self._announced.is_resent(header.sample, header.chunk):
+            self._arrived(lane, header.chunk)
 
     def _take_commit(self, commit: pb.CommitSample, nbytes: int) -> None:
         lane = self._lane(commit.sample)
@@ -374,8 +439,7 @@ class _Stream:
             self._hold(0)
             lane.push(Abort(Failure.of(error)))
             return
-        self._hold(nbytes)
-        lane.push(Commit(commit.row_count, commit.token_ids, dict(commit.metadata)), nbytes)
+        self._push(lane, Commit(commit.row_count, commit.token_ids, dict(commit.metadata)), nbytes)
 
     def _take_open(self, request: pb.OpenSample) -> None:
         number = request.sample
@@ -433,13 +497,19 @@ class _Stream:
         """Called by the lanes, from any thread. One wake-up of the loop collects whatever came in meanwhile."""
         self._results.append(done)
         written = done.acked is not None and done.ended is None
-        if not written and not self._collecting:
+        if not written:
+            self._wake()
+
+    def _wake(self) -> None:
+        if not self._collecting:
             self._collecting = True
             with suppress(RuntimeError):  # The loop is closed: the process is ending, and there is nobody left to tell.
                 self._loop.call_soon_threadsafe(self._collect)
 
     def _collect(self) -> None:
         self._collecting = False  # Before looking: what is posted from here on asks for another wake-up.
+        while self._announced.results:
+            self._take_pulled(self._announced.results.popleft())
         while self._results:
             done = self._results.popleft()
             self._held_bytes -= done.nbytes
@@ -447,6 +517,8 @@ class _Stream:
             if done.acked is not None:
                 self._chunks_held -= 1
                 self._ack(done.acked, done.nbytes)
+            if done.slot is not None and self._service.puller is not None:
+                self._service.puller.free(done.slot)
             if done.opened and done.lane.key is not None:
                 self._service.arrivals.notify(done.lane.key)
             if done.ended is not None:
@@ -483,6 +555,9 @@ class _Stream:
         del self._lanes[lane.number]
         if self._due.pop(lane.number, None) is not None:
             self._service.open_shares.give_back(self._session.name)
+        for _, nbytes in self._announced.forget(lane.number):
+            self._held_bytes -= nbytes
+            self._held_items -= 1
         self._send_acks()  # The verdict comes after the acks of the sample's chunks.
         self._service.ended(lane, ended)
         failure = ended.failure

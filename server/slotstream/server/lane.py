@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from slotstream.server.nixl_puller import Slot
 from slotstream.server.pace import Pace
 from slotstream.store.records import Failure, SampleKey, SampleRecord, SampleSpec
 from slotstream.store.upload import Upload
@@ -63,6 +64,7 @@ class Chunk:
     rows: int
     data: memoryview
     digest: int
+    slot: Slot | None = None  # Where `data` lies, if it was read over NIXL.
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,11 +94,12 @@ class Ended:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """An item is done with: its bytes are free. `acked` is its chunk's number; `ended` is set once a sample."""
+    """An item is done with: its bytes are free. `acked` and `slot` are its chunk's; `ended` is set once a sample."""
 
     lane: Lane
     nbytes: int = 0
     acked: int | None = None
+    slot: Slot | None = None
     opened: bool = False
     ended: Ended | None = None
 
@@ -184,8 +187,8 @@ class Lane:
                 self._give_up(failure)
                 ended = Ended(failure)
         self._ended = self._ended or ended is not None
-        acked = item.chunk if isinstance(item, Chunk) else None
-        self._post(Done(self, nbytes, acked, isinstance(item, Open) and ended is None, ended))
+        acked, slot = (item.chunk, item.slot) if isinstance(item, Chunk) else (None, None)
+        self._post(Done(self, nbytes, acked, slot, isinstance(item, Open) and ended is None, ended))
 
     def _do(self, item: Item) -> Ended | None:
         match item:

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Callable
 from pathlib import Path
 
-from slotstream.server.config import LOG_FORMATS, LOG_LEVELS, ServerConfig
+from slotstream.server.config import LOG_FORMATS, LOG_LEVELS, TRANSPORTS, ServerConfig
 from slotstream.store.retention import Policy
 
 
@@ -45,6 +45,19 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
         "--window-bytes",
         "window_bytes",
         "bytes of rows that a stream may have in flight before the server acknowledged them",
+        metavar="BYTES",
+        type=int,
+    )
+    option(
+        "--transport",
+        "transport",
+        "how rows may come: over grpc only, over NIXL too where it is installed (auto), or nixl: not to start without it",
+        choices=TRANSPORTS,
+    )
+    option(
+        "--nixl-pool-bytes",
+        "nixl_pool_bytes",
+        "memory that rows are read into over NIXL, taken when the first sender offers that",
         metavar="BYTES",
         type=int,
     )

@@ -1,0 +1,481 @@
+"""Chunks that a server reads over NIXL: from senders that lie, die, stop, and come back."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import pytest
+from server_kit import TIMEOUT_S, Peer, Reader, RunningServer, Sample, wait_until
+from support.nixl_sender import sample_of
+from support.server import ServerProcess
+
+from slotstream.client import connect
+from slotstream.v1 import ingest_pb2 as pb
+from slotstream.wire.hashing import xxh3
+from slotstream.wire.nixl import NixlAgent, is_installed, memory_address
+
+pytestmark = pytest.mark.skipif(not is_installed(), reason="NIXL is not installed")
+
+SLOT_BYTES = 1 << 16
+SLOTS = 8
+
+
+class Owner:
+    """An agent with memory that it registered, polled by a thread, and what it offers."""
+
+    def __init__(self) -> None:
+        self.memory = memoryview(mmap.mmap(-1, SLOTS * SLOT_BYTES))
+        self.address = memory_address(self.memory)
+        self._ended = threading.Event()
+        ready: queue.SimpleQueue[pb.NixlOffer] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._own, args=(ready,))
+        self._thread.start()
+        self.offer = ready.get(timeout=TIMEOUT_S)
+
+    def _own(self, ready: queue.SimpleQueue[pb.NixlOffer]) -> None:
+        agent = NixlAgent(lambda line: None)
+        metadata = agent.register(self.address, self.memory.nbytes)
+        ready.put(pb.NixlOffer(agent=agent.name, metadata=metadata, address=self.address, slot_bytes=SLOT_BYTES, slots=SLOTS))
+        while not self._ended.wait(0.001):
+            agent.progress()
+
+    def close(self) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def announce(self, sample: Sample, number: int, chunk: int, start: int, stop: int, slot: int = 0) -> pb.IngestRequest:
+        """Stage rows [start, stop) in a slot, and say so."""
+        data = sample.part(start, stop)
+        self.memory[slot * SLOT_BYTES :][: len(data)] = data
+        header = pb.ChunkHeader(sample=number, chunk=chunk, first_row=start, rows=stop - start, xxh3=xxh3(data))
+        address = self.address + slot * SLOT_BYTES
+        return pb.IngestRequest(
+            announce=pb.Announce(header=header, slot=slot, generation=chunk, address=address, length=len(data))
+        )
+
+
+@pytest.fixture
+def owner() -> Iterator[Owner]:
+    owner = Owner()
+    yield owner
+    owner.close()
+
+
+def greeted(address: str, offer: pb.NixlOffer) -> Peer:
+    """A stream that has offered NIXL."""
+    peer = Peer(address, greet=False)
+    peer.say(pb.IngestRequest(hello=pb.Hello(protocol=1, engine_id="test", nixl=offer)))
+    peer.welcome = peer.hear().welcome
+    return peer
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    """One server for all peers that it hangs up on."""
+    with RunningServer(tmp_path_factory.mktemp("data")) as server:
+        yield server
+
+
+@pytest.fixture
+def offering(running: RunningServer, owner: Owner) -> Iterator[Peer]:
+    with greeted(running.address, owner.offer) as peer:
+        assert peer.welcome.nixl
+        yield peer
+
+
+# What is announced is read, in order, and counts like what was sent.
+
+
+def test_announced_and_sent_chunks_make_one_sample(
+    running: RunningServer, offering: Peer, owner: Owner, reader: Reader
+) -> None:
+    sample = Sample(rows=40)
+    offering.say(sample.open(1), owner.announce(sample, 1, 1, 0, 16), sample.chunk(1, 2, 16, 32))
+    offering.say(owner.announce(sample, 1, 3, 32, 40, slot=1), sample.commit(1))
+    assert offering.acks(3) == [1, 2, 3]
+    offering.committed()
+    assert reader.read("s")[1] == sample.data
+    assert running.metric("chunks_total", transport="nixl") == 2
+    assert running.metric("chunks_total", transport="grpc") == 1
+
+
+def test_a_wrong_hash_fails_the_sample(offering: Peer, owner: Owner) -> None:
+    sample = Sample(rows=8)
+    announce = owner.announce(sample, 1, 1, 0, 8)
+    announce.announce.header.xxh3 ^= 1
+    offering.say(sample.open(1), announce, sample.commit(1))
+    assert offering.failed().code == "HASH_MISMATCH"
+
+
+def test_a_half_closed_stream_still_gets_its_committed_samples(offering: Peer, owner: Owner, reader: Reader) -> None:
+    whole, cut = Sample("whole", rows=8), Sample("cut", rows=8)
+    offering.say(whole.open(1), owner.announce(whole, 1, 1, 0, 8), whole.commit(1))
+    offering.say(cut.open(2), owner.announce(cut, 2, 2, 0, 4, slot=1))
+    offering.half_close()
+    verdicts = [offering.hear_until("committed", "failed") for _ in range(2)]
+    assert {v.WhichOneof("kind"): getattr(v, v.WhichOneof("kind") or "").sample for v in verdicts} == {
+        "committed": 1,
+        "failed": 2,
+    }
+    assert reader.read("whole")[1] == whole.data
+
+
+def test_pulls_wait_for_slots(tmp_path: Path, owner: Owner) -> None:
+    """Far more chunks than the pool has slots, all at once."""
+    sample = Sample(rows=256)
+    with RunningServer(tmp_path, nixl_pool_bytes=32 << 20) as running, greeted(running.address, owner.offer) as peer:
+        peer.say(sample.open(1))
+        requests = [owner.announce(sample, 1, 1 + at, at * 32, (at + 1) * 32, slot=at) for at in range(8)]
+        for again in range(8):
+            for at, request in enumerate(requests):
+                request.announce.header.chunk = request.announce.generation = 1 + at + 8 * again
+                peer.say(request)
+        peer.say(sample.commit(1))
+        assert peer.acks(64) == list(range(1, 65))
+        peer.committed()
+
+
+# What cannot be read is asked for again, and waited for.
+
+
+def test_unreadable_memory_is_asked_for_in_frames(running: RunningServer, owner: Owner, reader: Reader) -> None:
+    """The offer names slots that the agent never registered."""
+    owner.offer.slots += 1
+    sample = Sample(rows=16)
+    with greeted(running.address, owner.offer) as peer:
+        announce = owner.announce(sample, 1, 1, 0, 8)
+        announce.announce.slot = SLOTS
+        announce.announce.address = owner.address + SLOTS * SLOT_BYTES
+        peer.say(sample.open(1), announce, sample.commit(1))
+        assert peer.hear_until("resend", "failed", "committed").resend.chunks == [1]
+        peer.say(sample.chunk(1, 2, 8, 16))
+        assert peer.acks(1) == [2]  # And the commit waits on.
+        peer.say(sample.chunk(1, 1, 0, 8))
+        assert peer.acks(1) == [1]
+        peer.committed()
+        assert reader.read("s")[1] == sample.data
+        other = Sample("other", rows=8)
+        peer.say(other.open(2), owner.announce(other, 2, 3, 0, 8), other.commit(2))
+        peer.committed()  # Read over NIXL again.
+    assert running.metric("nixl_fallbacks_total") == 1
+    assert running.metric("chunks_total", transport="nixl") == 1
+
+
+def test_an_abort_waits_no_longer_than_its_chunks(running: RunningServer, owner: Owner) -> None:
+    owner.offer.slots += 1
+    sample = Sample(rows=16)
+    with greeted(running.address, owner.offer) as peer:
+        announce = owner.announce(sample, 1, 1, 0, 8)
+        announce.announce.slot = SLOTS
+        announce.announce.address = owner.address + SLOTS * SLOT_BYTES
+        peer.say(sample.open(1), announce, pb.IngestRequest(abort=pb.AbortSample(sample=1, code="BAD_ROWS", message="m")))
+        assert peer.hear_until("resend").resend.chunks == [1]
+        peer.say(sample.chunk(1, 1, 0, 8))
+        assert peer.failed().code == "BAD_ROWS"
+
+
+@pytest.mark.parametrize("asked", [False, True], ids=["before it is asked for again", "after"])
+def test_a_stream_that_ends_while_a_chunk_is_awaited_fails_its_sample(
+    running: RunningServer, owner: Owner, asked: bool
+) -> None:
+    owner.offer.slots += 1
+    sample = Sample(rows=16)
+    with greeted(running.address, owner.offer) as peer:
+        announce = owner.announce(sample, 1, 1, 0, 8)
+        announce.announce.slot = SLOTS
+        announce.announce.address = owner.address + SLOTS * SLOT_BYTES
+        peer.say(sample.open(1), announce, sample.commit(1))
+        if asked:
+            peer.hear_until("resend")
+        peer.half_close()
+        assert peer.failed().code == "INTERRUPTED"
+    wait_until(lambda: running.metric("open_samples") == 0)
+
+
+# Offers and announcements that cannot be meant.
+
+
+def test_a_server_told_to_use_grpc_takes_no_offer(tmp_path: Path, owner: Owner) -> None:
+    with RunningServer(tmp_path, transport="grpc") as running, greeted(running.address, owner.offer) as peer:
+        assert not peer.welcome.nixl
+        peer.put(Sample(), 1)
+
+
+def test_an_announcement_without_an_offer_is_a_violation(peer: Peer, owner: Owner) -> None:
+    sample = Sample(rows=8)
+    peer.say(sample.open(1), owner.announce(sample, 1, 1, 0, 8))
+    assert peer.ending()[1] == "PROTOCOL"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"agent": ""},
+        {"agent": "x" * 129},
+        {"metadata": b""},
+        {"metadata": b"x" * (65 << 10)},
+        {"slots": 0},
+        {"slots": 1 << 21},
+        {"slot_bytes": 0},
+        {"slot_bytes": 1 << 62},
+        {"address": 0},
+        {"address": (1 << 64) - 1},
+    ],
+    ids=str,
+)
+def test_an_offer_that_cannot_be_is_a_violation(shared: RunningServer, owner: Owner, changes: dict[str, Any]) -> None:
+    offer = pb.NixlOffer()
+    offer.CopyFrom(owner.offer)
+    for name, value in changes.items():
+        setattr(offer, name, value)
+    with Peer(shared.address, greet=False) as peer:
+        peer.say(pb.IngestRequest(hello=pb.Hello(protocol=1, nixl=offer)))
+        assert peer.ending()[1] == "PROTOCOL"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"slot": SLOTS},
+        {"slot": (1 << 32) - 1},
+        {"address": 4096},
+        {"address": "below"},
+        {"address": "above"},
+        {"length": 0},
+        {"length": SLOT_BYTES + 1},
+        {"length": (1 << 32) - 1},
+        {"generation": 0},
+    ],
+    ids=str,
+)
+def test_an_announcement_outside_of_the_offer_is_a_violation(
+    shared: RunningServer, owner: Owner, changes: dict[str, Any]
+) -> None:
+    sample = Sample(rows=8)
+    request = owner.announce(sample, 1, 1, 0, 8)
+    named = {"below": owner.address - 1, "above": owner.address + SLOT_BYTES - request.announce.length + 1}
+    for name, value in changes.items():
+        setattr(request.announce, name, named.get(value, value))
+    with greeted(shared.address, owner.offer) as peer:
+        peer.say(sample.open(1), request)
+        assert peer.ending()[1] == "PROTOCOL"
+
+
+def test_an_old_generation_is_a_violation(shared: RunningServer, owner: Owner) -> None:
+    sample = Sample(rows=16)
+    with greeted(shared.address, owner.offer) as peer:
+        peer.say(sample.open(1), owner.announce(sample, 1, 2, 0, 8), owner.announce(sample, 1, 1, 8, 16))
+        assert peer.ending()[1] == "PROTOCOL"
+
+
+@pytest.mark.parametrize("cut", ["half", "noise", "another's name"])
+def test_metadata_that_is_wrong_is_not_taken(shared: RunningServer, owner: Owner, cut: str) -> None:
+    offer = pb.NixlOffer()
+    offer.CopyFrom(owner.offer)
+    if cut == "half":
+        offer.metadata = offer.metadata[: len(offer.metadata) // 2]
+    elif cut == "noise":
+        offer.metadata = os.urandom(400)
+    else:
+        offer.agent = "slotstream-somebody-else"
+    with greeted(shared.address, offer) as peer:
+        assert not peer.welcome.nixl
+        peer.put(Sample(cut.replace(" ", "-").replace("'", "")), 1)
+    with greeted(shared.address, owner.offer) as peer:
+        assert peer.welcome.nixl
+
+
+def test_a_name_that_is_connected_is_not_taken_again(running: RunningServer, offering: Peer, owner: Owner) -> None:
+    with greeted(running.address, owner.offer) as impostor:
+        assert not impostor.welcome.nixl
+    sample = Sample(rows=8)
+    offering.say(sample.open(1), owner.announce(sample, 1, 1, 0, 8), sample.commit(1))
+    offering.committed()
+    assert running.metric("chunks_total", transport="nixl") == 1
+
+
+# Processes that stop and die.
+
+
+class SenderProcess:
+    """`support.nixl_sender` in a process of its own."""
+
+    def __init__(self, address: str, namespace: str, **environment: str) -> None:
+        script = Path(__file__).parents[1] / "support" / "nixl_sender.py"
+        self.process = subprocess.Popen(
+            [sys.executable, str(script), address, namespace],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=os.environ | environment,
+        )
+        self.committed: list[int] = []
+        self.failed: list[str] = []
+        self.said: list[str] = []
+        self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._read, daemon=True)
+        self._thread.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self._lines.put(line)
+        self._lines.put("")
+
+    def hear(self) -> str:
+        line = self._lines.get(timeout=TIMEOUT_S)
+        assert line, f"the sender is gone; it said {self.said}"
+        kind, *rest = line.split()
+        if kind == "committed":
+            self.committed.append(int(rest[0]))
+        elif kind == "failed":
+            self.failed.append(rest[1])
+        else:
+            self.said.append(kind)
+        return kind
+
+    def wait(self, kind: str, count: int = 1) -> None:
+        """`count` more of this kind."""
+        while count:
+            count -= self.hear() == kind
+
+    def finish(self) -> None:
+        """Let it end what it has, and hear of it."""
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self.wait("end")
+        assert self.process.wait(TIMEOUT_S) == 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+def reader_of(server: int) -> int:
+    """The process that reads for a server."""
+    children = [int(pid) for pid in Path(f"/proc/{server}/task/{server}/children").read_text().split()]
+    for task in Path(f"/proc/{server}/task").iterdir():
+        children += [int(pid) for pid in (task / "children").read_text().split()]
+    (pid,) = {pid for pid in children if "nixl_reader" in Path(f"/proc/{pid}/cmdline").read_text()}
+    return pid
+
+
+def assert_stored(address: str, namespace: str, sender: SenderProcess) -> None:
+    """Everything that the sender was told is stored is, exactly."""
+    expected = [sample_of(seed, namespace).rows() for seed in range(2)]
+    with connect(address) as client:
+        for number in sender.committed:
+            with client.read(f"s-{number}", namespace=namespace) as rows:
+                assert b"".join(block.data for block in rows) == expected[number % 2]
+
+
+def test_a_reader_that_is_killed_loses_nothing(tmp_path: Path) -> None:
+    with ServerProcess(tmp_path, "--metrics", "127.0.0.1:0") as server:
+        with SenderProcess(server.address, "killed") as sender:
+            sender.wait("committed", 10)
+            os.kill(reader_of(server.process.pid), signal.SIGKILL)
+            sender.wait("committed", 50)
+            sender.finish()
+            assert not sender.failed
+            assert sender.said.count("up") == 1  # On the same stream all the while.
+            assert server.metric("slotstream_nixl_reader_deaths_total") == 1
+            assert_stored(server.address, "killed", sender)
+        with SenderProcess(server.address, "after") as sender:
+            read = server.metric("slotstream_chunks_total", transport="nixl")
+            sender.wait("committed", 10)
+            sender.finish()
+            assert server.metric("slotstream_chunks_total", transport="nixl") - read == 2 * len(sender.committed)
+
+
+@pytest.mark.extended
+def test_a_server_that_is_stopped_for_a_while_loses_nothing(tmp_path: Path) -> None:
+    with ServerProcess(tmp_path) as server, SenderProcess(server.address, "stopped") as sender:
+        sender.wait("committed", 10)
+        reader = reader_of(server.process.pid)
+        for pid in (server.process.pid, reader):
+            os.kill(pid, signal.SIGSTOP)
+        for pid in (server.process.pid, reader):
+            wait_until(lambda pid=pid: " T " in Path(f"/proc/{pid}/stat").read_text())  # type: ignore[misc]
+        seen = len(sender.committed)
+        for pid in (reader, server.process.pid):
+            os.kill(pid, signal.SIGCONT)
+        sender.wait("committed", 20)
+        sender.finish()
+        assert len(sender.committed) >= seen + 20
+        assert not sender.failed
+        assert sender.said == ["up", "end"]
+        assert_stored(server.address, "stopped", sender)
+
+
+@pytest.mark.extended
+def test_a_server_that_is_killed_and_started_again_reads_over_nixl_again(tmp_path: Path) -> None:
+    with ServerProcess(tmp_path) as server, SenderProcess(server.address, "again") as sender:
+        sender.wait("committed", 10)
+        reader = reader_of(server.process.pid)
+        server.stop(signal.SIGKILL)
+        sender.wait("down")
+        wait_until(lambda: not Path(f"/proc/{reader}").exists())  # It ends with its server.
+        with ServerProcess(tmp_path, "--metrics", "127.0.0.1:0", address=server.address) as fresh:
+            sender.wait("up")
+            sender.wait("committed", 20)
+            sender.finish()
+            assert fresh.metric("slotstream_chunks_total", transport="nixl") > 20
+            assert fresh.metric("slotstream_chunks_total", transport="grpc") == 0
+            assert_stored(fresh.address, "again", sender)
+
+
+@pytest.mark.extended
+def test_a_sender_that_is_killed_takes_only_its_own_samples_with_it(running: RunningServer) -> None:
+    for attempt in range(3):
+        with SenderProcess(running.address, f"victim-{attempt}", UCX_TLS="tcp") as sender:
+            sender.wait("committed", 5)
+    with SenderProcess(running.address, "survivor") as sender:
+        sender.wait("committed", 20)
+        sender.finish()
+        assert not sender.failed
+        assert_stored(running.address, "survivor", sender)
+    wait_until(lambda: running.metric("open_samples") == 0 and running.metric("nixl_quarantined_slots") == 0)
+    reader = running.server._ingest.puller._reader
+    assert reader is None or not reader.pulls  # What nobody waits for would count as a sign that the reader hangs.
+
+
+def test_a_stopped_sender_is_given_up_and_goes_on_when_it_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over TCP a stopped process answers nothing, and fails nothing: the deadline is all there is."""
+    monkeypatch.setattr("slotstream.server.nixl_puller.READ_S", 0.5)
+    monkeypatch.setenv("UCX_TLS", "tcp")
+    with RunningServer(tmp_path) as running, SenderProcess(running.address, "tcp") as sender:
+        sender.wait("committed", 10)
+        while not running.metric("nixl_quarantined_slots"):  # Nothing was to be read just then: stop it at another moment.
+            os.kill(sender.process.pid, signal.SIGCONT)
+            time.sleep(0.05)
+            os.kill(sender.process.pid, signal.SIGSTOP)
+            deadline = time.monotonic() + 5
+            while time.monotonic() < deadline and not running.metric("nixl_quarantined_slots"):
+                time.sleep(0.05)
+        assert running.metric("nixl_timeouts_total") > 0
+        with SenderProcess(running.address, "beside") as other:
+            other.wait("committed", 10)
+            other.finish()
+            assert "fell-back" not in other.said
+        os.kill(sender.process.pid, signal.SIGCONT)
+        sender.wait("fell-back")
+        sender.wait("committed", 10)
+        sender.finish()
+        assert not sender.failed
+        wait_until(lambda: running.metric("nixl_quarantined_slots") == 0)
+        assert_stored(running.address, "tcp", sender)
+        assert_stored(running.address, "beside", other)
