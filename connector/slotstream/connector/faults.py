@@ -1,0 +1,47 @@
+"""Samples that failed: for the scheduler half, which may still tell the caller, for the metrics and for the log."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+
+from slotstream.connector.counters import Counters
+from slotstream.connector.throttle import Throttle
+from slotstream.transport.logs import connector_logger
+
+logger = connector_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class SampleFault:
+    """A sample that failed after it was planned."""
+
+    req_id: str
+    code: str
+    message: str
+
+
+class Faults:
+    """The pump adds, the engine's thread takes."""
+
+    def __init__(self, counters: Counters) -> None:
+        self._counters = counters
+        self._lock = threading.Lock()
+        self._items: list[SampleFault] = []
+        self._throttle = Throttle(every_s=10.0)
+
+    def add(self, sample_id: str, fault: SampleFault) -> None:
+        """A sample failed, for good."""
+        self._counters.add("samples_failed", code=fault.code)
+        if fault.req_id:  # Without one it is an earlier engine's: nobody here waits for it.
+            with self._lock:
+                self._items.append(fault)
+        if (unsaid := self._throttle.admit(fault.code)) is not None:
+            more = f" ({unsaid} more with this code were not logged)" if unsaid else ""
+            logger.warning("slotstream: sample %s failed: %s: %s%s", sample_id, fault.code, fault.message, more)
+
+    def take(self) -> list[SampleFault]:
+        """Those added since the last call."""
+        with self._lock:
+            taken, self._items = self._items, []
+        return taken
