@@ -205,12 +205,6 @@ class _MuteSink(WatchedSink):
         """A new stream, on which nothing is known."""
         self._on_event(LinkUp("again"))
 
-    def reported(self) -> dict[str, str]:
-        """Samples that were opened and given up at once, with their codes, once there is one."""
-        while not (told := [s for s in list(self.samples.values()) if s.failed is not None]):
-            pass
-        return {s.opened.sample_id: s.failed.code for s in told if s.failed is not None}
-
 
 def _fill(rig: Rig, full: Callable[[dict[str, float]], bool]) -> int:
     """Capture samples of 8 rows until the stats say so; how many."""
@@ -247,7 +241,9 @@ def test_full_staging_fails_samples_and_a_lost_link_none_that_can_be_sent_again(
             assert sink.taken.acquire(timeout=30.0)
         opened_again = [sample.opened.sample_id for sample in sink.samples.values()]
         assert opened_again[:count] == [f"r{i}" for i in range(count)]
-        assert sink.reported() == {"away": "SERVER_UNAVAILABLE"}
+        reported = sink.verdict(2 * count + 2)  # After those that were opened twice, and the late one.
+        assert isinstance(reported, Failed)
+        assert (sink.samples[reported.sample].opened.sample_id, reported.code) == ("away", "SERVER_UNAVAILABLE")
     finally:
         rig.worker.close()
 

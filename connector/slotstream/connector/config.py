@@ -60,7 +60,7 @@ class ConnectorOptions:
         _check_number("ack_timeout_s", self.ack_timeout_s, float, 0.1, 3600.0)
         _check_number("output_rows_per_chunk", self.output_rows_per_chunk, int, 1, 1 << 16)
         _check_number("outage_s_max", self.outage_s_max, float, 0.0, 1e9)
-        _check_number("spool_bytes_max", self.spool_bytes_max, int, 1 << 20, 1 << 50)
+        _check_number("spool_bytes_max", self.spool_bytes_max, int, 1 << 16, 1 << 50)
         if not isinstance(self.spool_dir, str) or (self.spool_dir and not Path(self.spool_dir).is_absolute()):
             raise ConfigError(f"connector option spool_dir must be an absolute path or empty, not {self.spool_dir!r}")
         for name in ("capture", "include_output_tokens"):
