@@ -43,8 +43,8 @@ class ConnectorOptions:
         default=3600.0,
         metadata={"help": "server away for longer: requests are not captured, which the answer says; 0: at once"},
     )
-    spool_dir: str = field(
-        default="", metadata={"help": "directory on the engine's host for rows that the server cannot take now; empty: none"}
+    spool_dir: str | None = field(
+        default=None, metadata={"help": "directory on the engine's host for rows that the server cannot take now; null: none"}
     )
     spool_bytes_max: int = field(default=64 << 30, metadata={"help": "most bytes that one worker keeps in spool_dir"})
 
@@ -61,8 +61,9 @@ class ConnectorOptions:
         _check_number("output_rows_per_chunk", self.output_rows_per_chunk, int, 1, 1 << 16)
         _check_number("outage_s_max", self.outage_s_max, float, 0.0, 1e9)
         _check_number("spool_bytes_max", self.spool_bytes_max, int, 1 << 16, 1 << 50)
-        if not isinstance(self.spool_dir, str) or (self.spool_dir and not Path(self.spool_dir).is_absolute()):
-            raise ConfigError(f"connector option spool_dir must be an absolute path or empty, not {self.spool_dir!r}")
+        spool_dir = self.spool_dir
+        if spool_dir is not None and not (isinstance(spool_dir, str) and Path(spool_dir).is_absolute()):
+            raise ConfigError(f"connector option spool_dir must be an absolute path or null, not {spool_dir!r}")
         for name in ("capture", "include_output_tokens"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"connector option {name} must be true or false, not {getattr(self, name)!r}")

@@ -95,7 +95,7 @@ class Pump:
         self._counters = counters
         self._inbox: queue.SimpleQueue[_Item] = queue.SimpleQueue()
         self._spool: Spool | None = None
-        if options.spool_dir:
+        if options.spool_dir is not None:
             self._spool = Spool(Path(options.spool_dir), options.spool_bytes_max, counters, self._inbox.put)
         self._faults = Faults(counters)
         self._shelf = Shelf(self._spool, pool)

@@ -67,6 +67,18 @@ class Shelf:
         data = self._pool.buffer(chunk.slot, chunk.nbytes)
         self._append(file, ingest_pb2.IngestRequest(chunk=header), data, (sample, chunk))
 
+    def relieve(self, sample: HeldSample, chunk: HeldChunk) -> bool:
+        """Have rows written that the server has taken, while the link is up: where staging gets short, and the spool has time.
+
+        Their slot would soon be taken, and with it the chance to send the sample again. Nobody waits for this.
+        """
+        pool = self._pool
+        if self._spool is None or pool.free * 4 >= pool.num_slots or self.writing * 8 >= pool.num_slots:
+            return False
+        if not pool.was_robbed(sample.serial):
+            self.put_chunk(sample, chunk)
+        return chunk.writing
+
     def put_commit(self, sample: HeldSample) -> None:
         """Have the commit written, once every chunk is there: a file that has one can be sent as it is."""
         if sample.commit is None or sample.unspooled or sample.commit_spooled or sample.file is None:

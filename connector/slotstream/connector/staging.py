@@ -45,6 +45,11 @@ class StagingPool:
             return self.num_slots - len(self._free) - len(self._tickets)
 
     @property
+    def free(self) -> int:
+        """Slots neither leased nor kept."""
+        return len(self._free)
+
+    @property
     def kept(self) -> int:
         """Slots kept now: they can be leased at once."""
         with self._changed:

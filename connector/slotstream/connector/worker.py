@@ -66,7 +66,7 @@ class WorkerHalf:
         self._row_bytes = row_bytes
         self._rows_per_slot = max(1, config.options.chunk_bytes // row_bytes)
         # Rows come back from the spool through slots of their own: a part of staging, whatever else is full.
-        reserved = min(_READ_BACK_SLOTS, num_slots // _SLOTS_MIN) if config.options.spool_dir else 0
+        reserved = min(_READ_BACK_SLOTS, num_slots // _SLOTS_MIN) if config.options.spool_dir is not None else 0
         self._pool = StagingPool(num_slots - reserved, slot_bytes, cache.device, reserved)
         self._gather = RowGather(cache, self._pool)
         self._rows_per_batch = max(1, min(_BATCH_BYTES_MAX // row_bytes, slot_bytes // INDEX_BYTES))

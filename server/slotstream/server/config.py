@@ -27,6 +27,7 @@ class ServerConfig:
     log_level: str = "info"
     free_bytes_min: int = FREE_BYTES_MIN  # Disk space that samples leave free.
     window_bytes: int = WINDOW_BYTES  # Bytes of chunks a stream may have unacknowledged.
+    ingest_bytes_max: int = 256 << 20  # Bytes of chunks that all streams together may hold in memory.
     drain_s: float = 10.0  # How long open samples may still finish after SIGTERM.
     appear_grace_s: float = 5.0  # How long a read waits for an id that nobody has opened yet.
     open_samples_max: int = 4096  # Samples open at a time on one stream.
@@ -44,6 +45,7 @@ class ServerConfig:
             raise ConfigError(f"--log-level {self.log_level!r} is not one of {', '.join(LOG_LEVELS)}")
         _at_least("--free-bytes-min", self.free_bytes_min, 0)
         _at_least("--window-bytes", self.window_bytes, CHUNK_BYTES_MAX)
+        _at_least("--ingest-bytes-max", self.ingest_bytes_max, self.window_bytes)
         _at_least("--drain-s", self.drain_s, 0)
         _at_least("--appear-grace-s", self.appear_grace_s, 0)
         _at_least("--open-samples-max", self.open_samples_max, 1)

@@ -67,6 +67,7 @@ class Metrics:
         )
         self.open_samples = gauge("open_samples", "Samples that are arriving now.")
         self.streams = gauge("ingest_streams", "Connected ingest streams.")
+        self.held_bytes = gauge("held_bytes", "Bytes of chunks received and not written yet.")
         self.chunks = counter("chunks", "Chunks received.")
         self.chunk_bytes = counter("received_bytes", "Bytes of rows received.")
         self.hash_mismatches = counter("hash_mismatches", "Samples that failed because a chunk did not match its hash.")
