@@ -229,11 +229,14 @@ class Outbox:
 
     def tick(self) -> None:
         """Called about once a second."""
-        now = time.monotonic()
-        due = [s for s in self._retries if s.retry_at <= now and not any(chunk.wire for chunk in s.chunks)]
-        self._retries = [s for s in self._retries if s not in due]
-        for sample in due:
-            if not sample.over:
+        now, waiting = time.monotonic(), self._retries
+        self._retries = []
+        for sample in waiting:
+            if sample.over:
+                continue
+            if sample.retry_at > now or any(chunk.wire for chunk in sample.chunks):
+                self._retries.append(sample)
+            else:
                 sample.retry_at = 0.0
                 self._replay(sample)
         if self._shelf.is_behind():
