@@ -28,6 +28,7 @@ def test_every_option_reaches_the_configuration() -> None:
     config = _parse(
         *("--data", "d", "--listen", "unix:/s", "--metrics", "[::1]:0", "--log-format", "json", "--log-level", "debug"),
         *("--free-bytes-min", "1", "--window-bytes", "9000000", "--drain-s", "0.5", "--appear-grace-s", "0"),
+        *("--ingest-bytes-max", "9000001"),
         *("--open-samples-max", "7", "--reads-max", "8"),
     )
     assert config == ServerConfig(
@@ -38,6 +39,7 @@ def test_every_option_reaches_the_configuration() -> None:
         log_level="debug",
         free_bytes_min=1,
         window_bytes=9_000_000,
+        ingest_bytes_max=9_000_001,
         drain_s=0.5,
         appear_grace_s=0.0,
         open_samples_max=7,
@@ -56,6 +58,7 @@ def test_every_option_reaches_the_configuration() -> None:
         ({"log_level": "loud"}, "--log-level"),
         ({"free_bytes_min": -1}, "--free-bytes-min"),
         ({"window_bytes": 1}, "--window-bytes"),
+        ({"ingest_bytes_max": 9 << 20}, "--ingest-bytes-max"),
         ({"drain_s": float("inf")}, "--drain-s"),
         ({"appear_grace_s": float("nan")}, "--appear-grace-s"),
         ({"open_samples_max": 0}, "--open-samples-max"),
