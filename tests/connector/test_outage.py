@@ -8,12 +8,20 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from support.outage_rig import SMALL, Engine, Restarting, account, own_descriptors, own_threads, wait_until
+from support.worker_rig import opened
+
+from slotstream.client import connect
+from slotstream.connector import spool_files
+from slotstream.connector.plan import StepPlan
+from slotstream.v1 import ingest_pb2
+from slotstream.wire.hashing import xxh3
 
 TESTS = Path(__file__).parents[1]
 
@@ -171,6 +179,56 @@ def test_an_engine_killed_in_an_outage_leaves_its_spool_to_the_next(server: Rest
     finally:
         other.close()
     assert not list(spool.iterdir())
+
+
+def test_an_engine_that_shuts_down_in_an_outage_leaves_what_is_whole_to_the_next(server: Restarting, tmp_path: Path) -> None:
+    """Whose chunks are smaller: the rows go out in pieces."""
+    spool = str(tmp_path / "spool")
+    first = Engine.start(server.address, seed=10, name="first", spool_dir=spool, **SMALL)
+    try:
+        first.work(2)
+        wait_until(lambda: first.settled)
+        server.stop()
+        wait_until(lambda: not first.rig.worker._pump._outbox.link_up)
+        first.work(5)
+        rig = first.rig
+        rig.capture("long", 200)
+        first.promised["long"] = rig.rows("long", 0, 200)
+        rig.step(StepPlan((opened("half", 9),)), None)
+    finally:
+        first.close()
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("slotstream-spool")]
+    server.start()
+    next_one = Engine.start(server.address, seed=11, name="next", spool_dir=spool, staging_bytes=1 << 20, chunk_bytes=4096)
+    try:
+        wait_until(lambda: next_one.settled)
+        wait_until(lambda: not list(Path(spool).rglob("*.spool")))
+        assert account(server.address, first.promised | {"half": None}) == _aborted(first) | {"half": "ABORTED"}
+        with connect(server.address) as client:
+            assert int(client.stat("long").metadata["chunks"]) > 2
+    finally:
+        next_one.close()
+
+
+def test_a_row_longer_than_a_slot_cannot_come_back_and_that_is_said(server: Restarting, tmp_path: Path) -> None:
+    owned = spool_files.create_dir(tmp_path / "spool")
+    file = spool_files.SpoolFile(1, "default", "wide", owned)
+    wide = ingest_pb2.OpenSample(
+        namespace="default", sample_id="wide", dtype="BF16", layer_ids=[1], hidden_size=4096, rows_max=1, rows_exact=True
+    )
+    rows = memoryview(bytes(8192))
+    header = ingest_pb2.ChunkHeader(rows=1, xxh3=xxh3(rows))
+    spool_files.append(file, ingest_pb2.IngestRequest(open=wide), None)
+    spool_files.append(file, ingest_pb2.IngestRequest(chunk=header), rows)
+    commit = ingest_pb2.CommitSample(row_count=1, token_ids=[7])
+    spool_files.append(file, ingest_pb2.IngestRequest(commit=commit), None)
+    os.close(owned.lock_fd)
+    engine = Engine.start(server.address, spool_dir=str(tmp_path / "spool"))
+    try:
+        wait_until(lambda: engine.settled and not list((tmp_path / "spool").rglob("*.spool")))
+        assert account(server.address, {"wide": None}) == {"wide": "TOO_LARGE"}
+    finally:
+        engine.close()
 
 
 def _whole(promised: dict[str, bytes | None]) -> list[str]:
