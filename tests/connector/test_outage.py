@@ -152,12 +152,18 @@ def test_an_engine_killed_in_an_outage_leaves_its_spool_to_the_next(server: Rest
     spool = tmp_path / "spool"
     promised = _killed_engine(server.address, spool, 1)
     files = sorted(spool.rglob("*.spool"))
-    flipped, cut, emptied = (next(p for p in files if f"~{i}.spool" in p.name) for i in _whole(promised)[:3])
+    names = _whole(promised)[:4]
+    flipped, cut, emptied, rotten = (next(p for p in files if f"~{name}.spool" in p.name) for name in names)
     raw = bytearray(flipped.read_bytes())
     raw[-1] ^= 1  # In the record of the commit.
     flipped.write_bytes(raw)
     cut.write_bytes(cut.read_bytes()[:-5])
     emptied.write_bytes(b"\xff" * 100)
+    raw = bytearray(rotten.read_bytes())
+    rows = promised[names[3]]
+    assert rows is not None
+    raw[raw.index(rows[:40])] ^= 1
+    rotten.write_bytes(raw)
     other = Engine.start(server.address, seed=7, name="other", spool_dir=str(spool), **SMALL)
     try:
         other.work(20)  # Two live owners of one directory.
@@ -169,7 +175,7 @@ def test_an_engine_killed_in_an_outage_leaves_its_spool_to_the_next(server: Rest
             wait_until(lambda: not list(spool.rglob("*.spool")))
             failed = account(server.address, promised)
             assert failed.pop("killed1-half") == "INTERRUPTED"
-            damaged = {_whole(promised)[0]: "DAMAGED", _whole(promised)[1]: "INTERRUPTED", _whole(promised)[2]: "DAMAGED"}
+            damaged = dict(zip(names, ("DAMAGED", "INTERRUPTED", "DAMAGED", "DAMAGED"), strict=True))
             aborted = {i: "ABORTED" for i, rows in promised.items() if rows is None and i != "killed1-half"}
             assert failed == damaged | aborted
             assert account(server.address, other.promised) == _aborted(other)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support.outage_rig import wait_until
 from support.worker_rig import BLOCK_SIZE, BLOCKS, ROW_BYTES, Rig, WatchedSink, config, make_rig, opened
 
 from slotstream.connector.faults import SampleFault
@@ -231,6 +232,7 @@ def test_full_staging_fails_samples_and_a_lost_link_none_that_can_be_sent_again(
         for _ in range(count):
             assert sink.taken.acquire(timeout=30.0)
         sink._on_event(LinkDown("gone"))
+        wait_until(lambda: not rig.worker._pump._outbox.link_up)
         rig.capture("away", 8)
         faults: list[SampleFault] = []
         while len(faults) < 2:

@@ -150,6 +150,9 @@ class Spool:
     def _place(self, file: SpoolFile) -> None:
         """Give a new file its directory. Raises OSError."""
         if file.directory is None:
+            if self._own is not None and not self._own.path.is_dir():  # Somebody removed it, with all that was in it.
+                self._own.give_up()
+                self._own = None
             if self._own is None:
                 self._own = spool_files.create_dir(self._base)
             file.directory = self._own

@@ -109,7 +109,7 @@ def create_dir(base: Path) -> OwnedDir:
 def adopt_dirs(base: Path) -> Iterator[tuple[OwnedDir, list[SpoolFile]]]:
     """Directories in `base` whose owners are dead, now ours, with their files, oldest first. Raises OSError."""
     with os.scandir(base) as entries:
-        names = sorted(e.name for e in entries if _OWNER.fullmatch(e.name) and e.is_dir(follow_symlinks=False))
+        names = sorted(e.name for e in entries if _OWNER.fullmatch(e.name) and _is_our_dir(e))
     for name in names:
         path = base / name
         try:
@@ -118,10 +118,12 @@ def adopt_dirs(base: Path) -> Iterator[tuple[OwnedDir, list[SpoolFile]]]:
             with suppress(OSError):
                 path.rmdir()  # Without a lock: its owner died, or is about to make one, and then begins again elsewhere.
             continue
-        except OSError:
-            continue  # Another user's.
         if owned is not None:
             yield owned, _files_in(owned)
+
+
+def _is_our_dir(entry: os.DirEntry[str]) -> bool:
+    return entry.is_dir(follow_symlinks=False) and entry.stat(follow_symlinks=False).st_uid == os.geteuid()
 
 
 def _files_in(owned: OwnedDir) -> list[SpoolFile]:

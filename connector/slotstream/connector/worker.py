@@ -146,6 +146,7 @@ class WorkerHalf:
         if plan is self._failed_plan:
             return
         self._failed_plan = plan
+        self._plan = EMPTY_PLAN  # Nothing more is to be done of it: its samples would be opened twice.
         # Unless `bind` took them: vLLM does not survive hearing of a release twice.
         self._releases |= set(plan.releases) - self._releases_next
         error = InternalFault("a fault of slotstream's own: the log says which")
