@@ -213,7 +213,8 @@ def _fill(rig: Rig, full: Callable[[dict[str, float]], bool]) -> int:
         if i % 8 == 0:
             rig._unused = random.Random(i).sample(range(BLOCKS), BLOCKS)
         rig.capture(f"r{i}", 8)
-        stats = rig.worker.take_stats()
+        if not (stats := rig.worker.take_stats()):  # The pump has not counted this one yet.
+            continue
         assert stats["staging_bytes_in_use"] <= stats["staging_bytes_limit"] <= 1 << 20
         if full(stats):
             return i + 1
