@@ -375,7 +375,7 @@ class Outbox:
             chunk.slot = None
         elif chunk.place is not None:
             chunk.ticket = self._pool.keep(chunk.slot, None)
-        elif self.link_up and (chunk.sent or sample.retry_at) and not self._shelf.relieve(sample, chunk):
+        elif (chunk.sent or sample.retry_at) and not self._shelf.relieve(sample, chunk):
             chunk.ticket = self._pool.keep(chunk.slot, sample.serial)
             if not chunk.ticket:
                 chunk.slot = None
