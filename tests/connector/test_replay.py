@@ -168,6 +168,21 @@ def test_a_full_disk_is_tried_again_until_it_has_room(rig: Rig) -> None:
     assert rig.worker.take_faults() == []
 
 
+def test_an_abort_that_a_full_disk_did_not_take_is_told_again(rig: Rig) -> None:
+    table = rig.table("a", 8)
+    rig.step(StepPlan((opened("a", 8),), (RowPlan("a", 0, 4, 0, table),)), rig.slots("a", 0, 4))
+    assert rig.sink.acked.acquire(timeout=30)
+    abort = rig.sink.abort
+    rig.sink.abort = lambda request: rig.sink._on_event(Failed(request.sample, "STORE_FULL", "no room"))
+    rig.step(StepPlan(aborts=(SampleAbort("a", "ABORTED", "it ended"),)), None)
+    wait_until(lambda: len(rig.sink.opens) == 2)
+    rig.sink.abort = abort
+    wait_until(lambda: _is_empty(rig))
+    assert [(f.req_id, f.code) for f in rig.worker.take_faults()] == [("a", "ABORTED")]
+    (told,) = [s.failed for s in rig.sink.samples.values() if s.failed is not None]
+    assert told.code == "ABORTED"
+
+
 def test_more_failures_than_can_be_remembered_are_counted(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reports, "REPORTS_MAX", 3)
     rig.sink.break_link()

@@ -212,9 +212,12 @@ class Outbox:
             return
         if later and sample.failure is None and not self._pool.was_robbed(sample.serial):
             self._retry_later(sample, event)
+            return
+        if later and sample.failure is not None:  # It was given up for a reason of its own, which the server has not taken.
+            self._end(sample, *sample.failure, tell_server=True)
         else:
             self._end(sample, event.code, event.message)
-            self._advance()
+        self._advance()
 
     def _retry_later(self, sample: HeldSample, event: Failed) -> None:
         """Its rows stay for as long as nobody needs their room; then, or when none are lost, it is sent again."""
