@@ -164,7 +164,7 @@ def test_an_engine_killed_in_an_outage_leaves_its_spool_to_the_next(server: Rest
     assert rows is not None
     raw[raw.index(rows[:40])] ^= 1
     rotten.write_bytes(raw)
-    other = Engine.start(server.address, seed=7, name="other", spool_dir=str(spool), **SMALL)
+    other = Engine.start(server.address, seed=7, name="other", spool_dir=str(spool), wait_s_max=60.0, **SMALL)
     try:
         other.work(20)  # Two live owners of one directory.
         server.start()

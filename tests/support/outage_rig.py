@@ -55,7 +55,7 @@ class Engine:
     @classmethod
     def start(cls, address: str, seed: int = 0, name: str = "e", **options: object) -> Engine:
         hello = ingest_pb2.Hello(protocol=PROTOCOL_VERSION, engine_id=name)
-        chosen = {"ack_timeout_s": 1.0, "wait_s_max": 0.5, "server": address, **options}
+        chosen = {"ack_timeout_s": 30.0, "wait_s_max": 0.5, "server": address, **options}
         sink = GrpcSink(address, hello, ack_timeout_s=float(str(chosen["ack_timeout_s"])))
         return cls(make_rig(seed, sink, **chosen), random.Random(seed), name)
 
@@ -167,7 +167,7 @@ def own_descriptors() -> int:
 
 
 def _main(address: str, spool_dir: str, seed: int) -> None:
-    engine = Engine.start(address, seed, f"killed{seed}", spool_dir=spool_dir, **SMALL)
+    engine = Engine.start(address, seed, f"killed{seed}", spool_dir=spool_dir, wait_s_max=WAIT_S, **SMALL)
     engine.work(40)
     rig = engine.rig
     table = rig.table("half", 40)
