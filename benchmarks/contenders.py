@@ -204,7 +204,7 @@ def _grpc_receiver(connection: Connection, address: str) -> None:
 def _grpc_sender(connection: Connection, shape: Shape, address: str) -> None:
     import grpc
 
-    from slotstream.transport.grpc import CHANNEL_OPTIONS
+    from slotstream.transport.channel import CHANNEL_OPTIONS
 
     frames = [b"\1" * (rows * shape.row_bytes) for _, rows in shape.frames()]
     with grpc.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:

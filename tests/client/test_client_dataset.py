@@ -48,6 +48,21 @@ def test_each_pass_yields_what_is_stored_then(
     assert ids(dataset) == ["new", *stored]
 
 
+def test_a_sample_is_acked_once_the_next_one_is_asked_for(server: ServerProcess, namespace: str, stored: list[str]) -> None:
+    with connect(server.address) as client:
+
+        def acked() -> list[str]:
+            return [name for name in stored if client.stat(name, namespace=namespace).acked_unix_ns]
+
+        received = iter(SampleDataset(client, namespace=namespace, ack=True))
+        next(received)
+        assert acked() == []
+        next(received)
+        assert acked() == stored[:1]
+        assert len(list(received)) == 10
+        assert acked() == stored
+
+
 def test_it_goes_on_where_the_trainer_was(
     server: ServerProcess, ingest: IngestClient, namespace: str, stored: list[str]
 ) -> None:

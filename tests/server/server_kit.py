@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import queue
 import random
 import threading
@@ -26,6 +27,7 @@ from slotstream.wire.frames import decode_reply, encode_chunk
 from slotstream.wire.hashing import xxh3
 
 TIMEOUT_S = 60.0
+Metadata = tuple[tuple[str, str], ...]
 _T = TypeVar("_T")
 
 
@@ -134,12 +136,12 @@ def hello(protocol: int = 1) -> pb.IngestRequest:
 class Peer:
     """One ingest stream. Says Hello at once unless told not to."""
 
-    def __init__(self, address: str, *, greet: bool = True) -> None:
+    def __init__(self, address: str, *, greet: bool = True, metadata: Metadata = ()) -> None:
         options = (("grpc.use_local_subchannel_pool", 1), ("grpc.max_send_message_length", -1))
         self.channel = grpc.insecure_channel(address, options=options)
         self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         stream = self.channel.stream_stream("/slotstream.v1.Ingest/Stream")
-        self._call: Any = stream(iter(self._outbox.get, None), timeout=TIMEOUT_S * 2)
+        self._call: Any = stream(iter(self._outbox.get, None), timeout=TIMEOUT_S * 2, metadata=metadata)
         if greet:
             self.say(hello())
             self.welcome = self.hear().welcome
@@ -216,21 +218,24 @@ def status(error: Any) -> tuple[grpc.StatusCode, str]:
 class Reader:
     """The Samples service, in messages."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, *, metadata: Metadata = ()) -> None:
         options = (("grpc.use_local_subchannel_pool", 1), ("grpc.max_receive_message_length", -1))
         self.channel = grpc.insecure_channel(address, options=options)
         base = "/slotstream.v1.Samples/"
-        self._read = self.channel.unary_stream(base + "Read", read_pb.ReadRequest.SerializeToString)
-        self._verify = self.channel.unary_stream(
-            base + "Verify", read_pb.VerifyRequest.SerializeToString, read_pb.VerifyReply.FromString
-        )
-        self.stat = self.channel.unary_unary(
-            base + "Stat", read_pb.StatRequest.SerializeToString, sample_pb2.SampleInfo.FromString
-        )
-        self.list = self.channel.unary_unary(base + "List", read_pb.ListRequest.SerializeToString, read_pb.ListReply.FromString)
-        self.delete = self.channel.unary_unary(
-            base + "Delete", read_pb.DeleteRequest.SerializeToString, read_pb.DeleteReply.FromString
-        )
+
+        def method(kind: Any, name: str, request: Any, reply: Any = None) -> Any:
+            call = kind(base + name, request.SerializeToString, None if reply is None else reply.FromString)
+            return functools.partial(call, metadata=metadata)
+
+        unary, stream = self.channel.unary_unary, self.channel.unary_stream
+        self._read = method(stream, "Read", read_pb.ReadRequest)
+        self._verify = method(stream, "Verify", read_pb.VerifyRequest, read_pb.VerifyReply)
+        self.stat = method(unary, "Stat", read_pb.StatRequest, sample_pb2.SampleInfo)
+        self.list = method(unary, "List", read_pb.ListRequest, read_pb.ListReply)
+        self.delete = method(unary, "Delete", read_pb.DeleteRequest, read_pb.DeleteReply)
+        self.ack = method(unary, "Ack", read_pb.AckRequest, read_pb.AckReply)
+        self.lease = method(unary, "Lease", read_pb.LeaseRequest, read_pb.LeaseReply)
+        self.usage = method(unary, "Usage", read_pb.UsageRequest, read_pb.UsageReply)
 
     def frames(self, **request: Any) -> Iterator[bytes]:
         call: Any = self._read(read_pb.ReadRequest(**request), timeout=TIMEOUT_S)

@@ -11,6 +11,7 @@ import pytest
 from slotstream.server.config import ServerConfig
 from slotstream.server.metrics import code_label
 from slotstream.server.serve_arguments import add_serve_arguments, config_from_arguments
+from slotstream.store.retention import Policy, Rule
 from slotstream.wire.errors import ConfigError
 
 
@@ -24,12 +25,15 @@ def test_the_options_default_to_the_configuration() -> None:
     assert _parse("--data", "d") == ServerConfig(data_dir=Path("d"))
 
 
-def test_every_option_reaches_the_configuration() -> None:
+def test_every_option_reaches_the_configuration(tmp_path: Path) -> None:
+    rules = tmp_path / "rules.toml"
+    rules.write_text("[default]\nsamples_max = 3\n")
     config = _parse(
         *("--data", "d", "--listen", "unix:/s", "--metrics", "[::1]:0", "--log-format", "json", "--log-level", "debug"),
         *("--free-bytes-min", "1", "--window-bytes", "9000000", "--drain-s", "0.5", "--appear-grace-s", "0"),
         *("--ingest-bytes-max", "9000001"),
-        *("--open-samples-max", "7", "--reads-max", "8"),
+        *("--open-samples-max", "7", "--reads-max", "8", "--retention", str(rules)),
+        *("--scrub-every-s", "9", "--scrub-bytes-per-s", "10"),
     )
     assert config == ServerConfig(
         data_dir=Path("d"),
@@ -44,6 +48,9 @@ def test_every_option_reaches_the_configuration() -> None:
         appear_grace_s=0.0,
         open_samples_max=7,
         reads_max=8,
+        retention=Policy(default=Rule(samples_max=3)),
+        scrub_every_s=9.0,
+        scrub_bytes_per_s=10.0,
     )
 
 
@@ -63,6 +70,8 @@ def test_every_option_reaches_the_configuration() -> None:
         ({"appear_grace_s": float("nan")}, "--appear-grace-s"),
         ({"open_samples_max": 0}, "--open-samples-max"),
         ({"reads_max": 0}, "--reads-max"),
+        ({"scrub_every_s": -1}, "--scrub-every-s"),
+        ({"scrub_bytes_per_s": 0}, "--scrub-bytes-per-s"),
     ],
 )
 def test_a_value_that_cannot_work_is_named(options: dict[str, Any], named: str) -> None:

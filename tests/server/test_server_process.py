@@ -182,7 +182,7 @@ def test_what_keeps_it_from_starting_is_one_sentence(tmp_path: Path) -> None:
             (("--listen", server.address), "Address already in use"),
             (("--listen", f"127.0.0.1:{port}"), "Address already in use"),
             (("--listen", "nonsense"), "--listen: address 'nonsense'"),
-            (("--listen", "192.0.2.1:5000"), "Cannot assign requested address"),
+            (("--listen", "192.0.2.1:5000", "--allow-anonymous"), "Cannot assign requested address"),
             (("--listen", f"unix:{tmp_path}/none/s"), "No such file or directory"),
             (("--listen", f"unix:{tmp_path}/file"), "is not a socket"),
             (("--listen", "127.0.0.1:0", "--metrics", f"127.0.0.1:{port}"), "--metrics: cannot listen"),

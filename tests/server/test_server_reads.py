@@ -151,7 +151,7 @@ def test_a_sample_that_was_announced_outlives_the_grace_for_unknown_ones(tmp_pat
 def test_only_so_many_reads_at_a_time(tmp_path: Path) -> None:
     with RunningServer(tmp_path, reads_max=1) as running, Reader(running.address) as reader, Peer(running.address) as peer:
         with _waiting(running, reader, "s") as waiting:
-            assert reader.refused(lambda: reader.frames(sample_id="x"))[1] == "SERVER_UNAVAILABLE"
+            assert reader.refused(lambda: reader.frames(sample_id="x"))[1] == "TOO_MANY"
             peer.put(Sample(), 1)
             waiting.result()
         wait_until(lambda: running.metric("reads") == 0)

@@ -182,4 +182,4 @@ def test_a_closed_catalogue_says_so(tmp_path: Path) -> None:
     catalogue.close()
     catalogue.close()
     with pytest.raises(InternalFault):
-        catalogue.drop(SampleKey("n", "s")).result()
+        catalogue.drop_deleting([SampleKey("n", "s")]).result()

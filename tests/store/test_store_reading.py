@@ -49,8 +49,11 @@ def test_only_what_is_wanted_is_read(tmp_path: Path) -> None:
         list(reader.blocks(5, 7))
         assert files.calls == ["pread"] * 2  # Rows 4 to 5 and 6 to 7: a group is 2 rows here.
         files.calls.clear()
-        list(reader.blocks(5, 7, reader.positions([5, 6, 2])))
-        assert files.calls == ["pread"] * 4  # A row at a time: layers 5 and 6 together, then 2.
+        list(reader.blocks(5, 7, reader.positions([9, 2])))
+        assert files.calls == ["pread"] * 2  # Half of the layers: whole groups, to check them.
+        files.calls.clear()
+        list(reader.blocks(5, 7, reader.positions([9])))
+        assert files.calls == ["pread"] * 2  # A row at a time, of that layer alone.
     store.close()
 
 
@@ -98,6 +101,14 @@ def test_a_damaged_file_is_never_served(store: SampleStore, damage: Callable[[Pa
     damage(SAMPLE.path(store))
     with pytest.raises(Damaged):
         read_all(store, SAMPLE.key)
+
+
+@pytest.mark.parametrize("layers", [[2, 5, 6, 9], [9, 6, 5, 2], [5, 9, 2], [2, 5]], ids=str)
+def test_damage_in_a_layer_that_is_not_wanted_is_found_where_half_of_them_are(store: SampleStore, layers: list[int]) -> None:
+    SAMPLE.put(store)
+    _flip(-23 * 8 - 1)(SAMPLE.path(store))  # In layer 9 of the last row.
+    with store.reader(SAMPLE.key) as reader, pytest.raises(Damaged, match="hash"):
+        list(reader.blocks(0, 23, reader.positions(layers)))
 
 
 def test_damage_elsewhere_does_not_hide_sound_rows(store: SampleStore) -> None:

@@ -45,6 +45,12 @@ def _put_and_crash(store: SampleStore) -> None:
     raise Crash
 
 
+def _put_delete_put(store: SampleStore) -> None:
+    SAMPLE.put(store)
+    store.delete(SAMPLE.key)
+    _put_and_crash(store)
+
+
 def _crash_before_row(store: SampleStore) -> None:
     def crashes(record: SampleRecord) -> None:
         store._files.crashed = True  # type: ignore[attr-defined]
@@ -130,6 +136,13 @@ CASES = [
     ),
     pytest.param(_crashed(_crash_while_deleting), None, id="marked as deleting, file there"),
     pytest.param(_crashed(_crash_after_unlink), None, id="marked as deleting, file gone"),
+    pytest.param(
+        _and_then(
+            _crashed(_put_delete_put), _sql("UPDATE samples SET state = 'deleting', header_xxh3 = 'x' WHERE sample_id = 's'")
+        ),
+        COMMITTED,
+        id="deleted, committed again, the new row lost",
+    ),
     pytest.param(_and_then(_crashed(_put_and_crash), _lose_catalogue), COMMITTED, id="catalogue lost"),
     pytest.param(
         _and_then(_crashed(_put_and_crash), lambda d: (d / "catalog.sqlite").unlink()),

@@ -20,7 +20,14 @@ _METHOD = "/slotstream.v1.Ingest/Stream"
 class IngestClient:
     """Sends what it is told, in order, and hands out replies as they come. Its stream ends with the `with` block."""
 
-    def __init__(self, address: str, *, engine_id: str = "test-engine", timeout_s: float = 60.0) -> None:
+    def __init__(
+        self,
+        address: str,
+        *,
+        engine_id: str = "test-engine",
+        timeout_s: float = 60.0,
+        metadata: tuple[tuple[str, str], ...] = (),
+    ) -> None:
         self._channel = grpc.insecure_channel(
             address,
             options=(("grpc.max_send_message_length", MESSAGE_BYTES_MAX), ("grpc.use_local_subchannel_pool", 1)),
@@ -29,7 +36,7 @@ class IngestClient:
         call = self._channel.stream_stream(
             _METHOD, request_serializer=None, response_deserializer=ingest_pb2.IngestReply.FromString
         )
-        self._replies: Any = call(iter(self._outbox.get, None), timeout=timeout_s, wait_for_ready=True)
+        self._replies: Any = call(iter(self._outbox.get, None), timeout=timeout_s, wait_for_ready=True, metadata=metadata)
         self._numbers = 0
         self.send(ingest_pb2.IngestRequest(hello=ingest_pb2.Hello(protocol=PROTOCOL_VERSION, engine_id=engine_id)))
         self.welcome = self.next_reply("welcome").welcome

@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from slotstream.client import ServerUnavailable, connect
 
@@ -18,7 +18,10 @@ from slotstream.client import ServerUnavailable, connect
 class ServerProcess:
     """Listens on a socket of its own until the `with` block ends. `address`, `data_dir`, and `log()` for when it failed."""
 
-    def __init__(self, data_dir: Path, *options: str, address: str | None = None, start_timeout_s: float = 60.0) -> None:
+    def __init__(
+        self, data_dir: Path, *options: str, address: str | None = None, start_timeout_s: float = 60.0, **access: Any
+    ) -> None:
+        """`access`: how to connect, where the options ask for it: arguments of `slotstream.client.connect`."""
         # Not in the test's own directory: a socket's path may be 107 bytes long.
         self._sockets = tempfile.TemporaryDirectory(prefix="slotstream-")
         self._log_path = Path(self._sockets.name) / "log"
@@ -27,7 +30,7 @@ class ServerProcess:
         command = [sys.executable, "-m", "slotstream.server.cli", "serve", "--listen", self.address, "--data", str(data_dir)]
         with self._log_path.open("wb") as log:
             self.process = subprocess.Popen([*command, *options], stdout=log, stderr=log, stdin=subprocess.DEVNULL)
-        self._wait_until_up(start_timeout_s)
+        self._wait_until_up(start_timeout_s, access)
 
     def log(self) -> str:
         return self._log_path.read_text(errors="replace")
@@ -52,9 +55,9 @@ class ServerProcess:
         finally:
             self._sockets.cleanup()
 
-    def _wait_until_up(self, timeout_s: float) -> None:
+    def _wait_until_up(self, timeout_s: float, access: dict[str, Any]) -> None:
         try:
-            connect(self.address, connect_timeout_s=timeout_s).close()
+            connect(self.address, connect_timeout_s=timeout_s, **access).close()
         except ServerUnavailable:
             self.process.kill()
             self.process.wait()

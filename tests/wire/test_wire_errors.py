@@ -26,8 +26,10 @@ CODES = {
     "HASH_MISMATCH": ("HashMismatch", "DATA_LOSS", True),
     "INTERNAL": ("InternalFault", "INTERNAL", False),
     "INTERRUPTED": ("Interrupted", "UNAVAILABLE", True),
+    "LEASED": ("Leased", "FAILED_PRECONDITION", True),
     "MISSING_ROWS": ("MissingRows", "FAILED_PRECONDITION", False),
     "NOT_FOUND": ("SampleNotFound", "NOT_FOUND", False),
+    "PERMISSION_DENIED": ("PermissionDenied", "PERMISSION_DENIED", False),
     "PROTOCOL": ("ProtocolViolation", "FAILED_PRECONDITION", False),
     "ROWS_NOT_COMPUTED": ("RowsNotComputed", "FAILED_PRECONDITION", False),
     "SAMPLE_FAILED": ("SampleFailed", "FAILED_PRECONDITION", False),
@@ -37,7 +39,11 @@ CODES = {
     "STAGING_FULL": ("StagingFull", "RESOURCE_EXHAUSTED", True),
     "STILL_ARRIVING": ("StillArriving", "FAILED_PRECONDITION", True),
     "STORE_FULL": ("StoreFull", "RESOURCE_EXHAUSTED", True),
+    "STORE_GONE": ("StoreGone", "UNAVAILABLE", True),
     "TOO_LARGE": ("TooLarge", "INVALID_ARGUMENT", False),
+    "TOO_MANY": ("TooMany", "RESOURCE_EXHAUSTED", True),
+    "TOO_SLOW": ("TooSlow", "DEADLINE_EXCEEDED", True),
+    "UNAUTHENTICATED": ("Unauthenticated", "UNAUTHENTICATED", False),
     "UNSUPPORTED_REQUEST": ("UnsupportedRequest", "UNIMPLEMENTED", False),
 }
 

@@ -4,7 +4,7 @@ Needs torch only to return tensors; `slotstream.client.dataset.SampleDataset` is
 """
 
 from slotstream.client.client import Client, connect
-from slotstream.client.info import SampleInfo, SampleState, Verdict
+from slotstream.client.info import NamespaceUsage, SampleInfo, SampleState, Usage, Verdict
 from slotstream.client.reading import RowBlock, RowReader
 from slotstream.client.tensors import Sample
 from slotstream.wire.errors import (
@@ -14,11 +14,14 @@ from slotstream.wire.errors import (
     ConfigError,
     Damaged,
     DeadlineExceeded,
+    Leased,
+    PermissionDenied,
     SampleFailed,
     SampleNotFound,
     ServerUnavailable,
     SlotStreamError,
     StillArriving,
+    Unauthenticated,
 )
 
 __all__ = [
@@ -29,6 +32,9 @@ __all__ = [
     "ConfigError",
     "Damaged",
     "DeadlineExceeded",
+    "Leased",
+    "NamespaceUsage",
+    "PermissionDenied",
     "RowBlock",
     "RowReader",
     "Sample",
@@ -39,6 +45,8 @@ __all__ = [
     "ServerUnavailable",
     "SlotStreamError",
     "StillArriving",
+    "Unauthenticated",
+    "Usage",
     "Verdict",
     "connect",
 ]

@@ -7,30 +7,36 @@ import datetime
 import math
 import operator
 import os
+import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Self
 
-from slotstream.client.info import SampleInfo, Verdict, unix_ns, wire_state
+from slotstream.client.info import NamespaceUsage, SampleInfo, Usage, Verdict, unix_ns, wire_state
 from slotstream.client.reading import RowReader
 from slotstream.client.rpc import Rpc
 from slotstream.client.tensors import Sample, receive_sample, require_torch
 from slotstream.v1 import samples_pb2
+from slotstream.wire.access import Access, token_from_environment
 from slotstream.wire.errors import BadLayers, BadPage, BadParams, BadTags, BadTokenRange, ConfigError
 from slotstream.wire.names import (
     DEFAULT_ADDRESS,
     DEFAULT_NAMESPACE,
     LAYERS_MAX,
     ROWS_MAX,
+    check_holder,
     check_namespace,
     check_sample_id,
     check_tags,
 )
 
 SERVER_VARIABLE = "SLOTSTREAM_SERVER"
+TOKEN_FILE_VARIABLE = "SLOTSTREAM_TOKEN_FILE"
+TLS_VARIABLES = ("SLOTSTREAM_TLS_CA", "SLOTSTREAM_TLS_CERT", "SLOTSTREAM_TLS_KEY")
 WAIT_S_MAX = 3600.0
 PAGE_SIZE_MAX = 1000
 FILTER_TAGS_MAX = 8
+LEASE_S_MAX = 86_400.0
 # Verify answers once a sample, and the largest one takes minutes to hash.
 _VERIFY_STALL_S = 3600.0
 
@@ -38,21 +44,36 @@ _VERIFY_STALL_S = 3600.0
 def connect(
     address: str | None = None,
     *,
+    token: str | None = None,
+    token_file: str | os.PathLike[str] | None = None,
+    tls_ca: str | os.PathLike[str] | None = None,
+    tls_cert: str | os.PathLike[str] | None = None,
+    tls_key: str | os.PathLike[str] | None = None,
     connect_timeout_s: float = 10.0,
     call_timeout_s: float = 30.0,
     stall_timeout_s: float = 60.0,
 ) -> Client:
     """A client of the server at `address` (`host:port` or `unix:/path`); by default `$SLOTSTREAM_SERVER`, else 127.0.0.1:50151.
 
+    token, token_file: the bearer token for a server that wants one, or a file with it, which is read again for each call;
+    by default `$SLOTSTREAM_TOKEN` or `$SLOTSTREAM_TOKEN_FILE`.
+    tls_ca: PEM file of the authorities that signed the server's certificate; turns TLS on. tls_cert, tls_key: PEM files of
+    this client's own certificate. By default `$SLOTSTREAM_TLS_CA`, `$SLOTSTREAM_TLS_CERT` and `$SLOTSTREAM_TLS_KEY`; what is
+    given here, whichever of the three, replaces them all.
     connect_timeout_s: how long to wait for the server to take the connection; 0: do not wait, let the first call find out.
     call_timeout_s: the deadline of `stat`, of `delete` and of each page of `list`.
     stall_timeout_s: how long a transfer may stand still. A transfer that progresses has no deadline, however large it is.
 
-    Raises ConfigError (a ValueError) for a malformed address or time-out, ServerUnavailable when nothing answers.
+    Raises ConfigError (a ValueError) for a malformed address or time-out, or files that cannot be used; ServerUnavailable
+    when nothing answers.
     """
     if not 0 <= connect_timeout_s < math.inf or not 0 < call_timeout_s < math.inf or not 0 < stall_timeout_s < math.inf:
         raise ConfigError("connect_timeout_s must be 0 or more seconds, call_timeout_s and stall_timeout_s more than 0")
-    rpc = Rpc(os.environ.get(SERVER_VARIABLE) or DEFAULT_ADDRESS if address is None else address, timeout_s=call_timeout_s)
+    rpc = Rpc(
+        os.environ.get(SERVER_VARIABLE) or DEFAULT_ADDRESS if address is None else address,
+        timeout_s=call_timeout_s,
+        access=_access(token, token_file, tls_ca, tls_cert, tls_key),
+    )
     if connect_timeout_s:
         try:
             rpc.wait_until_connected(connect_timeout_s)
@@ -62,21 +83,39 @@ def connect(
     return Client(rpc, stall_timeout_s=stall_timeout_s)
 
 
+def _access(token: str | None, *paths: str | os.PathLike[str] | None) -> Access:
+    token_file, *tls = (None if path is None else os.fspath(path) for path in paths)
+    if token is None and token_file is None:
+        token = token_from_environment()
+        token_file = os.environ.get(TOKEN_FILE_VARIABLE) or None if token is None else None
+    if not any(tls):
+        tls = [os.environ.get(name) or None for name in TLS_VARIABLES]
+    tls_ca, tls_cert, tls_key = tls
+    return Access(tls_ca, tls_cert, tls_key, token, token_file)
+
+
 class Client:
     """Reads, lists, checks and deletes samples. Made by `connect`; safe to share between threads.
 
     Ids, ranges and filters are checked before anything is sent (BadSampleId, BadNamespace, BadTokenRange, BadLayers,
-    BadTags, BadPage, BadParams). Any call may raise ServerUnavailable, or DeadlineExceeded when the server does not answer
-    in time; every exception is a SlotStreamError with a stable `code` and a `retryable` flag.
+    BadTags, BadPage, BadParams). Any call may raise Unauthenticated (no token, or not one that the server knows),
+    PermissionDenied (not for this token), ServerUnavailable, or DeadlineExceeded when the server does not answer in time;
+    every exception is a SlotStreamError with a stable `code` and a `retryable` flag.
     """
 
     def __init__(self, rpc: Rpc, *, stall_timeout_s: float) -> None:
         self._rpc = rpc
         self._stall_timeout_s = stall_timeout_s
+        self._holder = f"client-{secrets.token_hex(8)}"
 
     @property
     def address(self) -> str:
         return self._rpc.address
+
+    @property
+    def access(self) -> Access:
+        """The token and certificates that its calls use."""
+        return self._rpc.access
 
     def get(
         self,
@@ -87,14 +126,20 @@ class Client:
         stop: int | None = None,
         layers: Sequence[int] | None = None,
         wait_s: float = 30.0,
+        ack: bool = False,
     ) -> Sample:
         """Rows [start, stop) of a sample as tensors; arguments, waiting and errors as in `read`.
+
+        ack: once the tensors are here, `ack` the sample: where the server's rules say so, it deletes it then.
 
         Raises also ImportError, naming the extra, where torch is not installed.
         """
         require_torch()
         with self.read(sample_id, namespace=namespace, start=start, stop=stop, layers=layers, wait_s=wait_s) as reader:
-            return receive_sample(reader)
+            sample = receive_sample(reader)
+        if ack:
+            self.ack(sample_id, namespace=namespace)
+        return sample
 
     def read(
         self,
@@ -115,7 +160,7 @@ class Client:
 
         Raises SampleNotFound (the id did not appear within wait_s, nor within the server's own shorter grace for ids that
         nobody has opened), SampleFailed (its `reason` is the code of why), DeadlineExceeded (still arriving after wait_s),
-        BadTokenRange, BadLayers, and Damaged (the file fails its hashes; with some of the layers only, they are not checked).
+        BadTokenRange, BadLayers, and Damaged (the file fails its hashes; of less than half of the layers they are not checked).
         """
         wait_s = float(wait_s)
         if not 0 <= wait_s <= WAIT_S_MAX:
@@ -175,11 +220,52 @@ class Client:
         return self._pages(request, page_size, limit)
 
     def delete(self, sample_id: str, *, namespace: str = DEFAULT_NAMESPACE) -> None:
-        """Removes a committed or failed sample, file and catalogue row. Raises SampleNotFound, StillArriving."""
+        """Removes a committed or failed sample, file and catalogue row. Raises SampleNotFound, StillArriving, Leased."""
         self._rpc.delete(samples_pb2.DeleteRequest(namespace=check_namespace(namespace), sample_id=check_sample_id(sample_id)))
 
-    def verify(self, sample_id: str | None = None, *, namespace: str | None = None) -> Iterator[Verdict]:
+    def ack(self, sample_id: str, *, namespace: str = DEFAULT_NAMESPACE) -> None:
+        """Says that this reader is done with a committed sample. Raises SampleNotFound.
+
+        Where the namespace's rule says delete_on_ack, the server deletes the sample as soon as nobody else reads it or holds
+        a lease on it; elsewhere the ack is only noted. Acking twice is fine while the sample is there.
+        """
+        self._rpc.ack(samples_pb2.AckRequest(namespace=check_namespace(namespace), sample_id=check_sample_id(sample_id)))
+
+    def lease(self, sample_id: str, seconds: float, *, namespace: str = DEFAULT_NAMESPACE, holder: str | None = None) -> int:
+        """Keeps a committed sample from being deleted for so long from now, at most a day; when that ends, in Unix ns.
+
+        A later call replaces this client's lease on it, and 0 seconds give it back (0 is returned). `holder`: in whose
+        name, by default this client's own; with a fixed name a restarted reader replaces the lease of its past life.
+        An open read needs no lease: it is never deleted under its reader. Raises SampleNotFound, BadParams and, where too
+        many leases are held, StoreFull.
+        """
+        if not 0 <= seconds <= LEASE_S_MAX:
+            raise BadParams(f"a lease lasts 0 to {LEASE_S_MAX:g} seconds, not {seconds}")
+        request = samples_pb2.LeaseRequest(
+            namespace=check_namespace(namespace),
+            sample_id=check_sample_id(sample_id),
+            holder=self._holder if holder is None else check_holder(holder),
+            seconds=seconds,
+        )
+        return self._rpc.lease(request).leased_until_unix_ns
+
+    def usage(self, *, namespace: str | None = None) -> Usage:
+        """What the server holds, by namespace; of one namespace alone, only what is its."""
+        request = samples_pb2.UsageRequest(namespace="" if namespace is None else check_namespace(namespace))
+        first = reply = self._rpc.usage(request)
+        spaces = [*reply.namespaces]
+        while reply.next_page_token:
+            request.page_token = reply.next_page_token
+            reply = self._rpc.usage(request)
+            spaces += reply.namespaces
+        return Usage.from_wire(tuple(map(NamespaceUsage.from_wire, spaces)), first)
+
+    def verify(
+        self, sample_id: str | None = None, *, namespace: str | None = None, quarantine: bool = False
+    ) -> Iterator[Verdict]:
         """Has the server check stored samples against their hashes; one verdict a sample, sound or damaged, as they come.
+
+        quarantine: have it take damaged ones out of service too: they fail with DAMAGED, their files are moved aside.
 
         sample_id None: every committed sample, of every namespace if that is None too. An id without a namespace is one of
         the default namespace; SampleNotFound when it is not stored there.
@@ -189,6 +275,7 @@ class Client:
         request = samples_pb2.VerifyRequest(
             namespace="" if namespace is None else check_namespace(namespace),
             sample_id="" if sample_id is None else check_sample_id(sample_id),
+            quarantine=quarantine,
         )
         return self._verdicts(request)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import datetime
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -44,20 +46,27 @@ class SampleDataset(IterableDataset[Sample]):
         layers: Sequence[int] | None = None,
         rank: int = 0,
         world_size: int = 1,
+        ack: bool = False,
     ) -> None:
-        """Filters as in `Client.list`, `layers` as in `Client.get`. Raises ConfigError for a rank outside the world size.
+        """Filters as in `Client.list`, `layers` as in `Client.get`. `ack`: ack each sample once the next one is asked for.
 
-        A client that is passed stays the caller's to close; with an address the dataset opens its own when first iterated.
+        Raises ConfigError for a rank outside the world size.
+
+        A client that is passed stays the caller's to close; with an address the dataset opens its own when first iterated,
+        with the token and certificates that the environment names (see `connect`).
         """
         if not 0 <= rank < world_size:
             raise ConfigError(f"rank {rank} is not one of world_size {world_size}")
         self._address = client_or_address if isinstance(client_or_address, str) else client_or_address.address
         self._client = None if isinstance(client_or_address, str) else client_or_address
+        # Worker processes connect on their own, and show the server the same token and certificate.
+        self._access = {} if self._client is None else dataclasses.asdict(self._client.access)
         self._client_pid = os.getpid()
         self._filters: dict[str, Any] = {"namespace": namespace, "model": model, "tags": dict(tags or {})}
         self._created_from_ns, self._created_until_ns = unix_ns(created_from), unix_ns(created_until)
         self._layers = None if layers is None else tuple(layers)
         self._rank, self._world_size = rank, world_size
+        self._ack = ack
         # Shared with worker processes, forked or spawned: tells state_dict() that it is not the one who knows.
         self._iterated_by_workers = require_torch().zeros(1, dtype=require_torch().uint8).share_memory_()
         self._received = 0
@@ -84,6 +93,9 @@ class SampleDataset(IterableDataset[Sample]):
             self._received += 1
             self._cursor = _Cursor.after(self._cursor, info)
             yield sample
+            if self._ack:  # Only now: who asks for the next sample has got this one.
+                with contextlib.suppress(SampleNotFound):
+                    client.ack(info.sample_id, namespace=info.namespace)
 
     def state_dict(self) -> dict[str, Any]:
         """Where this pass is, as plain values. Raises RuntimeError where only the worker processes know (see the class)."""
@@ -121,7 +133,7 @@ class SampleDataset(IterableDataset[Sample]):
 
     def _connected(self) -> Client:
         if self._client is None or self._client_pid != os.getpid():
-            self._client, self._client_pid = connect(self._address), os.getpid()
+            self._client, self._client_pid = connect(self._address, **self._access), os.getpid()
         return self._client
 
     def _listed(self, client: Client) -> Iterator[SampleInfo]:

@@ -44,6 +44,11 @@ class SampleInfo:
     error_message: str | None
     tags: dict[str, str]
     metadata: dict[str, str]
+    # What follows is known to `Client.stat` alone; elsewhere it is 0 and None.
+    reads: int = 0  # of every row, answered to the end
+    acked_unix_ns: int | None = None  # when a reader first was done with it
+    leased_until_unix_ns: int | None = None
+    expires_unix_ns: int | None = None  # when the server deletes it for its age
 
     @property
     def created(self) -> datetime.datetime:
@@ -71,6 +76,10 @@ class SampleInfo:
             error_message=info.error_message or None,
             tags=dict(info.tags),
             metadata=dict(info.metadata),
+            reads=info.reads,
+            acked_unix_ns=info.acked_unix_ns or None,
+            leased_until_unix_ns=info.leased_until_unix_ns or None,
+            expires_unix_ns=info.expires_unix_ns or None,
         )
 
 
@@ -85,6 +94,7 @@ class Verdict:
     damage: str | None
     message: str | None
     bytes: int  # checked
+    quarantined: bool = False  # taken out of service, as `verify` was asked to
 
     @property
     def sound(self) -> bool:
@@ -92,7 +102,55 @@ class Verdict:
 
     @classmethod
     def from_wire(cls, reply: samples_pb2.VerifyReply) -> Verdict:
-        return cls(reply.namespace, reply.sample_id, reply.damage or None, reply.message or None, reply.bytes)
+        damage, message = reply.damage or None, reply.message or None
+        return cls(reply.namespace, reply.sample_id, damage, message, reply.bytes, reply.quarantined)
+
+
+@dataclass(frozen=True, slots=True)
+class NamespaceUsage:
+    """What a namespace holds. `limits`: what the server's retention rule says of it, by the names of the file's keys."""
+
+    namespace: str
+    samples: int  # committed
+    bytes: int  # of their files
+    failed: int  # failed samples that are still known
+    limits: dict[str, str]
+
+    @classmethod
+    def from_wire(cls, usage: samples_pb2.NamespaceUsage) -> NamespaceUsage:
+        return cls(usage.namespace, usage.samples, usage.bytes, usage.failed, dict(usage.limits))
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What a server holds. What it scrubs never, or not yet, is None."""
+
+    namespaces: tuple[NamespaceUsage, ...]
+    free_bytes: int
+    free_bytes_target: int | None  # below it, the server deletes what its rules allow for that
+    quarantined_files: int
+    quarantined_bytes: int
+    scrub_every_s: float | None
+    scrub_begun_unix_ns: int | None
+    scrub_ended_unix_ns: int | None
+    scrub_samples: int
+    scrub_damaged: int
+
+    @classmethod
+    def from_wire(cls, namespaces: tuple[NamespaceUsage, ...], reply: samples_pb2.UsageReply) -> Usage:
+        scrub = reply.scrub
+        return cls(
+            namespaces=namespaces,
+            free_bytes=reply.free_bytes,
+            free_bytes_target=reply.free_bytes_target or None,
+            quarantined_files=reply.quarantined_files,
+            quarantined_bytes=reply.quarantined_bytes,
+            scrub_every_s=scrub.every_s or None,
+            scrub_begun_unix_ns=scrub.begun_unix_ns or None,
+            scrub_ended_unix_ns=scrub.ended_unix_ns or None,
+            scrub_samples=scrub.samples,
+            scrub_damaged=scrub.damaged,
+        )
 
 
 def wire_state(state: str | None) -> str:

@@ -1,4 +1,4 @@
-"""The five calls of `slotstream.v1.Samples` over one channel, their deadlines, and what their failures mean here."""
+"""The calls of `slotstream.v1.Samples` over one channel, their deadlines, and what their failures mean here."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any, Final, Generic, TypeVar
 import grpc
 
 from slotstream.v1 import sample_pb2, samples_pb2
+from slotstream.wire.access import Access
 from slotstream.wire.address import check_address
 from slotstream.wire.errors import (
     BadParams,
@@ -31,6 +32,7 @@ REASON_KEY: Final = "slotstream-reason"
 _HEALTH_CHECK = "/grpc.health.v1.Health/Check"
 _SERVICE = "/slotstream.v1.Samples/"
 _WATCH_TICK_S = 0.25
+_LAST_FAILURE_S = 1.0
 _CHANNEL_OPTIONS = (
     ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
     ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
@@ -49,12 +51,18 @@ T = TypeVar("T")
 class Rpc:
     """One channel to one server. Safe to use from several threads; not across a fork."""
 
-    def __init__(self, address: str, *, timeout_s: float) -> None:
-        """`timeout_s` bounds each call that answers once. Raises ConfigError for a malformed address."""
+    def __init__(self, address: str, *, timeout_s: float, access: Access | None = None) -> None:
+        """`timeout_s` bounds each call that answers once. Raises ConfigError for a malformed address, or files of `access`
+        that do not fit."""
         self.address = check_address(address)
+        self.access = (access or Access()).check(self.address)
         self._timeout_s = timeout_s
         self._closed = False
-        self._channel = grpc.insecure_channel(self.address, options=_CHANNEL_OPTIONS)
+        files = self.access.tls_files()
+        if files is None:
+            self._channel = grpc.insecure_channel(self.address, options=_CHANNEL_OPTIONS)
+        else:
+            self._channel = grpc.secure_channel(self.address, grpc.ssl_channel_credentials(*files), options=_CHANNEL_OPTIONS)
         unary, stream = self._channel.unary_unary, self._channel.unary_stream
         self._stat = unary(
             _SERVICE + "Stat",
@@ -70,6 +78,21 @@ class Rpc:
             _SERVICE + "Delete",
             request_serializer=samples_pb2.DeleteRequest.SerializeToString,
             response_deserializer=samples_pb2.DeleteReply.FromString,
+        )
+        self._ack = unary(
+            _SERVICE + "Ack",
+            request_serializer=samples_pb2.AckRequest.SerializeToString,
+            response_deserializer=samples_pb2.AckReply.FromString,
+        )
+        self._lease = unary(
+            _SERVICE + "Lease",
+            request_serializer=samples_pb2.LeaseRequest.SerializeToString,
+            response_deserializer=samples_pb2.LeaseReply.FromString,
+        )
+        self._usage = unary(
+            _SERVICE + "Usage",
+            request_serializer=samples_pb2.UsageRequest.SerializeToString,
+            response_deserializer=samples_pb2.UsageReply.FromString,
         )
         # Replies stay bytes: protobuf would copy the rows several times over (see slotstream.wire.frames).
         self._read = stream(
@@ -94,7 +117,17 @@ class Rpc:
                 grpc.StatusCode.DEADLINE_EXCEEDED,
                 grpc.StatusCode.UNAVAILABLE,
             ):
-                raise ServerUnavailable(f"no server answers at {self.address} (waited {timeout_s:g} s)") from error
+                why = self._last_failure(probe)
+                raise ServerUnavailable(f"no server answers at {self.address} (waited {timeout_s:g} s){why}") from error
+
+    def _last_failure(self, probe: Callable[..., Any]) -> str:
+        """What gRPC says of the last attempt to connect, for a message; it tells only calls that do not wait."""
+        try:
+            probe(b"", timeout=_LAST_FAILURE_S)
+        except grpc.RpcError as error:
+            if isinstance(error, grpc.Call) and error.code() is grpc.StatusCode.UNAVAILABLE:
+                return f": {_unavailable(error.details() or '')}"
+        return ""
 
     def stat(self, request: samples_pb2.StatRequest) -> sample_pb2.SampleInfo:
         info: sample_pb2.SampleInfo = self._call(self._stat, request)
@@ -107,13 +140,24 @@ class Rpc:
     def delete(self, request: samples_pb2.DeleteRequest) -> None:
         self._call(self._delete, request)
 
+    def ack(self, request: samples_pb2.AckRequest) -> None:
+        self._call(self._ack, request)
+
+    def lease(self, request: samples_pb2.LeaseRequest) -> samples_pb2.LeaseReply:
+        reply: samples_pb2.LeaseReply = self._call(self._lease, request)
+        return reply
+
+    def usage(self, request: samples_pb2.UsageRequest) -> samples_pb2.UsageReply:
+        reply: samples_pb2.UsageReply = self._call(self._usage, request)
+        return reply
+
     def read(self, request: samples_pb2.ReadRequest) -> WatchedStream[bytes]:
         self._check_open()
-        return WatchedStream(self._read(request), self.address)
+        return WatchedStream(self._read(request, metadata=self.access.call_metadata()), self.address)
 
     def verify(self, request: samples_pb2.VerifyRequest) -> WatchedStream[samples_pb2.VerifyReply]:
         self._check_open()
-        return WatchedStream(self._verify(request), self.address)
+        return WatchedStream(self._verify(request, metadata=self.access.call_metadata()), self.address)
 
     def close(self) -> None:
         """Ends calls still under way. May be called twice."""
@@ -123,7 +167,7 @@ class Rpc:
     def _call(self, call: Callable[..., Any], request: Any) -> Any:
         self._check_open()
         try:
-            return call(request, timeout=self._timeout_s)
+            return call(request, timeout=self._timeout_s, metadata=self.access.call_metadata())
         except grpc.RpcError as error:
             raise error_of(error, self.address) from error
 
@@ -189,6 +233,12 @@ class WatchedStream(Generic[T]):
         self.close()
 
 
+def _unavailable(details: str) -> str:
+    """gRPC's details of a server that is not there, and what they mean where one hung up before the first call."""
+    hung_up = "failed to connect" in details and "Socket closed" in details
+    return f"{details} (it hung up at once: does it want TLS, or a certificate of yours?)" if hung_up else details
+
+
 def error_of(error: grpc.RpcError, address: str) -> SlotStreamError:
     """What a failed call means: the server's own code where it sent one, else what gRPC's status stands for."""
     if not isinstance(error, grpc.Call):
@@ -203,7 +253,7 @@ def error_of(error: grpc.RpcError, address: str) -> SlotStreamError:
     said = f"{address}: {details}"
     match status:
         case grpc.StatusCode.UNAVAILABLE:
-            return ServerUnavailable(f"no server answers at {said}")
+            return ServerUnavailable(f"no server answers at {address}: {_unavailable(details)}")
         case grpc.StatusCode.DEADLINE_EXCEEDED:
             return DeadlineExceeded(f"no answer in time from {said}")
         case grpc.StatusCode.CANCELLED:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
+from slotstream.wire.access import Access, token_from_environment
 from slotstream.wire.address import check_address
 from slotstream.wire.errors import BadNamespace, ConfigError
 from slotstream.wire.names import CHUNK_BYTES_MAX, DEFAULT_ADDRESS, DEFAULT_NAMESPACE, LAYERS_MAX, check_namespace
@@ -47,6 +48,14 @@ class ConnectorOptions:
         default=None, metadata={"help": "directory on the engine's host for rows that the server cannot take now; null: none"}
     )
     spool_bytes_max: int = field(default=64 << 30, metadata={"help": "most bytes that one worker keeps in spool_dir"})
+    tls_ca: str | None = field(
+        default=None, metadata={"help": "PEM file: authorities of the server's certificate; turns TLS on"}
+    )
+    tls_cert: str | None = field(default=None, metadata={"help": "PEM file: our certificate, for a server that wants one"})
+    tls_key: str | None = field(default=None, metadata={"help": "PEM file: its private key"})
+    token_file: str | None = field(
+        default=None, metadata={"help": "file with the bearer token (else $SLOTSTREAM_TOKEN), read again for each connection"}
+    )
 
     def __post_init__(self) -> None:
         check_address(self.server)
@@ -70,8 +79,21 @@ class ConnectorOptions:
         for name, choices in (("on_full", ON_FULL), ("bad_rows", BAD_ROWS)):
             if getattr(self, name) not in choices:
                 raise ConfigError(f"connector option {name} must be one of {list(choices)}, not {getattr(self, name)!r}")
+        for name in ("tls_ca", "tls_cert", "tls_key", "token_file"):
+            if not isinstance(getattr(self, name), str | None):
+                raise ConfigError(f"connector option {name} must be the path of a file, not {getattr(self, name)!r}")
+        try:
+            self.access.check(self.server)
+        except ConfigError as error:
+            raise ConfigError(f"connector option {error}") from error
         if self.chunk_bytes * 4 > self.staging_bytes:
             raise ConfigError("connector option staging_bytes must be at least four times chunk_bytes")
+
+    @property
+    def access(self) -> Access:
+        """How to show the server who we are. The token itself is no option: it would show in `ps`."""
+        token = token_from_environment() if self.token_file is None else None
+        return Access(self.tls_ca, self.tls_cert, self.tls_key, token, self.token_file)
 
     @classmethod
     def from_extra(cls, extra: Mapping[str, Any]) -> Self:

@@ -83,7 +83,7 @@ class SlotStreamConnector(KVConnectorBase_V1, SupportsHMA):
         self._bound: StepPlan = EMPTY_PLAN
         self._group = _hidden_state_group(kv_cache_config)
         if role is KVConnectorRole.SCHEDULER:
-            self._watch = ServerWatch(self._config.options.server)
+            self._watch = ServerWatch(self._config.options.server, self._config.options.access)
             self._scheduler = SchedulerHalf(
                 self._config,
                 self._group,
@@ -118,7 +118,7 @@ class SlotStreamConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker = WorkerHalf(
             self._config,
             kv_caches[self._capture_layer],
-            GrpcSink(options.server, hello, ack_timeout_s=options.ack_timeout_s),
+            GrpcSink(options.server, hello, access=options.access, ack_timeout_s=options.ack_timeout_s),
             # Twice the requests: each may carry one draft token beside its own.
             scheduler_config.max_num_batched_tokens + 2 * scheduler_config.max_num_seqs,
         )

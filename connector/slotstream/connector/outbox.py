@@ -153,8 +153,8 @@ class Outbox:
         self._shelf.adopt()
         self._advance()
 
-    def link_is_down(self, message: str) -> None:
-        """The stream broke: nothing counts that was sent on it without a verdict."""
+    def link_is_down(self, message: str, code: str = "") -> None:
+        """The stream broke, or was refused (`code`): nothing counts that was sent on it without a verdict."""
         self.link_up = False
         for sent in self._sent.values():
             sent.chunk.wire = 0
@@ -172,7 +172,7 @@ class Outbox:
             if sample.failure is not None:
                 self._end(sample, *sample.failure, tell_server=True)
             elif not self._recover(sample):
-                self._end(sample, Interrupted.code, message, tell_server=True)
+                self._end(sample, code or Interrupted.code, message, tell_server=True)
             else:
                 self._shelf.put(sample)
         for sent in over:

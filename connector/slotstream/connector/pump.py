@@ -27,12 +27,20 @@ from slotstream.connector.rowcheck import BadRowCount, StepMapping, count_bad_ro
 from slotstream.connector.shelf import Shelf
 from slotstream.connector.spool import Adopted, Appended, Loaded, ReadBack, Spool, SpoolEvent
 from slotstream.connector.staging import StagingPool
-from slotstream.connector.throttle import Throttle
 from slotstream.transport.base import Acked, Committed, Failed, LinkDown, LinkUp, SampleSink, SinkEvent
 from slotstream.transport.logs import connector_logger
 from slotstream.v1 import ingest_pb2
-from slotstream.wire.errors import BadRows, CaptureAborted, InternalFault, ServerUnavailable, SlotStreamError, StagingFull
+from slotstream.wire.errors import (
+    BadRows,
+    CaptureAborted,
+    InternalFault,
+    ServerUnavailable,
+    SlotStreamError,
+    StagingFull,
+)
 from slotstream.wire.hashing import xxh3
+from slotstream.wire.logtext import log_text
+from slotstream.wire.throttle import Throttle
 
 logger = connector_logger(__name__)
 
@@ -102,6 +110,7 @@ class Pump:
         self._outbox = Outbox(config, pool, sink, self._shelf, counters, self._faults)
         self._bad_rows: dict[str, BadRowCount] = {}  # by request, while rows come
         self._throttle = Throttle(every_s=10.0)
+        self._throttle_link = Throttle(every_s=60.0)
         self._thread = threading.Thread(target=self._run, name="slotstream-pump", daemon=True)
 
     def start(self) -> None:
@@ -121,6 +130,11 @@ class Pump:
         if not self._outbox.link_up:
             return self._shelf.taking_rows(self._wait_s_max)
         return not self._outbox.unacked or time.monotonic() - self._outbox.answered_at < self._wait_s_max
+
+    @property
+    def link_up(self) -> bool:
+        """Whether the stream to the server is up."""
+        return self._outbox.link_up
 
     def why_full(self) -> SlotStreamError:
         """What to tell of a sample for which there is no room in staging."""
@@ -233,9 +247,12 @@ class Pump:
                 logger.info("slotstream: connected to %s (server %s)", self._server, item.server_version)
                 outbox.link_is_up()
             case LinkDown():
-                waiting = outbox.samples
-                logger.warning("slotstream: the link to the server is down (%s); %d samples wait", item.message, waiting)
-                outbox.link_is_down(item.message)
+                # A server that refuses our token says so at every try.
+                if (unsaid := self._throttle_link.admit(item.code)) is not None or outbox.link_up:
+                    why, waiting = log_text(item.code or ServerUnavailable.code, item.message), outbox.samples
+                    more = f" ({unsaid} more times not logged)" if unsaid else ""
+                    logger.warning("slotstream: no link to the server: %s; %d samples wait%s", why, waiting, more)
+                outbox.link_is_down(item.message, item.code)
             case Adopted():
                 outbox.adopted(item)
             case Loaded():

@@ -16,7 +16,6 @@ from slotstream.connector.faults import SampleFault
 from slotstream.connector.loaded import LoadedRows
 from slotstream.connector.params import CaptureParams, parse_params, sequence_index
 from slotstream.connector.plan import EMPTY_PLAN, RowPlan, SampleAbort, SampleFinish, SampleOpen, StepPlan
-from slotstream.connector.throttle import Throttle
 from slotstream.transport.logs import connector_logger
 from slotstream.wire.errors import (
     BadTokenRange,
@@ -28,7 +27,9 @@ from slotstream.wire.errors import (
     TooLarge,
     UnsupportedRequest,
 )
+from slotstream.wire.logtext import log_text
 from slotstream.wire.names import ROWS_MAX
+from slotstream.wire.throttle import Throttle
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -248,7 +249,7 @@ class SchedulerHalf:
         self._counters.add("samples_failed", code=error.code)
         if (unsaid := self._throttle.admit(error.code)) is not None:
             more = f" ({unsaid} more with this code were not logged)" if unsaid else ""
-            logger.warning("slotstream: request %s is not captured: %s: %s%s", req_id, error.code, error, more)
+            logger.warning("slotstream: request %s is not captured: %s%s", req_id, log_text(error.code, str(error)), more)
 
     def _refuse_loaded(self, tables: Mapping[str, Sequence[int]], computed: Mapping[str, int]) -> None:
         """Fail the captures that want rows of tokens which another connector loaded; `tables` are of whom to look at."""

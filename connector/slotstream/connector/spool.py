@@ -14,10 +14,10 @@ from typing import Any
 from slotstream.connector import spool_files
 from slotstream.connector.counters import Counters
 from slotstream.connector.spool_files import OwnedDir, Place, SpooledSample, SpoolFile
-from slotstream.connector.throttle import Throttle
 from slotstream.transport.logs import connector_logger
 from slotstream.v1 import ingest_pb2
 from slotstream.wire.hashing import xxh3
+from slotstream.wire.throttle import Throttle
 
 logger = connector_logger(__name__)
 

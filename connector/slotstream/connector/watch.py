@@ -9,21 +9,24 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from slotstream.transport.grpc import CHANNEL_OPTIONS
+from slotstream.transport.channel import open_channel
 from slotstream.transport.logs import connector_logger
+from slotstream.wire.access import Access
 from slotstream.wire.errors import ServerDraining, ServerUnavailable, SlotStreamError
 
 logger = connector_logger(__name__)
 
 SERVICE = "slotstream.v1.Ingest"
 _RETRY_S = 0.5
+_DETAILS_CHARS = 300
 
 
 class ServerWatch:
     """Follows one server's health on a thread of its own. Until the first answer the server counts as there."""
 
-    def __init__(self, target: str) -> None:
+    def __init__(self, target: str, access: Access | None = None) -> None:
         self._target = target
+        self._access = access or Access()
         self._problem: SlotStreamError | None = None
         self._since = 0.0  # monotonic; when the problem began
         self._closed = threading.Event()
@@ -46,17 +49,28 @@ class ServerWatch:
 
     def _run(self) -> None:
         while not self._closed.is_set():
-            channel = grpc.insecure_channel(self._target, options=CHANNEL_OPTIONS)
-            try:
-                self._call = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(service=SERVICE))
-                for reply in self._call:
-                    self._take(reply.status)
-                self._set(ServerUnavailable(f"the server at {self._target} stopped answering"))
-            except grpc.RpcError as error:
-                self._set(ServerUnavailable(f"no server at {self._target}: {error.code().name}"))
-            finally:
-                channel.close()
+            self._watch()
             self._closed.wait(_RETRY_S)
+
+    def _watch(self) -> None:
+        """One call, to its end."""
+        try:
+            channel = open_channel(self._target, self._access)
+        except ServerUnavailable as error:
+            self._set(error)
+            return
+        try:
+            self._call = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(service=SERVICE))
+            for reply in self._call:
+                self._take(reply.status)
+            self._set(ServerUnavailable(f"the server at {self._target} stopped answering"))
+        except grpc.RpcError as error:
+            # What keeps two certificates apart is in the details; of a server that is not there the status says enough.
+            details = error.details() or ""
+            why = f": {details[:_DETAILS_CHARS]}" if "handshake" in details else ""
+            self._set(ServerUnavailable(f"no server at {self._target}: {error.code().name}{why}"))
+        finally:
+            channel.close()
 
     def _take(self, status: int) -> None:
         if status == health_pb2.HealthCheckResponse.SERVING:

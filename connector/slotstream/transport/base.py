@@ -60,10 +60,12 @@ class LinkDown:
     """The link broke, or could not be made for as long as something waited for it: no open sample gets a verdict any more.
 
     Whether the server has one is not known: it may have stored it. The sink touches no buffer any more and sends nothing
-    until `reset`; after the next LinkUp samples may be sent again, under new numbers.
+    until `reset`; after the next LinkUp samples may be sent again, under new numbers. `code`: a stable error
+    code, where the server, or a look at our own token file, said why; "" otherwise.
     """
 
     message: str
+    code: str = ""
 
 
 SinkEvent = Acked | Committed | Failed | LinkUp | LinkDown

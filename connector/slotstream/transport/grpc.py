@@ -15,44 +15,40 @@ from typing import Any
 import grpc
 
 from slotstream.transport.base import Acked, Committed, Failed, LinkDown, LinkUp, SinkEvent, StagedChunk
+from slotstream.transport.channel import open_channel
 from slotstream.transport.logs import connector_logger
 from slotstream.v1 import ingest_pb2
+from slotstream.wire.access import Access
+from slotstream.wire.errors import SlotStreamError, Unauthenticated
 from slotstream.wire.frames import encode_chunk
-from slotstream.wire.names import MESSAGE_BYTES_MAX, WINDOW_BYTES
+from slotstream.wire.names import WINDOW_BYTES
 
 logger = connector_logger(__name__)
 
 _METHOD = "/slotstream.v1.Ingest/Stream"
 _RETRY_S = 0.25  # After the first failure; doubles up to _RETRY_S_MAX.
 _RETRY_S_MAX = 2.0
-CHANNEL_OPTIONS = (
-    ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
-    ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
-    # A reconnect must not wait for gRPC's own back-off, which grows to two minutes.
-    ("grpc.initial_reconnect_backoff_ms", 200),
-    ("grpc.min_reconnect_backoff_ms", 200),
-    ("grpc.max_reconnect_backoff_ms", 1000),
-    # A host that vanishes without a word is noticed by unanswered pings.
-    ("grpc.keepalive_time_ms", 20_000),
-    ("grpc.keepalive_timeout_ms", 10_000),
-    ("grpc.http2.max_pings_without_data", 0),
-    # Each stream its own connection: a shared one would outlive the channel that is closed to drop it.
-    ("grpc.use_local_subchannel_pool", 1),
-)
-
 _Item = StagedChunk | ingest_pb2.CommitSample | ingest_pb2.AbortSample
 
 
 class GrpcSink:
     """A `SampleSink` over one bidirectional gRPC stream. See `SampleSink` for the meaning of each method.
 
-    `connect_grace_s` is how long samples may wait for a link that is not up before they are given up.
+    `connect_grace_s` is how long samples may wait for a link that is not up before they are given up. Certificates and
+    token are read again for each stream; a token that the server does not take fails samples at once.
     """
 
     def __init__(
-        self, target: str, hello: ingest_pb2.Hello, *, ack_timeout_s: float = 30.0, connect_grace_s: float = 5.0
+        self,
+        target: str,
+        hello: ingest_pb2.Hello,
+        *,
+        access: Access | None = None,
+        ack_timeout_s: float = 30.0,
+        connect_grace_s: float = 5.0,
     ) -> None:
         self._target = target
+        self._access = access or Access()
         self._hello = hello
         self._ack_timeout_s = ack_timeout_s
         self._connect_grace_s = connect_grace_s
@@ -67,6 +63,7 @@ class GrpcSink:
         self._progress_at = 0.0  # monotonic; when something was last answered, or first waited for
         self._down = False  # LinkDown was said; nothing moves until reset()
         self._was_up = False  # this stream was welcomed
+        self._refused = False  # this stream ended because of its token
         self._closed = False
         self._call: Any = None
         self._thread = threading.Thread(target=self._run, name="slotstream-grpc", daemon=True)
@@ -148,27 +145,32 @@ class GrpcSink:
                 if self._give_up():
                     self._down = True
             if self._down:
-                self._on_event(LinkDown(message))
+                self._on_event(LinkDown(message, Unauthenticated.code if self._refused else ""))
             with self._changed:
                 self._changed.wait_for(lambda: self._closed or not self._down)
                 self._changed.wait_for(lambda: self._closed, timeout=retry_s)
 
     def _give_up(self) -> bool:
-        """Whether the samples that wait are lost: something had been sent already, or they waited for too long."""
-        if self._was_up:
+        """Whether the samples that wait are lost: something had been sent, they waited for too long, or were refused."""
+        if self._was_up or self._refused:
             return True
         return self._waiting() and time.monotonic() - self._progress_at > self._connect_grace_s
 
     def _one_stream(self) -> str:
         """Run one stream to its end; returns why it ended."""
-        self._was_up = False
-        channel = grpc.insecure_channel(self._target, options=CHANNEL_OPTIONS)
+        self._was_up = self._refused = False
+        try:
+            metadata = self._access.call_metadata()
+            channel = open_channel(self._target, self._access)
+        except SlotStreamError as error:
+            self._refused = isinstance(error, Unauthenticated)
+            return str(error)
         try:
             stream = channel.stream_stream(
                 _METHOD, request_serializer=None, response_deserializer=ingest_pb2.IngestReply.FromString
             )
             ended = threading.Event()
-            call = stream(self._requests(ended))
+            call = stream(self._requests(ended), metadata=metadata)
             with self._changed:
                 self._call = call
                 if self._closed:  # Just now: close() saw no call that it could cancel.
@@ -178,6 +180,7 @@ class GrpcSink:
                     self._take(reply)
                 return f"the server at {self._target} ended the stream"
             except grpc.RpcError as error:
+                self._refused = error.code() is grpc.StatusCode.UNAUTHENTICATED
                 return f"{self._target}: {error.code().name}: {error.details()}"
             finally:
                 ended.set()

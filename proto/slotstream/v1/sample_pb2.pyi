@@ -19,7 +19,7 @@ SAMPLE_STATE_COMMITTED: SampleState
 SAMPLE_STATE_FAILED: SampleState
 
 class SampleInfo(_message.Message):
-    __slots__ = ("namespace", "sample_id", "state", "model", "dtype", "layer_ids", "hidden_size", "num_tokens", "file_bytes", "created_unix_ns", "committed_unix_ns", "error_code", "error_message", "tags", "metadata")
+    __slots__ = ("namespace", "sample_id", "state", "model", "dtype", "layer_ids", "hidden_size", "num_tokens", "file_bytes", "created_unix_ns", "committed_unix_ns", "error_code", "error_message", "tags", "metadata", "reads", "acked_unix_ns", "leased_until_unix_ns", "expires_unix_ns")
     class TagsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -49,6 +49,10 @@ class SampleInfo(_message.Message):
     ERROR_MESSAGE_FIELD_NUMBER: _ClassVar[int]
     TAGS_FIELD_NUMBER: _ClassVar[int]
     METADATA_FIELD_NUMBER: _ClassVar[int]
+    READS_FIELD_NUMBER: _ClassVar[int]
+    ACKED_UNIX_NS_FIELD_NUMBER: _ClassVar[int]
+    LEASED_UNTIL_UNIX_NS_FIELD_NUMBER: _ClassVar[int]
+    EXPIRES_UNIX_NS_FIELD_NUMBER: _ClassVar[int]
     namespace: str
     sample_id: str
     state: SampleState
@@ -64,4 +68,8 @@ class SampleInfo(_message.Message):
     error_message: str
     tags: _containers.ScalarMap[str, str]
     metadata: _containers.ScalarMap[str, str]
-    def __init__(self, namespace: _Optional[str] = ..., sample_id: _Optional[str] = ..., state: _Optional[_Union[SampleState, str]] = ..., model: _Optional[str] = ..., dtype: _Optional[str] = ..., layer_ids: _Optional[_Iterable[int]] = ..., hidden_size: _Optional[int] = ..., num_tokens: _Optional[int] = ..., file_bytes: _Optional[int] = ..., created_unix_ns: _Optional[int] = ..., committed_unix_ns: _Optional[int] = ..., error_code: _Optional[str] = ..., error_message: _Optional[str] = ..., tags: _Optional[_Mapping[str, str]] = ..., metadata: _Optional[_Mapping[str, str]] = ...) -> None: ...
+    reads: int
+    acked_unix_ns: int
+    leased_until_unix_ns: int
+    expires_unix_ns: int
+    def __init__(self, namespace: _Optional[str] = ..., sample_id: _Optional[str] = ..., state: _Optional[_Union[SampleState, str]] = ..., model: _Optional[str] = ..., dtype: _Optional[str] = ..., layer_ids: _Optional[_Iterable[int]] = ..., hidden_size: _Optional[int] = ..., num_tokens: _Optional[int] = ..., file_bytes: _Optional[int] = ..., created_unix_ns: _Optional[int] = ..., committed_unix_ns: _Optional[int] = ..., error_code: _Optional[str] = ..., error_message: _Optional[str] = ..., tags: _Optional[_Mapping[str, str]] = ..., metadata: _Optional[_Mapping[str, str]] = ..., reads: _Optional[int] = ..., acked_unix_ns: _Optional[int] = ..., leased_until_unix_ns: _Optional[int] = ..., expires_unix_ns: _Optional[int] = ...) -> None: ...

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from slotstream.v1 import sample_pb2 as slotstream_dot_v1_dot_sample__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bslotstream/v1/samples.proto\x12\rslotstream.v1\x1a\x1aslotstream/v1/sample.proto\"\x81\x01\n\x0bReadRequest\x12\x11\n\tnamespace\x18\x01 \x01(\t\x12\x11\n\tsample_id\x18\x02 \x01(\t\x12\r\n\x05start\x18\x03 \x01(\x04\x12\x11\n\x04stop\x18\x04 \x01(\x04H\x00\x88\x01\x01\x12\x11\n\tlayer_ids\x18\x05 \x03(\r\x12\x0e\n\x06wait_s\x18\x06 \x01(\x01\x42\x07\n\x05_stop\"y\n\tReadReply\x12+\n\x06header\x18\x01 \x01(\x0b\x32\x19.slotstream.v1.ReadHeaderH\x00\x12)\n\x04rows\x18\x02 \x01(\x0b\x32\x19.slotstream.v1.RowsHeaderH\x00\x12\x0c\n\x04\x64\x61ta\x18\x0f \x01(\x0c\x42\x06\n\x04kind\"x\n\nReadHeader\x12\'\n\x04info\x18\x01 \x01(\x0b\x32\x19.slotstream.v1.SampleInfo\x12\x11\n\tlayer_ids\x18\x02 \x03(\r\x12\r\n\x05start\x18\x03 \x01(\x04\x12\x0c\n\x04stop\x18\x04 \x01(\x04\x12\x11\n\ttoken_ids\x18\x05 \x03(\x04\"-\n\nRowsHeader\x12\x11\n\tfirst_row\x18\x01 \x01(\x06\x12\x0c\n\x04rows\x18\x02 \x01(\x07\"3\n\x0bStatRequest\x12\x11\n\tnamespace\x18\x01 \x01(\t\x12\x11\n\tsample_id\x18\x02 \x01(\t\"\x9f\x02\n\x0bListRequest\x12\x11\n\tnamespace\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12)\n\x05state\x18\x03 \x01(\x0e\x32\x1a.slotstream.v1.SampleState\x12\x1c\n\x14\x63reated_from_unix_ns\x18\x04 \x01(\x03\x12\x1d\n\x15\x63reated_until_unix_ns\x18\x05 \x01(\x03\x12\x32\n\x04tags\x18\x06 \x03(\x0b\x32$.slotstream.v1.ListRequest.TagsEntry\x12\x11\n\tpage_size\x18\x07 \x01(\r\x12\x12\n\npage_token\x18\x08 \x01(\t\x1a+\n\tTagsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"P\n\tListReply\x12*\n\x07samples\x18\x01 \x03(\x0b\x32\x19.slotstream.v1.SampleInfo\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"5\n\rDeleteRequest\x12\x11\n\tnamespace\x18\x01 \x01(\t\x12\x11\n\tsample_id\x18\x02 \x01(\t\"\r\n\x0b\x44\x65leteReply\"5\n\rVerifyRequest\x12\x11\n\tnamespace\x18\x01 \x01(\t\x12\x11\n\tsample_id\x18\x02 \x01(\t\"c\n\x0bVerifyReply\x12\x11\n\tnamespace\x18\x01 \x01(\t\x12\x11\n\tsample_id\x18\x02 \x01(\t\x12\x0e\n\x06\x64\x61mage\x18\x03 \x01(\t\x12\x0f\n\x07message\x18\x04 \x01(\t\x12\r\n\x05\x62ytes\x18\x05 \x01(\x04\x32\xd0\x02\n\x07Samples\x12>\n\x04Read\x12\x1a.slotstream.v1.ReadRequest\x1a\x18.slotstream.v1.ReadReply0\x01\x12=\n\x04Stat\x12\x1a.slotstream.v1.StatRequest\x1a\x19.slotstream.v1.SampleInfo\x12<\n\x04List\x12\x1a.slotstream.v1.ListRequest\x1a\x18.slotstream.v1.ListReply\x12\x42\n\x06\x44\x65lete\x12\x1c.slotstream.v1.DeleteRequest\x1a\x1a.slotstream.v1.DeleteReply\x12\x44\n\x06Verify\x12\x1c.slotstream.v1.VerifyRequest\x1a\x1a.slotstream.v1.VerifyReply0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bslotstream/v1/samples.proto\x12\rslotstream.v1\x1a\x1aslotstream/v1/sample.proto\"\x81\x01\n\x0bReadRequest\x12\x11\n\tnamespace\x18\x01 \x01(\t\x12\x11\n\tsample_id\x18\x02 \x01(\t\x12\r\n\x05start\x18\x03 \x01(\x04\x12\x11\n\x04stop\x18\x04 \x01(\x04H\x00\x88\x01\x01\x12\x11\n\tlayer_ids\x18\x05 \x03(\r\x12\x0e\n\x06wait_s\x18\x06 \x01(\x01\x42\x07\n\x05_stop\"y\n\tReadReply\x12+\n\x06header\x18\x01 \x01(\x0b\x32\x19.slotstream.v1.ReadHeaderH\x00\x12)\n\x04rows\x18\x02 \x01(\x0b\x32\x19.slotstream.v1.RowsHeaderH\x00\x12\x0c\n\x04\x64\x61ta\x18\x0f \x01(\x0c\x42\x06\n\x04kind\"x\n\nReadHeader\x12\'\n\x04info\x18\x01 \x01(\x0b\x32\x19.slotstream.v1.SampleInfo\x12\x11\n\tlayer_ids\x18\x02 \x03(\r\x12\r\n\x05start\x18\x03 \x01(\x04\x12\x0c\n\x04stop\x18\x04 \x01(\x04\x12\x11\n\ttoken_ids\x18\x05 \x03(\x04\"-\n\nRowsHeader\x12\x11\n\tfirst_row\x18\x01 \x01(\x06\x12\x0c\n\x04rows\x18\x02 \x01(\x07\"3\n\x0bStatRequest\x12\x11\n\tnamespace\x18\x01 \x01(\t\x12\x11\n\tsample_id\x18\x02 \x01(\t\"\x9f\x02\n\x0bListRequest\x12\x11\n\tnamespace\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12)\n\x05state\x18\x03 \x01(\x0e\x32\x1a.slotstream.v1.SampleState\x12\x1c\n\x14\x63reated_from_unix_ns\x18\x04 \x01(\x03\x12\x1d\n\x15\x63reated_until_unix_ns\x18\x05 \x01(\x03\x12\x32\n\x04tags\x18\x06 \x03(\x0b\x32$.slotstream.v1.ListRequest.TagsEntry\x12\x11\n\tpage_size\x18\x07 \x01(\r\x12\x12\n\npage_token\x18\x08 \x01(\t\x1a+\n\tTagsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"P\n\tListReply\x12*\n\x07samples\x18\x01 \x03(\x0b\x32\x19.slotstream.v1.SampleInfo\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"5\n\rDeleteRequest\x12\x11\n\tnamespace\x18\x01 \x01(\t\x12\x11\n\tsample_id\x18\x02 \x01(\t\"\r\n\x0b\x44\x65leteReply\"I\n\rVerifyRequest\x12\x11\n\tnamespace\x18\x01 \x01(\t\x12\x11\n\tsample_id\x18\x02 \x01(\t\x12\x12\n\nquarantine\x18\x03 \x01(\x08\"x\n\x0bVerifyReply\x12\x11\n\tnamespace\x18\x01 \x01(\t\x12\x11\n\tsample_id\x18\x02 \x01(\t\x12\x0e\n\x06\x64\x61mage\x18\x03 \x01(\t\x12\x0f\n\x07message\x18\x04 \x01(\t\x12\r\n\x05\x62ytes\x18\x05 \x01(\x04\x12\x13\n\x0bquarantined\x18\x06 \x01(\x08\"2\n\nAckRequest\x12\x11\n\tnamespace\x18\x01 \x01(\t\x12\x11\n\tsample_id\x18\x02 \x01(\t\"\n\n\x08\x41\x63kReply\"U\n\x0cLeaseRequest\x12\x11\n\tnamespace\x18\x01 \x01(\t\x12\x11\n\tsample_id\x18\x02 \x01(\t\x12\x0e\n\x06holder\x18\x03 \x01(\t\x12\x0f\n\x07seconds\x18\x04 \x01(\x01\"*\n\nLeaseReply\x12\x1c\n\x14leased_until_unix_ns\x18\x01 \x01(\x03\"5\n\x0cUsageRequest\x12\x11\n\tnamespace\x18\x01 \x01(\t\x12\x12\n\npage_token\x18\x02 \x01(\t\"\xbd\x01\n\x0eNamespaceUsage\x12\x11\n\tnamespace\x18\x01 \x01(\t\x12\x0f\n\x07samples\x18\x02 \x01(\x04\x12\r\n\x05\x62ytes\x18\x03 \x01(\x04\x12\x0e\n\x06\x66\x61iled\x18\x04 \x01(\x04\x12\x39\n\x06limits\x18\x05 \x03(\x0b\x32).slotstream.v1.NamespaceUsage.LimitsEntry\x1a-\n\x0bLimitsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"p\n\rScrubProgress\x12\x0f\n\x07\x65very_s\x18\x01 \x01(\x01\x12\x15\n\rbegun_unix_ns\x18\x02 \x01(\x03\x12\x15\n\rended_unix_ns\x18\x03 \x01(\x03\x12\x0f\n\x07samples\x18\x04 \x01(\x04\x12\x0f\n\x07\x64\x61maged\x18\x05 \x01(\x04\"\xea\x01\n\nUsageReply\x12\x31\n\nnamespaces\x18\x01 \x03(\x0b\x32\x1d.slotstream.v1.NamespaceUsage\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\x12\x12\n\nfree_bytes\x18\x03 \x01(\x04\x12\x19\n\x11\x66ree_bytes_target\x18\x04 \x01(\x04\x12\x19\n\x11quarantined_files\x18\x05 \x01(\x04\x12\x19\n\x11quarantined_bytes\x18\x06 \x01(\x04\x12+\n\x05scrub\x18\x07 \x01(\x0b\x32\x1c.slotstream.v1.ScrubProgress2\x8d\x04\n\x07Samples\x12>\n\x04Read\x12\x1a.slotstream.v1.ReadRequest\x1a\x18.slotstream.v1.ReadReply0\x01\x12=\n\x04Stat\x12\x1a.slotstream.v1.StatRequest\x1a\x19.slotstream.v1.SampleInfo\x12<\n\x04List\x12\x1a.slotstream.v1.ListRequest\x1a\x18.slotstream.v1.ListReply\x12\x42\n\x06\x44\x65lete\x12\x1c.slotstream.v1.DeleteRequest\x1a\x1a.slotstream.v1.DeleteReply\x12\x44\n\x06Verify\x12\x1c.slotstream.v1.VerifyRequest\x1a\x1a.slotstream.v1.VerifyReply0\x01\x12\x39\n\x03\x41\x63k\x12\x19.slotstream.v1.AckRequest\x1a\x17.slotstream.v1.AckReply\x12?\n\x05Lease\x12\x1b.slotstream.v1.LeaseRequest\x1a\x19.slotstream.v1.LeaseReply\x12?\n\x05Usage\x12\x1b.slotstream.v1.UsageRequest\x1a\x19.slotstream.v1.UsageReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,6 +34,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_LISTREQUEST_TAGSENTRY']._loaded_options = None
   _globals['_LISTREQUEST_TAGSENTRY']._serialized_options = b'8\001'
+  _globals['_NAMESPACEUSAGE_LIMITSENTRY']._loaded_options = None
+  _globals['_NAMESPACEUSAGE_LIMITSENTRY']._serialized_options = b'8\001'
   _globals['_READREQUEST']._serialized_start=75
   _globals['_READREQUEST']._serialized_end=204
   _globals['_READREPLY']._serialized_start=206
@@ -55,9 +57,27 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_DELETEREPLY']._serialized_start=978
   _globals['_DELETEREPLY']._serialized_end=991
   _globals['_VERIFYREQUEST']._serialized_start=993
-  _globals['_VERIFYREQUEST']._serialized_end=1046
-  _globals['_VERIFYREPLY']._serialized_start=1048
-  _globals['_VERIFYREPLY']._serialized_end=1147
-  _globals['_SAMPLES']._serialized_start=1150
-  _globals['_SAMPLES']._serialized_end=1486
+  _globals['_VERIFYREQUEST']._serialized_end=1066
+  _globals['_VERIFYREPLY']._serialized_start=1068
+  _globals['_VERIFYREPLY']._serialized_end=1188
+  _globals['_ACKREQUEST']._serialized_start=1190
+  _globals['_ACKREQUEST']._serialized_end=1240
+  _globals['_ACKREPLY']._serialized_start=1242
+  _globals['_ACKREPLY']._serialized_end=1252
+  _globals['_LEASEREQUEST']._serialized_start=1254
+  _globals['_LEASEREQUEST']._serialized_end=1339
+  _globals['_LEASEREPLY']._serialized_start=1341
+  _globals['_LEASEREPLY']._serialized_end=1383
+  _globals['_USAGEREQUEST']._serialized_start=1385
+  _globals['_USAGEREQUEST']._serialized_end=1438
+  _globals['_NAMESPACEUSAGE']._serialized_start=1441
+  _globals['_NAMESPACEUSAGE']._serialized_end=1630
+  _globals['_NAMESPACEUSAGE_LIMITSENTRY']._serialized_start=1585
+  _globals['_NAMESPACEUSAGE_LIMITSENTRY']._serialized_end=1630
+  _globals['_SCRUBPROGRESS']._serialized_start=1632
+  _globals['_SCRUBPROGRESS']._serialized_end=1744
+  _globals['_USAGEREPLY']._serialized_start=1747
+  _globals['_USAGEREPLY']._serialized_end=1981
+  _globals['_SAMPLES']._serialized_start=1984
+  _globals['_SAMPLES']._serialized_end=2509
 # @@protoc_insertion_point(module_scope)

@@ -111,6 +111,32 @@ class DeleteReply(_message.Message):
     def __init__(self) -> None: ...
 
 class VerifyRequest(_message.Message):
+    __slots__ = ("namespace", "sample_id", "quarantine")
+    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    SAMPLE_ID_FIELD_NUMBER: _ClassVar[int]
+    QUARANTINE_FIELD_NUMBER: _ClassVar[int]
+    namespace: str
+    sample_id: str
+    quarantine: bool
+    def __init__(self, namespace: _Optional[str] = ..., sample_id: _Optional[str] = ..., quarantine: bool = ...) -> None: ...
+
+class VerifyReply(_message.Message):
+    __slots__ = ("namespace", "sample_id", "damage", "message", "bytes", "quarantined")
+    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    SAMPLE_ID_FIELD_NUMBER: _ClassVar[int]
+    DAMAGE_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    QUARANTINED_FIELD_NUMBER: _ClassVar[int]
+    namespace: str
+    sample_id: str
+    damage: str
+    message: str
+    bytes: int
+    quarantined: bool
+    def __init__(self, namespace: _Optional[str] = ..., sample_id: _Optional[str] = ..., damage: _Optional[str] = ..., message: _Optional[str] = ..., bytes: _Optional[int] = ..., quarantined: bool = ...) -> None: ...
+
+class AckRequest(_message.Message):
     __slots__ = ("namespace", "sample_id")
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     SAMPLE_ID_FIELD_NUMBER: _ClassVar[int]
@@ -118,16 +144,85 @@ class VerifyRequest(_message.Message):
     sample_id: str
     def __init__(self, namespace: _Optional[str] = ..., sample_id: _Optional[str] = ...) -> None: ...
 
-class VerifyReply(_message.Message):
-    __slots__ = ("namespace", "sample_id", "damage", "message", "bytes")
+class AckReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class LeaseRequest(_message.Message):
+    __slots__ = ("namespace", "sample_id", "holder", "seconds")
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     SAMPLE_ID_FIELD_NUMBER: _ClassVar[int]
-    DAMAGE_FIELD_NUMBER: _ClassVar[int]
-    MESSAGE_FIELD_NUMBER: _ClassVar[int]
-    BYTES_FIELD_NUMBER: _ClassVar[int]
+    HOLDER_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
     namespace: str
     sample_id: str
-    damage: str
-    message: str
+    holder: str
+    seconds: float
+    def __init__(self, namespace: _Optional[str] = ..., sample_id: _Optional[str] = ..., holder: _Optional[str] = ..., seconds: _Optional[float] = ...) -> None: ...
+
+class LeaseReply(_message.Message):
+    __slots__ = ("leased_until_unix_ns",)
+    LEASED_UNTIL_UNIX_NS_FIELD_NUMBER: _ClassVar[int]
+    leased_until_unix_ns: int
+    def __init__(self, leased_until_unix_ns: _Optional[int] = ...) -> None: ...
+
+class UsageRequest(_message.Message):
+    __slots__ = ("namespace", "page_token")
+    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    namespace: str
+    page_token: str
+    def __init__(self, namespace: _Optional[str] = ..., page_token: _Optional[str] = ...) -> None: ...
+
+class NamespaceUsage(_message.Message):
+    __slots__ = ("namespace", "samples", "bytes", "failed", "limits")
+    class LimitsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    FAILED_FIELD_NUMBER: _ClassVar[int]
+    LIMITS_FIELD_NUMBER: _ClassVar[int]
+    namespace: str
+    samples: int
     bytes: int
-    def __init__(self, namespace: _Optional[str] = ..., sample_id: _Optional[str] = ..., damage: _Optional[str] = ..., message: _Optional[str] = ..., bytes: _Optional[int] = ...) -> None: ...
+    failed: int
+    limits: _containers.ScalarMap[str, str]
+    def __init__(self, namespace: _Optional[str] = ..., samples: _Optional[int] = ..., bytes: _Optional[int] = ..., failed: _Optional[int] = ..., limits: _Optional[_Mapping[str, str]] = ...) -> None: ...
+
+class ScrubProgress(_message.Message):
+    __slots__ = ("every_s", "begun_unix_ns", "ended_unix_ns", "samples", "damaged")
+    EVERY_S_FIELD_NUMBER: _ClassVar[int]
+    BEGUN_UNIX_NS_FIELD_NUMBER: _ClassVar[int]
+    ENDED_UNIX_NS_FIELD_NUMBER: _ClassVar[int]
+    SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    DAMAGED_FIELD_NUMBER: _ClassVar[int]
+    every_s: float
+    begun_unix_ns: int
+    ended_unix_ns: int
+    samples: int
+    damaged: int
+    def __init__(self, every_s: _Optional[float] = ..., begun_unix_ns: _Optional[int] = ..., ended_unix_ns: _Optional[int] = ..., samples: _Optional[int] = ..., damaged: _Optional[int] = ...) -> None: ...
+
+class UsageReply(_message.Message):
+    __slots__ = ("namespaces", "next_page_token", "free_bytes", "free_bytes_target", "quarantined_files", "quarantined_bytes", "scrub")
+    NAMESPACES_FIELD_NUMBER: _ClassVar[int]
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    FREE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    FREE_BYTES_TARGET_FIELD_NUMBER: _ClassVar[int]
+    QUARANTINED_FILES_FIELD_NUMBER: _ClassVar[int]
+    QUARANTINED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SCRUB_FIELD_NUMBER: _ClassVar[int]
+    namespaces: _containers.RepeatedCompositeFieldContainer[NamespaceUsage]
+    next_page_token: str
+    free_bytes: int
+    free_bytes_target: int
+    quarantined_files: int
+    quarantined_bytes: int
+    scrub: ScrubProgress
+    def __init__(self, namespaces: _Optional[_Iterable[_Union[NamespaceUsage, _Mapping]]] = ..., next_page_token: _Optional[str] = ..., free_bytes: _Optional[int] = ..., free_bytes_target: _Optional[int] = ..., quarantined_files: _Optional[int] = ..., quarantined_bytes: _Optional[int] = ..., scrub: _Optional[_Union[ScrubProgress, _Mapping]] = ...) -> None: ...

@@ -60,6 +60,21 @@ class SamplesStub(object):
                 request_serializer=slotstream_dot_v1_dot_samples__pb2.VerifyRequest.SerializeToString,
                 response_deserializer=slotstream_dot_v1_dot_samples__pb2.VerifyReply.FromString,
                 _registered_method=True)
+        self.Ack = channel.unary_unary(
+                '/slotstream.v1.Samples/Ack',
+                request_serializer=slotstream_dot_v1_dot_samples__pb2.AckRequest.SerializeToString,
+                response_deserializer=slotstream_dot_v1_dot_samples__pb2.AckReply.FromString,
+                _registered_method=True)
+        self.Lease = channel.unary_unary(
+                '/slotstream.v1.Samples/Lease',
+                request_serializer=slotstream_dot_v1_dot_samples__pb2.LeaseRequest.SerializeToString,
+                response_deserializer=slotstream_dot_v1_dot_samples__pb2.LeaseReply.FromString,
+                _registered_method=True)
+        self.Usage = channel.unary_unary(
+                '/slotstream.v1.Samples/Usage',
+                request_serializer=slotstream_dot_v1_dot_samples__pb2.UsageRequest.SerializeToString,
+                response_deserializer=slotstream_dot_v1_dot_samples__pb2.UsageReply.FromString,
+                _registered_method=True)
 
 
 class SamplesServicer(object):
@@ -69,34 +84,58 @@ class SamplesServicer(object):
         """Rows of one sample. Waits while the sample is ARRIVING, and for an id not seen yet (its Open may still be under way).
         NOT_FOUND: the id did not appear. FAILED_PRECONDITION (SAMPLE_FAILED): it failed. DEADLINE_EXCEEDED: still ARRIVING
         when wait_s passed. INVALID_ARGUMENT (BAD_TOKEN_RANGE, BAD_LAYERS). DATA_LOSS (DAMAGED): the file fails its hashes.
+        DEADLINE_EXCEEDED (TOO_SLOW): the reader took nothing for too long. Right: read.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Stat(self, request, context):
-        """What is known about one sample, whatever its state; never waits. NOT_FOUND.
+        """What is known about one sample, whatever its state; never waits. NOT_FOUND. Right: read.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def List(self, request, context):
-        """Samples newest first, one page.
+        """Samples newest first, one page. Right: read.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Delete(self, request, context):
-        """Removes a committed or failed sample, file and catalogue row. NOT_FOUND; FAILED_PRECONDITION (STILL_ARRIVING).
+        """Removes a committed or failed sample, file and catalogue row. NOT_FOUND; FAILED_PRECONDITION (STILL_ARRIVING, LEASED).
+        Right: delete.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Verify(self, request, context):
-        """Checks stored samples against their hashes, one reply a sample, damaged or not.
+        """Checks stored samples against their hashes, one reply a sample, damaged or not. Right: read for one sample, else admin.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Ack(self, request, context):
+        """Says that a reader is done with a committed sample. Where the namespace's rule says delete_on_ack, the server deletes it
+        once nobody else reads it or holds a lease on it; elsewhere the ack is only noted. Repeating it changes nothing. NOT_FOUND.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Lease(self, request, context):
+        """Keeps a committed sample from being deleted for some time. NOT_FOUND; RESOURCE_EXHAUSTED (STORE_FULL): too many are held.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Usage(self, request, context):
+        """What is stored, by namespace and in all; one page of namespaces.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -129,6 +168,21 @@ def add_SamplesServicer_to_server(servicer, server):
                     servicer.Verify,
                     request_deserializer=slotstream_dot_v1_dot_samples__pb2.VerifyRequest.FromString,
                     response_serializer=slotstream_dot_v1_dot_samples__pb2.VerifyReply.SerializeToString,
+            ),
+            'Ack': grpc.unary_unary_rpc_method_handler(
+                    servicer.Ack,
+                    request_deserializer=slotstream_dot_v1_dot_samples__pb2.AckRequest.FromString,
+                    response_serializer=slotstream_dot_v1_dot_samples__pb2.AckReply.SerializeToString,
+            ),
+            'Lease': grpc.unary_unary_rpc_method_handler(
+                    servicer.Lease,
+                    request_deserializer=slotstream_dot_v1_dot_samples__pb2.LeaseRequest.FromString,
+                    response_serializer=slotstream_dot_v1_dot_samples__pb2.LeaseReply.SerializeToString,
+            ),
+            'Usage': grpc.unary_unary_rpc_method_handler(
+                    servicer.Usage,
+                    request_deserializer=slotstream_dot_v1_dot_samples__pb2.UsageRequest.FromString,
+                    response_serializer=slotstream_dot_v1_dot_samples__pb2.UsageReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -266,6 +320,87 @@ class Samples(object):
             '/slotstream.v1.Samples/Verify',
             slotstream_dot_v1_dot_samples__pb2.VerifyRequest.SerializeToString,
             slotstream_dot_v1_dot_samples__pb2.VerifyReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Ack(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/slotstream.v1.Samples/Ack',
+            slotstream_dot_v1_dot_samples__pb2.AckRequest.SerializeToString,
+            slotstream_dot_v1_dot_samples__pb2.AckReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Lease(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/slotstream.v1.Samples/Lease',
+            slotstream_dot_v1_dot_samples__pb2.LeaseRequest.SerializeToString,
+            slotstream_dot_v1_dot_samples__pb2.LeaseReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Usage(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/slotstream.v1.Samples/Usage',
+            slotstream_dot_v1_dot_samples__pb2.UsageRequest.SerializeToString,
+            slotstream_dot_v1_dot_samples__pb2.UsageReply.FromString,
             options,
             channel_credentials,
             insecure,

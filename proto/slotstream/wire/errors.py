@@ -25,7 +25,9 @@ __all__ = [
     "HashMismatch",
     "InternalFault",
     "Interrupted",
+    "Leased",
     "MissingRows",
+    "PermissionDenied",
     "ProtocolViolation",
     "RowsNotComputed",
     "SampleFailed",
@@ -37,7 +39,11 @@ __all__ = [
     "StagingFull",
     "StillArriving",
     "StoreFull",
+    "StoreGone",
     "TooLarge",
+    "TooMany",
+    "TooSlow",
+    "Unauthenticated",
     "UnsupportedRequest",
     "error_from_code",
 ]
@@ -147,10 +153,40 @@ class StoreFull(SlotStreamError):
     code, status, retryable = "STORE_FULL", "RESOURCE_EXHAUSTED", True
 
 
+class StoreGone(SlotStreamError):
+    """The data directory that the server opened is not at its path any more: unmounted, moved or replaced."""
+
+    code, status, retryable = "STORE_GONE", "UNAVAILABLE", True
+
+
 class TooLarge(SlotStreamError):
     """Something a peer sent is past its limit."""
 
     code, status = "TOO_LARGE", "INVALID_ARGUMENT"
+
+
+class TooMany(SlotStreamError):
+    """More at a time than the server allows: streams, calls, samples of one peer."""
+
+    code, status, retryable = "TOO_MANY", "RESOURCE_EXHAUSTED", True
+
+
+class TooSlow(SlotStreamError):
+    """A peer took longer than it may: to say Hello, to go on with a sample, to take what it asked to read."""
+
+    code, status, retryable = "TOO_SLOW", "DEADLINE_EXCEEDED", True
+
+
+class Unauthenticated(SlotStreamError):
+    """The server wants a bearer token, and got none or one that it does not know."""
+
+    code, status = "UNAUTHENTICATED", "UNAUTHENTICATED"
+
+
+class PermissionDenied(SlotStreamError):
+    """The token is known and lacks the right, or does not cover the namespace. Says nothing of what is stored there."""
+
+    code, status = "PERMISSION_DENIED", "PERMISSION_DENIED"
 
 
 class BadChunk(SlotStreamError):
@@ -171,6 +207,12 @@ class ProtocolViolation(SlotStreamError):
 
 class StillArriving(SlotStreamError):
     code, status, retryable = "STILL_ARRIVING", "FAILED_PRECONDITION", True
+
+
+class Leased(SlotStreamError):
+    """A reader holds a lease on the sample: it cannot be deleted before the lease ends."""
+
+    code, status, retryable = "LEASED", "FAILED_PRECONDITION", True
 
 
 class Damaged(SlotStreamError):

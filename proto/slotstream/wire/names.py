@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from slotstream.wire.errors import BadNamespace, BadSampleId, BadTags
+from slotstream.wire.errors import BadNamespace, BadParams, BadSampleId, BadTags
 
 PROTOCOL_VERSION = 1
 DEFAULT_NAMESPACE = "default"
@@ -13,6 +13,7 @@ DEFAULT_ADDRESS = "127.0.0.1:50151"
 
 MESSAGE_BYTES_MAX = 16 << 20  # One gRPC message: a chunk with its header, or a commit with its token ids.
 CHUNK_BYTES_MAX = 8 << 20
+CONTROL_BYTES_MAX = 256 << 10  # Any other message than a chunk or a commit: what it may hold is a tenth of that.
 WINDOW_BYTES = 32 << 20
 TAGS_MAX = 32
 TAG_BYTES_MAX = 256
@@ -45,6 +46,14 @@ def check_namespace(value: object) -> str:
         raise BadNamespace(f"namespace {shown} is not a letter or digit followed by up to 63 of [A-Za-z0-9._-]")
     if value.lower().startswith("catalog."):
         raise BadNamespace(f"namespace {value!r} is reserved: names must not begin with 'catalog.'")
+    return value
+
+
+def check_holder(value: object) -> str:
+    """`value`, if it can be the holder of a lease: a name like a namespace's. Raises BadParams."""
+    if not isinstance(value, str) or not _NAMESPACE.fullmatch(value):
+        shown = _shown(value) if isinstance(value, str) else f"a {type(value).__name__}"
+        raise BadParams(f"holder {shown} is not a letter or digit followed by up to 63 of [A-Za-z0-9._-]")
     return value
 
 

@@ -5,25 +5,30 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import resource
 import signal
 import socket
 import stat
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import grpc.aio
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2_grpc
 
 from slotstream.server.arrivals import Arrivals
 from slotstream.server.config import ServerConfig
+from slotstream.server.gate import Gate
+from slotstream.server.healthcheck import HealthService
+from slotstream.server.housekeeping import Housekeeping
 from slotstream.server.ingest import IngestService, server_version
 from slotstream.server.lane import Pools
 from slotstream.server.logs import configure_logging
 from slotstream.server.metrics import Metrics, serve_metrics
 from slotstream.server.serving import SamplesService
+from slotstream.server.tls import Certificates
 from slotstream.store.samples import SampleStore
 from slotstream.wire.errors import ConfigError
 from slotstream.wire.names import MESSAGE_BYTES_MAX
@@ -32,6 +37,9 @@ _log = logging.getLogger(__name__)
 SERVICES = ("slotstream.v1.Ingest", "slotstream.v1.Samples")
 _LAST_CALLS_S = 1.0  # How long calls that should have ended may still take before they are cut off.
 _FRAME_SPARE_BYTES = 64 << 10
+_HANDSHAKE_MS = 20_000
+_CONNECTION_CALLS_MAX = 1024
+_METADATA_BYTES_MAX = 16 << 10
 
 
 def run(config: ServerConfig, *, ready: Callable[[str], None] | None = None) -> int:
@@ -100,6 +108,8 @@ class Server:
     async def _start(self) -> None:
         config = self.config
         _check_listen(config.listen)
+        gate = Gate(config)
+        certificates = Certificates(config) if config.tls_cert is not None else None
         store = await asyncio.to_thread(self._open_store) if self._given_store is None else self._given_store
         self.store = store
         self._closing.push_async_callback(asyncio.to_thread, store.close)
@@ -107,9 +117,11 @@ class Server:
         self._closing.push_async_callback(asyncio.to_thread, pools.shutdown)
         self.metrics = metrics = Metrics(store)
         self._arrivals = Arrivals()
-        self._ingest = IngestService(config, store, pools, metrics, self._arrivals)
-        self._samples = SamplesService(config, store, pools, metrics, self._arrivals)
-        self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
+        self._keeping = Housekeeping(config, store, metrics, self._directory_changed)
+        self._ingest = IngestService(config, store, pools, metrics, self._arrivals, gate, self._keeping.touch)
+        self._samples = SamplesService(config, store, pools, metrics, self._arrivals, gate, self._keeping)
+        self._loop = asyncio.get_running_loop()
+        self._health = HealthService()
         self._grpc = grpc.aio.server(
             options=(
                 ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX + _FRAME_SPARE_BYTES),
@@ -122,35 +134,52 @@ class Server:
                 # Connectors and clients ping every 20 s too; by default a server takes that for abuse and hangs up. (The
                 # shortest interval accepted, that is: GRPC_ARG_HTTP2_MIN_RECV_PING_INTERVAL_WITHOUT_DATA_MS.)
                 ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+                # A connection that never gets as far as a call, in TLS or before it, is dropped.
+                ("grpc.server_handshake_timeout_ms", _HANDSHAKE_MS),
+                ("grpc.max_allowed_incoming_connections", config.connections_max),
+                ("grpc.max_concurrent_streams", _CONNECTION_CALLS_MAX),  # More wait at the caller's end.
+                ("grpc.max_metadata_size", _METADATA_BYTES_MAX),
             )
         )
         self._grpc.add_generic_rpc_handlers((self._ingest.handler(), self._samples.handler()))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._grpc)
-        for service in ("", *SERVICES):
-            await self._health.set(service, health_pb2.HealthCheckResponse.SERVING)
-        self.address = self._bind()
+        self._health.serve("", *SERVICES)
+        self.address = self._bind(certificates)
         if config.metrics_listen is not None:
             self.metrics_address, stop_metrics = serve_metrics(metrics, config.metrics_listen)
             self._closing.push_async_callback(asyncio.to_thread, stop_metrics)
             _log.info("metrics on http://%s/metrics", self.metrics_address)
         await self._grpc.start()
+        self._keeping.start()
+        self._closing.push_async_callback(asyncio.to_thread, self._keeping.stop)
         self._closing.push_async_callback(self._stop_grpc)
         _log.info("slotstream %s listening on %s", server_version(), self.address)
+
+    def _directory_changed(self, healthy: bool) -> None:
+        with contextlib.suppress(RuntimeError):  # The loop is closed: the process is ending.
+            self._loop.call_soon_threadsafe(self._health.change, healthy)
 
     def _open_store(self) -> SampleStore:
         return SampleStore.open(self.config.data_dir, free_bytes_min=self.config.free_bytes_min)
 
-    def _bind(self) -> str:
-        listen = self.config.listen
+    def _bind(self, certificates: Certificates | None) -> str:
+        config, listen = self.config, self.config.listen
+        if config.tokens_file is not None and certificates is None and not config.is_private:
+            _log.warning("tokens travel unencrypted to %s: give --tls-cert and --tls-key, or put TLS in front of it", listen)
         try:
-            port = self._grpc.add_insecure_port(listen)
+            if certificates is not None:
+                port = self._grpc.add_secure_port(listen, certificates.credentials())
+            else:
+                # The socket has its mode from its first moment: a chmod would come after somebody's connect.
+                with _umask(~config.socket_mode & 0o777 if listen.startswith("unix:") else None):
+                    port = self._grpc.add_insecure_port(listen)
         except RuntimeError as error:
             raise ConfigError(f"--listen: cannot listen on {listen}") from error
         return listen if listen.startswith("unix:") else f"{listen.rpartition(':')[0]}:{port}"
 
     async def drain(self, hurry: asyncio.Event | None = None) -> None:
         """Take no more samples, and let open ones and running reads finish within drain_s, or until `hurry` is set."""
-        await self._health.enter_graceful_shutdown()
+        self._health.stop_for_good()
         self._ingest.drain()
         deadline = asyncio.get_running_loop().time() + self.config.drain_s
         await _until(self._ingest.idle(), deadline, hurry)
@@ -223,6 +252,19 @@ def _check_socket_path(path: Path) -> None:
         path.unlink()
     except OSError as error:
         raise ConfigError(f"--listen: cannot listen on {path}: {error.strerror or error}") from error
+
+
+@contextlib.contextmanager
+def _umask(mask: int | None) -> Iterator[None]:
+    """With this mask, which belongs to the whole process, for a moment. None: as it was."""
+    if mask is None:
+        yield
+        return
+    before = os.umask(mask)
+    try:
+        yield
+    finally:
+        os.umask(before)
 
 
 def _raise_descriptor_limit() -> None:

@@ -33,6 +33,7 @@ COMMANDS = {
     "get": Command("commands_get", "fetch a sample's rows into a safetensors file"),
     "rm": Command("commands_samples", "delete samples"),
     "verify": Command("commands_verify", "check stored samples against their hashes"),
+    "token": Command("commands_token", "make a bearer token, and its entry for the server's tokens file"),
     "demo": Command("commands_serve", "capture hidden states with a tiny model, end to end"),
 }
 
@@ -53,6 +54,8 @@ exit codes:
 
 environment:
   SLOTSTREAM_SERVER  the server that the commands talk to where --server is not given (default: 127.0.0.1:50151)
+  SLOTSTREAM_TOKEN, SLOTSTREAM_TOKEN_FILE                       the bearer token for it, or a file with the token
+  SLOTSTREAM_TLS_CA, SLOTSTREAM_TLS_CERT, SLOTSTREAM_TLS_KEY    PEM files, where it wants TLS (see docs/security.md)
   SLOTSTREAM_DEBUG   when set, unexpected faults show their traceback
 """
 

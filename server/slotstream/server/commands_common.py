@@ -39,6 +39,17 @@ def add_server_argument(parser: Any) -> None:
     )
 
 
+def add_access_arguments(parser: argparse.ArgumentParser) -> None:
+    """How to show the server who is asking. No option takes the token itself: it would show in `ps`."""
+    for flag, what in (
+        ("--token-file", "file with the bearer token (default: $SLOTSTREAM_TOKEN, else the file $SLOTSTREAM_TOKEN_FILE)"),
+        ("--tls-ca", "PEM authorities of the server's certificate; turns TLS on (default: $SLOTSTREAM_TLS_CA)"),
+        ("--tls-cert", "PEM certificate to show the server (default: $SLOTSTREAM_TLS_CERT)"),
+        ("--tls-key", "its PEM private key (default: $SLOTSTREAM_TLS_KEY)"),
+    ):
+        parser.add_argument(flag, metavar="FILE", help=what)
+
+
 def add_namespace_argument(parser: argparse.ArgumentParser, *, any_by_default: bool = False) -> None:
     parser.add_argument(
         "--namespace",
@@ -56,7 +67,14 @@ def open_client(arguments: argparse.Namespace) -> Client:
     """A client of the server that `--server` names. A server that is not there is told at once, not waited for."""
     from slotstream.client import connect
 
-    return connect(arguments.server, connect_timeout_s=0)
+    return connect(
+        arguments.server,
+        token_file=arguments.token_file,
+        tls_ca=arguments.tls_ca,
+        tls_cert=arguments.tls_cert,
+        tls_key=arguments.tls_key,
+        connect_timeout_s=0,
+    )
 
 
 def moment(text: str) -> int:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, BinaryIO
 
 from slotstream.server.commands_common import (
     CommandFailed,
+    add_access_arguments,
     add_namespace_argument,
     add_server_argument,
     layers_text,
@@ -44,6 +45,7 @@ def add_get_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--force", action="store_true", help="replace FILE when it exists (default: refuse)")
     add_server_argument(parser)
+    add_access_arguments(parser)
     add_namespace_argument(parser)
     parser.epilog = """\
 The file holds `hidden_states` [rows, layers, hidden] and `token_ids` int64 [rows], as plain safetensors:

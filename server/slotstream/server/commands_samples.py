@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from slotstream.server.commands_common import (
+    add_access_arguments,
     add_json_argument,
     add_namespace_argument,
     add_server_argument,
@@ -33,11 +34,13 @@ if TYPE_CHECKING:
     from slotstream.client import SampleInfo
 
 _STATES = ("arriving", "committed", "failed")
+_LATEST_S = 253_402_300_799  # The end of the year 9999, the last that a datetime can be in.
 _STATE_STYLES = {"arriving": "yellow", "committed": "green", "failed": "red"}
 
 
 def add_ls_arguments(parser: argparse.ArgumentParser) -> None:
     add_server_argument(parser)
+    add_access_arguments(parser)
     add_namespace_argument(parser, any_by_default=True)
     parser.add_argument("--model", metavar="NAME", help="only samples of this model, as vLLM serves it (default: any)")
     parser.add_argument("--state", choices=_STATES, type=str.lower, help="only samples in this state (default: any)")
@@ -88,14 +91,23 @@ def run_ls(arguments: argparse.Namespace) -> int:
 
 
 def add_stat_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("sample_id", metavar="ID", nargs="+", help="sample ids")
+    parser.add_argument("sample_id", metavar="ID", nargs="*", help="sample ids (default: none, show what the server holds)")
     add_server_argument(parser)
+    add_access_arguments(parser)
     add_namespace_argument(parser)
     add_json_argument(parser)
-    parser.epilog = "example:\n  slotstream stat my-sample other-sample --json | jq .metadata\n"
+    parser.epilog = """\
+examples:
+  slotstream stat my-sample other-sample --json | jq .metadata
+  slotstream stat                         # by namespace: samples, bytes, rules; free space, quarantine, scrubbing
+"""
 
 
 def run_stat(arguments: argparse.Namespace) -> int:
+    if not arguments.sample_id:
+        from slotstream.server.commands_usage import run_usage
+
+        return run_usage(arguments)
     failures = 0
     with open_client(arguments) as client:
         for number, sample_id in enumerate(arguments.sample_id):
@@ -116,6 +128,7 @@ def run_stat(arguments: argparse.Namespace) -> int:
 def add_rm_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("sample_id", metavar="ID", nargs="+", help="sample ids")
     add_server_argument(parser)
+    add_access_arguments(parser)
     add_namespace_argument(parser)
     parser.add_argument("--yes", action="store_true", help="do not ask (default: ask, where stdin is a terminal)")
     parser.epilog = """\
@@ -160,6 +173,10 @@ def facts(info: SampleInfo) -> list[str]:
         ("file", f"{size_text(info.file_bytes)} ({info.file_bytes} bytes)" if info.file_bytes else ""),
         ("created", _time_text(info.created_unix_ns)),
         ("committed", _time_text(info.committed_unix_ns) if info.committed_unix_ns else ""),
+        ("reads", str(info.reads) if info.reads else ""),
+        ("acked", _time_text(info.acked_unix_ns) if info.acked_unix_ns else ""),
+        ("leased until", _until_text(info.leased_until_unix_ns) if info.leased_until_unix_ns else ""),
+        ("expires", _until_text(info.expires_unix_ns) if info.expires_unix_ns else ""),
         *((f"tag {key}", value) for key, value in sorted(info.tags.items())),
         *((f"metadata {key}", value) for key, value in sorted(info.metadata.items())),
     ]
@@ -204,8 +221,8 @@ def _plain(info: SampleInfo) -> dict[str, Any]:
 
 
 def _raise_where_pointless(error: SlotStreamError) -> None:
-    """With no server there is no use in asking about the other samples."""
-    if error.status == "UNAVAILABLE":
+    """With no server, or a token that it does not know, there is no use in asking about the other samples."""
+    if error.status in ("UNAVAILABLE", "UNAUTHENTICATED"):
         raise error
 
 
@@ -218,6 +235,11 @@ def _confirmed(ids: Sequence[str], namespace: str) -> bool:
 def _time_text(unix_ns: int) -> str:
     when = datetime.datetime.fromtimestamp(unix_ns // 1_000_000_000, datetime.UTC)
     return f"{when:%Y-%m-%dT%H:%M:%S}Z ({age_text(unix_ns, time.time_ns())} ago)"
+
+
+def _until_text(unix_ns: int) -> str:
+    seconds = min(unix_ns // 1_000_000_000, _LATEST_S)
+    return f"{datetime.datetime.fromtimestamp(seconds, datetime.UTC):%Y-%m-%dT%H:%M:%S}Z"
 
 
 def _limit(text: str) -> int:

@@ -14,7 +14,8 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = """\
 examples:
   slotstream serve --data /var/lib/slotstream
-  slotstream serve --data samples --listen 0.0.0.0:50151 --metrics 127.0.0.1:9464 --log-format json
+  slotstream serve --data samples --listen 0.0.0.0:50151 --tokens tokens.toml --tls-cert cert.pem --tls-key key.pem
+  slotstream serve --data samples --metrics 127.0.0.1:9464 --log-format json
   slotstream serve --data samples --listen unix:/run/slotstream.sock
 
 SIGTERM and Ctrl-C let open samples finish for --drain-s seconds; a second one does not wait for them.

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from slotstream.server.commands_common import (
+    CommandFailed,
+    add_access_arguments,
     add_json_argument,
     add_namespace_argument,
     add_server_argument,
@@ -32,6 +34,7 @@ class Check(NamedTuple):
     damage: str
     message: str
     nbytes: int  # checked
+    quarantined: bool = False
 
 
 def add_verify_arguments(parser: argparse.ArgumentParser) -> None:
@@ -40,6 +43,13 @@ def add_verify_arguments(parser: argparse.ArgumentParser) -> None:
     add_server_argument(where)
     where.add_argument(
         "--data", metavar="DIR", type=Path, help="a data directory, read without a server (default: ask the server)"
+    )
+    add_access_arguments(parser)
+    parser.add_argument(
+        "--quarantine",
+        action="store_true",
+        help="have the server take damaged samples out of service: they fail with DAMAGED and their files move to "
+        "DIR/.quarantine (default: change nothing)",
     )
     add_namespace_argument(parser, any_by_default=True)
     add_json_argument(parser)
@@ -83,14 +93,16 @@ def _checks(arguments: argparse.Namespace) -> Iterator[Check]:
     if sample_id is not None and namespace is None:
         namespace = DEFAULT_NAMESPACE
     if arguments.data is not None:
+        if arguments.quarantine:
+            raise CommandFailed("--quarantine needs a server: without one, this command changes nothing")
         from slotstream.store.verifying import verify_directory
 
         for found in verify_directory(arguments.data, namespace=namespace or "", sample_id=sample_id or ""):
             yield Check(found.namespace, found.sample_id, found.damage, found.message, found.bytes_checked)
         return
     with open_client(arguments) as client:
-        for told in client.verify(sample_id, namespace=namespace):
-            yield Check(told.namespace, told.sample_id, told.damage or "", told.message or "", told.bytes)
+        for told in client.verify(sample_id, namespace=namespace, quarantine=arguments.quarantine):
+            yield Check(told.namespace, told.sample_id, told.damage or "", told.message or "", told.bytes, told.quarantined)
 
 
 def _report(check: Check, *, as_json: bool) -> None:
@@ -102,7 +114,9 @@ def _report(check: Check, *, as_json: bool) -> None:
                 "damage": check.damage or None,
                 "message": check.message or None,
                 "bytes": check.nbytes,
+                **({"quarantined": True} if check.quarantined else {}),
             }
         )
     elif check.damage:
-        print(shown(f"{check.damage}  {check.namespace}/{check.sample_id}  {check.message}".rstrip()), flush=True)
+        what = f"{check.damage}  {check.namespace}/{check.sample_id}  {check.message}".rstrip()
+        print(shown(what + "; quarantined" * check.quarantined), flush=True)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ipaddress
 import logging
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from slotstream.store.retention import Policy
 from slotstream.store.samples import FREE_BYTES_MIN
 from slotstream.wire.address import check_address
 from slotstream.wire.errors import ConfigError
@@ -14,6 +16,17 @@ from slotstream.wire.names import CHUNK_BYTES_MAX, DEFAULT_ADDRESS, WINDOW_BYTES
 
 LOG_FORMATS = ("text", "json")
 LOG_LEVELS = ("debug", "info", "warning", "error")
+_COUNTS = (
+    "open_samples_max",
+    "reads_max",
+    "connections_max",
+    "streams_max",
+    "peer_streams_max",
+    "peer_open_samples_max",
+    "peer_reads_max",
+    "requests_max",
+)
+_PATIENCES = ("hello_s", "stream_idle_s", "sample_s_max", "read_stall_s")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +45,25 @@ class ServerConfig:
     appear_grace_s: float = 5.0  # How long a read waits for an id that nobody has opened yet.
     open_samples_max: int = 4096  # Samples open at a time on one stream.
     reads_max: int = 1024  # Reads running or waiting at a time.
+    tokens_file: Path | None = None  # Bearer tokens, their namespaces and rights; None: no token is asked for.
+    tls_cert: Path | None = None  # PEM certificate chain; None: no TLS.
+    tls_key: Path | None = None
+    tls_client_ca: Path | None = None  # PEM authorities; peers then need a certificate signed by one of them.
+    allow_anonymous: bool = False  # Serve anybody who reaches an address beyond loopback.
+    socket_mode: int = 0o600  # Of the unix socket.
+    connections_max: int = 4096  # Connections at a time; each is an open file.
+    streams_max: int = 256  # Ingest streams at a time.
+    peer_streams_max: int = 128  # Of one peer: one token, else one certificate name, else all who need neither.
+    peer_open_samples_max: int = 8192  # Samples of one peer arriving at a time, on all its streams.
+    peer_reads_max: int = 512  # Reads of one peer running or waiting at a time.
+    requests_max: int = 1024  # Stat, List, Delete and Verify calls of one peer at a time; four times as many of all.
+    hello_s: float = 10.0  # How long a new stream may take to say Hello.
+    stream_idle_s: float = 3600.0  # How long a stream with open samples may say nothing.
+    sample_s_max: float = 86400.0  # How long a sample may take from its open to its commit.
+    read_stall_s: float = 300.0  # How long a reader may not take what it asked for.
+    retention: Policy = field(default_factory=Policy)  # Which samples may be deleted; by default none.
+    scrub_every_s: float = 7 * 86400.0  # How often everything stored is read and checked; 0: never.
+    scrub_bytes_per_s: float = float(32 << 20)  # How fast.
 
     def __post_init__(self) -> None:
         _check_address("--listen", self.listen)
@@ -48,8 +80,41 @@ class ServerConfig:
         _at_least("--ingest-bytes-max", self.ingest_bytes_max, self.window_bytes)
         _at_least("--drain-s", self.drain_s, 0)
         _at_least("--appear-grace-s", self.appear_grace_s, 0)
-        _at_least("--open-samples-max", self.open_samples_max, 1)
-        _at_least("--reads-max", self.reads_max, 1)
+        for name in _COUNTS:
+            _at_least("--" + name.replace("_", "-"), getattr(self, name), 1)
+        for name in _PATIENCES:
+            _at_least("--" + name.replace("_", "-"), getattr(self, name), 0.1)
+        _at_least("--scrub-every-s", self.scrub_every_s, 0)
+        _at_least("--scrub-bytes-per-s", self.scrub_bytes_per_s, 1)
+        self._check_security()
+
+    def _check_security(self) -> None:
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise ConfigError("--tls-cert and --tls-key belong together: give both, or neither")
+        if self.tls_client_ca is not None and self.tls_cert is None:
+            raise ConfigError("--tls-client-ca needs --tls-cert and --tls-key: client certificates are a part of TLS")
+        if not 0 <= self.socket_mode <= 0o777:
+            raise ConfigError(f"--socket-mode must be 0 to 0777, not {self.socket_mode:o}")
+        if self.listen.startswith("unix:") and self.tls_cert is not None:
+            raise ConfigError("--tls-cert: a unix socket has no TLS; --socket-mode says who may use it")
+        if self.allow_anonymous and (self.tokens_file is not None or self.tls_client_ca is not None):
+            raise ConfigError("--allow-anonymous contradicts --tokens and --tls-client-ca: drop it, or them")
+        if not (self.is_private or self.tokens_file or self.tls_client_ca or self.allow_anonymous):
+            raise ConfigError(
+                f"--listen: {self.listen} can be reached from other machines: give --tokens or --tls-client-ca, "
+                "or --allow-anonymous to let anybody in who reaches it"
+            )
+
+    @property
+    def is_private(self) -> bool:
+        """Whether only this machine can reach `listen`: a unix socket, or loopback by its number or as localhost."""
+        if self.listen.startswith("unix:"):
+            return True
+        host = self.listen.rpartition(":")[0].strip("[]")
+        try:
+            return host.lower() == "localhost" or ipaddress.ip_address(host).is_loopback
+        except ValueError:
+            return False  # A name: where it leads can change.
 
     @property
     def log_level_number(self) -> int:

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import re
-import time
+import math
+import sys
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from importlib import metadata as packages
 from typing import Any
@@ -21,36 +21,40 @@ import grpc.aio
 
 from slotstream.server.arrivals import Arrivals
 from slotstream.server.config import ServerConfig
+from slotstream.server.gate import Gate, Session, Shares
+from slotstream.server.ingest_requests import check_open_bytes, commit_bytes, peers_failure, refused_record, spec_of
 from slotstream.server.lane import Abort, Chunk, Commit, Done, Ended, Lane, Open, Pools, Refuse
 from slotstream.server.metrics import Metrics, code_label
 from slotstream.server.status import abort
 from slotstream.store.ranges import RangeSet
-from slotstream.store.records import MODEL_BYTES_MAX, Failure, SampleKey, SampleRecord, SampleSpec, State
+from slotstream.store.records import Failure, SampleKey
 from slotstream.store.samples import SampleStore
 from slotstream.v1 import ingest_pb2 as pb
 from slotstream.wire.errors import (
     HashMismatch,
-    InternalFault,
     Interrupted,
+    PermissionDenied,
     ProtocolViolation,
     ServerDraining,
     SlotStreamError,
     StoreFull,
-    error_from_code,
+    TooLarge,
+    TooSlow,
 )
 from slotstream.wire.frames import decode_request
-from slotstream.wire.names import CHUNK_BYTES_MAX, LAYERS_MAX, PROTOCOL_VERSION
+from slotstream.wire.logtext import log_text
+from slotstream.wire.names import CHUNK_BYTES_MAX, CONTROL_BYTES_MAX, PROTOCOL_VERSION
+from slotstream.wire.throttle import Throttle
 
 _log = logging.getLogger(__name__)
 # A written chunk is noticed, and acked, with the next one that arrives or after _ACK_DELAY_S: waking the event loop, and a
 # message, cost about as much as a chunk does. An ack does not wait for more once it is worth an _ACKS_SHARE of the window.
 _ACK_DELAY_S = 0.004
 _ACKS_SHARE = 8
+_WATCHES_A_LIMIT = 8  # Looks at the clock within the shortest of a stream's limits of time.
 _HELD_ITEMS_MAX = 4096  # Frames taken and not done with, and replies not sent, on one stream.
 _REFUSED_MAX = 256  # Samples beyond the limit of open ones whose refusal is under way.
 _USED_RANGES_MAX = 1 << 16
-_CODE = re.compile(r"[A-Z][A-Z0-9_]{0,63}")
-_MESSAGE_CHARS_MAX = 1024
 _EOF: Any = grpc.aio.EOF  # type: ignore[attr-defined]  # Missing in grpc-stubs.
 _Context = grpc.aio.ServicerContext[bytes, bytes]
 
@@ -62,13 +66,28 @@ def server_version() -> str:
 class IngestService:
     """All ingest streams of a server."""
 
-    def __init__(self, config: ServerConfig, store: SampleStore, pools: Pools, metrics: Metrics, arrivals: Arrivals) -> None:
+    def __init__(
+        self,
+        config: ServerConfig,
+        store: SampleStore,
+        pools: Pools,
+        metrics: Metrics,
+        arrivals: Arrivals,
+        gate: Gate,
+        committed: Callable[[str], None],
+    ) -> None:
+        """`committed` is told the namespace of every sample that was stored."""
         self.config = config
+        self._committed = committed
         self.store = store
         self.pools = pools
         self.metrics = metrics
         self.arrivals = arrivals
         self.draining = False
+        self.open_shares = Shares("open samples", sys.maxsize, config.peer_open_samples_max)  # The store limits all of them.
+        self._gate = gate
+        self._refusals = Throttle(every_s=60.0)
+        self._stream_shares = Shares("ingest streams", config.streams_max, config.peer_streams_max)
         self._streams: set[_Stream] = set()  # A stream stays until its last sample ended, connected or not.
         self._open = 0
         self._held_bytes = 0  # On all streams.
@@ -82,17 +101,27 @@ class IngestService:
         return grpc.method_handlers_generic_handler("slotstream.v1.Ingest", methods)
 
     async def _stream(self, requests: AsyncIterator[bytes], context: _Context) -> None:
-        stream = _Stream(self, context)
+        try:
+            session = self._gate.admit(context)
+            with self._stream_shares.one(session.name):
+                await self._serve(_Stream(self, context, session))
+        except ServerDraining as error:
+            await abort(context, error)
+        except SlotStreamError as error:
+            if isinstance(error, ProtocolViolation):
+                self.metrics.violations.inc()
+            else:
+                self.metrics.refused_streams.labels(error.code).inc()
+            if (unsaid := self._refusals.admit(error.code)) is not None:
+                more = f" ({unsaid} more with this code were not logged)" if unsaid else ""
+                _log.warning("ending the stream of %s: %s%s", context.peer(), log_text(error.code, str(error)), more)
+            await abort(context, error)
+
+    async def _serve(self, stream: _Stream) -> None:
         self._streams.add(stream)
         self.metrics.streams.inc()
         try:
             await stream.run()
-        except ProtocolViolation as error:
-            self.metrics.violations.inc()
-            _log.warning("ending the stream of %s: %s", stream.peer, error)
-            await abort(context, error)
-        except ServerDraining as error:
-            await abort(context, error)
         finally:
             self.metrics.streams.dec()
             self.forget(stream)
@@ -125,12 +154,14 @@ class IngestService:
             self.metrics.samples.labels("duplicate" if ended.duplicate else "committed", "").inc()
             self.metrics.open_to_durable.observe(ended.open_s)
             self.metrics.commit_to_durable.observe(ended.commit_s)
+            if lane.key is not None:
+                self._committed(lane.key.namespace)
             _log.debug("sample %s committed", lane.key)
         else:
             self.metrics.samples.labels("failed", code_label(ended.failure.code)).inc()
             if ended.failure.code == HashMismatch.code:
                 self.metrics.hash_mismatches.inc()
-            _log.info("sample %s failed: %s: %s", lane.key, ended.failure.code, ended.failure.message)
+            _log.info("sample %s failed: %s", lane.key, log_text(ended.failure.code, ended.failure.message))
         if lane.key is not None:
             self.arrivals.notify(lane.key)
 
@@ -158,8 +189,9 @@ class IngestService:
 class _Stream:
     """One peer. Everything here runs on the event loop, but `_post` may not."""
 
-    def __init__(self, service: IngestService, context: _Context) -> None:
-        self.peer = context.peer()
+    def __init__(self, service: IngestService, context: _Context, session: Session) -> None:
+        self.peer = f"{session.name} at {context.peer()}"
+        self._session = session
         self._service = service
         self._context = context
         self._loop = asyncio.get_running_loop()
@@ -178,16 +210,25 @@ class _Stream:
         self._connected = True
         self._results: deque[Done] = deque()
         self._collecting = False
+        self._heard_at = self._loop.time()
+        # When each open sample will have taken too long. Each is one of the peer's share of open samples.
+        self._due: dict[int, float] = {}
 
     # The call.
 
     async def run(self) -> None:
-        """Serve the peer until it is done, gone, or wrong. Raises ProtocolViolation and ServerDraining."""
+        """Serve the peer until it is done, gone, or wrong.
+
+        Raises ProtocolViolation, ServerDraining, TooSlow, and Unauthenticated where its token was withdrawn meanwhile.
+        """
         receiver = asyncio.create_task(self._receive())
         sender = asyncio.create_task(self._send())
         ending = asyncio.create_task(self._ending.wait())
+        watch = asyncio.create_task(self._watch())
         try:
-            await asyncio.wait((receiver, sender, ending), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((receiver, sender, ending, watch), return_when=asyncio.FIRST_COMPLETED)
+            if watch.done():
+                watch.result()
             if receiver.done():
                 receiver.result()
                 # The peer says no more. What it committed is finished; what it did not will never be whole.
@@ -201,10 +242,10 @@ class _Stream:
                 raise ServerDraining("the server is shutting down")
         finally:
             self._connected = False
-            for task in (receiver, sender, ending):
+            for task in (receiver, sender, ending, watch):
                 task.cancel()
             self._abandon(Failure.of(Interrupted("the stream broke while the sample was arriving")))
-            await asyncio.gather(receiver, sender, ending, return_exceptions=True)
+            await asyncio.gather(receiver, sender, ending, watch, return_exceptions=True)
 
     async def _flushed(self, sender: asyncio.Task[None]) -> None:
         """Returns once every sample ended and every reply was sent, or the peer is gone."""
@@ -216,7 +257,12 @@ class _Stream:
             room.cancel()
 
     async def _receive(self) -> None:
-        hello = await self._context.read()
+        hello_s = self._service.config.hello_s
+        try:
+            async with asyncio.timeout(hello_s):
+                hello = await self._context.read()
+        except TimeoutError as error:
+            raise TooSlow(f"the stream said no Hello within {hello_s:g} s") from error
         if hello is _EOF:
             return
         self._greet(hello)
@@ -227,7 +273,24 @@ class _Stream:
             frame = await self._context.read()
             if frame is _EOF:
                 return
+            self._heard_at = self._loop.time()
             self._take(frame)
+
+    async def _watch(self) -> None:
+        """Fails samples that take too long. Raises TooSlow when the peer says nothing while it has samples open."""
+        config = self._service.config
+        while True:
+            await asyncio.sleep(min(config.stream_idle_s, config.sample_s_max) / _WATCHES_A_LIMIT)
+            now = self._loop.time()
+            for number in [number for number, due in self._due.items() if due <= now]:
+                self._due[number] = math.inf  # Said once; it stays among the open ones until its lane is done with it.
+                self._hold(0)
+                late = TooSlow(f"the sample was not committed within {config.sample_s_max:g} s")
+                self._lanes[number].abandon(Failure.of(late))
+            if not self._lanes or self._held_items:
+                self._heard_at = now  # Nothing is open, or it is our own turn: the peer may wait.
+            elif now - self._heard_at >= config.stream_idle_s:
+                raise TooSlow(f"the stream has open samples and said nothing for {config.stream_idle_s:g} s")
 
     def _is_full(self) -> bool:
         """Whether to leave further frames to flow control. The peer is promised window_bytes, and gets no more memory."""
@@ -274,7 +337,7 @@ class _Stream:
 
     def _greet(self, frame: bytes) -> None:
         request, _ = decode_request(frame)
-        if request.WhichOneof("kind") != "hello":
+        if len(frame) > CONTROL_BYTES_MAX or request.WhichOneof("kind") != "hello":
             raise ProtocolViolation("the first request of a stream must be Hello")
         hello = request.hello
         if hello.protocol != PROTOCOL_VERSION:
@@ -300,16 +363,13 @@ class _Stream:
         if len(data):
             raise ProtocolViolation("only a chunk may carry data")
         if kind == "open":
-            self._take_open(request.open)
+            self._take_open(request.open, len(frame))
         elif kind == "commit":
-            commit = request.commit
-            if lane := self._lane(commit.sample):
-                self._hold(len(frame))
-                lane.push(Commit(commit.row_count, commit.token_ids, dict(commit.metadata)), len(frame))
+            self._take_commit(request.commit, len(frame))
         elif kind == "abort":
             if lane := self._lane(request.abort.sample):
                 self._hold(0)
-                lane.push(Abort(_peers_failure(request.abort)))
+                lane.push(Abort(peers_failure(request.abort)))
         else:
             raise ProtocolViolation(f"a request of kind {kind} does not belong here")
 
@@ -325,29 +385,55 @@ class _Stream:
         self._look_later()
         lane.push(Chunk(header.chunk, header.first_row, header.rows, data, header.xxh3), nbytes)
 
-    def _take_open(self, request: pb.OpenSample) -> None:
+    def _take_commit(self, commit: pb.CommitSample, nbytes: int) -> None:
+        lane = self._lane(commit.sample)
+        if lane is None:
+            return
+        try:
+            nbytes = max(nbytes, commit_bytes(commit))
+        except TooLarge as error:
+            self._hold(0)
+            lane.push(Abort(Failure.of(error)))
+            return
+        self._hold(nbytes)
+        lane.push(Commit(commit.row_count, commit.token_ids, dict(commit.metadata)), nbytes)
+
+    def _take_open(self, request: pb.OpenSample, nbytes: int) -> None:
         number = request.sample
         if number in self._used:
             raise ProtocolViolation(f"sample number {number} was used before on this stream")
         self._used.add(number, number + 1)
         if len(self._used) > _USED_RANGES_MAX:
             self._used.forget_lowest()
+        principal = self._session.principal()
+        key: SampleKey | None = None
+        denied: SlotStreamError | None = None
         try:
-            key: SampleKey | None = SampleKey.checked(request.namespace, request.sample_id)
+            principal.check("ingest", request.namespace)
+            key = SampleKey.checked(request.namespace, request.sample_id)
+        except PermissionDenied as error:
+            # Without a key nothing of it gets into the catalogue, and nobody who waits for that id hears of it.
+            denied = error
         except SlotStreamError:
-            key = None
+            pass  # spec_of says the same.
         lane = self._lanes[number] = Lane(self._service.store, self._service.pools, number, key, self._post)
         self._service.opened()
         self._hold(0)
         try:
-            self._check_room()
-            lane.push(Open(_spec(request)))
+            if denied is not None:
+                raise denied
+            self._check_room(nbytes)
+            spec = spec_of(request)
+            self._service.open_shares.take(self._session.name)
+            self._due[number] = self._loop.time() + self._service.config.sample_s_max
+            lane.push(Open(spec))
         except SlotStreamError as error:
-            lane.push(Refuse(_refused_record(key, request), Failure.of(error)))
+            lane.push(Refuse(refused_record(key, request), Failure.of(error)))
 
-    def _check_room(self) -> None:
+    def _check_room(self, nbytes: int) -> None:
         if self._service.draining:
             raise ServerDraining("the server is shutting down")
+        check_open_bytes(nbytes)
         limit = self._service.config.open_samples_max
         if len(self._lanes) > limit:
             raise StoreFull(f"{limit} samples are open on this stream already, as many as this server allows")
@@ -419,6 +505,8 @@ class _Stream:
 
     def _end_sample(self, lane: Lane, ended: Ended) -> None:
         del self._lanes[lane.number]
+        if self._due.pop(lane.number, None) is not None:
+            self._service.open_shares.give_back(self._session.name)
         self._send_acks()  # The verdict comes after the acks of the sample's chunks.
         self._service.ended(lane, ended)
         failure = ended.failure
@@ -427,33 +515,3 @@ class _Stream:
             return
         failed = pb.Failed(sample=lane.number, code=failure.code, message=failure.message, retryable=failure.retryable)
         self.reply(pb.IngestReply(failed=failed))
-
-
-def _spec(request: pb.OpenSample) -> SampleSpec:
-    return SampleSpec(
-        namespace=request.namespace,
-        sample_id=request.sample_id,
-        model=request.model,
-        dtype=request.dtype,
-        layer_ids=tuple(request.layer_ids[: LAYERS_MAX + 1]),
-        hidden_size=request.hidden_size,
-        rows_max=request.rows_max,
-        rows_exact=request.rows_exact,
-        tags=dict(request.tags),
-        metadata=dict(request.metadata),
-    )
-
-
-def _refused_record(key: SampleKey | None, request: pb.OpenSample) -> SampleRecord | None:
-    """What can safely be said about a sample that was refused: its name, and its model if that is no longer than allowed."""
-    if key is None:
-        return None
-    model = request.model if len(request.model.encode()) <= MODEL_BYTES_MAX else ""
-    return SampleRecord(key.namespace, key.sample_id, State.ARRIVING, time.time_ns(), model=model)
-
-
-def _peers_failure(request: pb.AbortSample) -> Failure:
-    code = request.code if _CODE.fullmatch(request.code) else "ABORTED"
-    message = request.message[:_MESSAGE_CHARS_MAX] or "the sender gave the sample up"
-    known = error_from_code(code, message)
-    return Failure(code, message, known.retryable and not isinstance(known, InternalFault))

@@ -1,4 +1,6 @@
-"""What the server counts: one table, a sentence each. Labels take values from fixed sets only, never from peers."""
+"""What the server counts: one table, a sentence each. Labels take values from fixed sets, never from peers; the one
+exception, namespaces, is cut to the largest few.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,7 @@ from collections.abc import Callable, Iterable
 from wsgiref.simple_server import WSGIServer
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from slotstream.store.records import State
 from slotstream.store.samples import SampleStore
@@ -14,6 +16,7 @@ from slotstream.wire import errors
 from slotstream.wire.errors import ConfigError, SlotStreamError
 
 _LATENCY_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
+_NAMESPACES_MAX = 32
 _KNOWN_CODES = frozenset(
     kind.code
     for name in errors.__all__
@@ -35,16 +38,25 @@ class _Stored:
     def collect(self) -> Iterable[Metric]:
         samples = GaugeMetricFamily("slotstream_stored_samples", "Samples in the catalogue, by state.", labels=["state"])
         nbytes = GaugeMetricFamily("slotstream_stored_bytes", "Bytes of committed sample files.")
+        spaces = GaugeMetricFamily(
+            "slotstream_namespace_bytes",
+            "Bytes of committed sample files of the 32 largest namespaces.",
+            labels=["namespace"],
+        )
+        damaged = CounterMetricFamily("slotstream_quarantined_samples", "Damaged samples that were taken out of service.")
+        damaged.add_metric([], self._store.keeping.quarantined)
         free = GaugeMetricFamily("slotstream_free_bytes", "Bytes that may still be written to the data directory's disk.")
         try:
             totals = self._store.totals()
             free.add_metric([], self._store.free_bytes())
+            for usage in self._store.keeping.largest(_NAMESPACES_MAX):
+                spaces.add_metric([usage.namespace], usage.bytes)
         except SlotStreamError:
             return  # A scrape must not fail because the disk does; the other metrics say that it did.
         for state, (count, _) in sorted(totals.items()):
             samples.add_metric([str(state)], count)
         nbytes.add_metric([], totals[State.COMMITTED][1])
-        yield from (samples, nbytes, free)
+        yield from (samples, nbytes, spaces, damaged, free)
 
 
 class Metrics:
@@ -72,12 +84,19 @@ class Metrics:
         self.chunk_bytes = counter("received_bytes", "Bytes of rows received.")
         self.hash_mismatches = counter("hash_mismatches", "Samples that failed because a chunk did not match its hash.")
         self.violations = counter("protocol_violations", "Ingest streams ended because the peer broke the protocol.")
+        self.refused_streams = counter(
+            "refused_streams", "Ingest streams refused or ended for want of a token or for a limit, by code.", ("code",)
+        )
         self.open_to_durable = seconds("open_to_durable", "Seconds from a sample's open until it was durable.")
         self.commit_to_durable = seconds("commit_to_durable", "Seconds from a sample's commit until it was durable.")
         self.requests = counter("requests", "Finished requests of the Samples service.", ("method", "code"))
         self.sent_bytes = counter("sent_bytes", "Bytes of rows sent to readers.")
         self.reads = gauge("reads", "Reads running or waiting now.")
         self.waiting_reads = gauge("waiting_reads", "Reads waiting for a sample that is not committed yet.")
+        self.deleted_samples = counter("deleted_samples", "Samples deleted, by reason; request: by name.", ("reason",))
+        self.deleted_bytes = counter("deleted_bytes", "Bytes of sample files deleted by retention, by reason.", ("reason",))
+        self.scrubbed_bytes = counter("scrubbed_bytes", "Bytes of rows that the scrubber read and checked.")
+        self.scrub_passes = counter("scrub_passes", "Passes of the scrubber over all samples.")
         registry.register(_Stored(store))
 
 

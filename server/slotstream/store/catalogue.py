@@ -2,6 +2,7 @@
 
 One thread writes. Whatever was asked of it while it was busy becomes its next transaction, so many commits share one.
 `synchronous=NORMAL`: a power cut may lose the last rows and never the database; the files they index are durable before.
+Only what no file can tell is synced (`durable=True`): that a sample is to be deleted, or is out of service.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import queue
 import sqlite3
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from slotstream.store import catalogue_sql as sql
+from slotstream.store import retention_sql
 from slotstream.store.catalogue_sql import ListQuery
 from slotstream.store.records import SampleKey, SampleRecord, State
 from slotstream.wire.errors import ConfigError, InternalFault, SlotStreamError, StoreFull
@@ -33,8 +35,14 @@ _MESSAGE_CHARS_MAX = 1024
 # Damage of the file itself, as opposed to a full disk or a lock.
 _CORRUPT_CODES = frozenset({sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB})
 
+_TABLES = {
+    1: {"samples", "tags", "totals", "meta"},
+    2: {"samples", "tags", "totals", "meta", "namespaces", "leases"},
+}
+
 _T = TypeVar("_T")
 _Operation = Callable[[sqlite3.Connection], object]
+_Entry = tuple[_Operation, "Future[object]", bool]  # The last: whether it has to survive a power cut.
 
 
 class CatalogueCorrupt(Exception):
@@ -64,7 +72,7 @@ class Catalogue:
         self._readers: queue.SimpleQueue[sqlite3.Connection] = queue.SimpleQueue()
         for _ in range(_READERS):
             self._readers.put(_connect(path, read_only=True))
-        self._operations: deque[tuple[_Operation, Future[object]]] = deque()
+        self._operations: deque[_Entry] = deque()
         self._asked = threading.Condition()  # Guards the three around it.
         self._urgent = False  # Somebody waits for one of the operations.
         self._closed = False
@@ -88,10 +96,13 @@ class Catalogue:
 
     # Writing. Each method returns at once; the future is done when the change is committed.
 
-    def submit(self, operation: Callable[[sqlite3.Connection], _T], *, urgent: bool = True) -> Future[_T]:
+    def submit(
+        self, operation: Callable[[sqlite3.Connection], _T], *, urgent: bool = True, durable: bool = False
+    ) -> Future[_T]:
         """Run `operation` in the writer's next transaction; one that is not `urgent` may wait for others a little.
 
         Operations run in the order they were asked for. One may run twice, so it must not act outside the database.
+        `durable`: the future is done once the change, with all before it, survives a power cut.
         """
         future: Future[_T] = Future()
         future.set_running_or_notify_cancel()  # It cannot be cancelled: the change may be on disk already.
@@ -100,7 +111,7 @@ class Catalogue:
                 future.set_exception(InternalFault("the catalogue is closed"))
                 return future
             first = not self._operations
-            self._operations.append((operation, future))  # type: ignore[arg-type]  # Future is invariant.
+            self._operations.append((operation, future, durable))  # type: ignore[arg-type]  # Future is invariant.
             if first or (urgent and not self._urgent):
                 self._asked.notify()
             self._urgent = self._urgent or urgent
@@ -136,14 +147,15 @@ class Catalogue:
         return self.submit(operation)
 
     def put_damaged(self, record: SampleRecord, message: str) -> Future[None]:
-        """Show a committed sample as failed because its file is gone."""
-        return self.submit(lambda db: sql.put(db, _failed(record, "DAMAGED", message)))
+        """Show a committed sample as failed because its file is damaged or gone.
 
-    def put_deleting(self, record: SampleRecord) -> Future[None]:
-        return self.submit(lambda db: sql.put(db, replace(record, state=State.DELETING)))
+        Durable: another upload may take the sample's place, and its file must not be found beside the old one's row.
+        """
+        return self.submit(lambda db: sql.put(db, _failed(record, "DAMAGED", message)), durable=True)
 
-    def drop(self, key: SampleKey) -> Future[None]:
-        return self.submit(lambda db: sql.drop(db, key.namespace, key.sample_id))
+    def drop_deleting(self, keys: Sequence[SampleKey]) -> Future[None]:
+        """Forget samples whose deletion is finished; one that was committed anew meanwhile stays."""
+        return self.submit(lambda db: retention_sql.drop_deleting(db, keys))
 
     def _write_forever(self) -> None:
         while batch := self._next_batch():
@@ -152,7 +164,7 @@ class Catalogue:
                 for one in batch:
                     self._write_batch([one])
 
-    def _next_batch(self) -> list[tuple[_Operation, Future[object]]]:
+    def _next_batch(self) -> list[_Entry]:
         """What to do next, once there is something; nothing when all is done and the catalogue is closed."""
         with self._asked:
             self._asked.wait_for(lambda: self._operations or self._closed)
@@ -161,12 +173,15 @@ class Catalogue:
             self._urgent = self._urgent and bool(self._operations)
             return batch
 
-    def _write_batch(self, batch: list[tuple[_Operation, Future[object]]]) -> bool:
+    def _write_batch(self, batch: list[_Entry]) -> bool:
         """One transaction. False when it failed and holds more than one operation; a single one gets its error."""
         db = self._writer_db
+        durable = any(entry[2] for entry in batch)
         try:
+            if durable:
+                db.execute("PRAGMA synchronous = FULL")
             db.execute("BEGIN IMMEDIATE")
-            results = [operation(db) for operation, _ in batch]
+            results = [operation(db) for operation, _, _ in batch]
             db.execute("COMMIT")
         except Exception as error:
             with suppress(sqlite3.Error):
@@ -176,7 +191,11 @@ class Catalogue:
                 return False
             batch[0][1].set_exception(catalogue_error(error) if isinstance(error, sqlite3.Error) else error)
             return True
-        for (_, future), result in zip(batch, results, strict=True):
+        finally:
+            if durable:
+                with suppress(sqlite3.Error):
+                    db.execute("PRAGMA synchronous = NORMAL")
+        for (_, future, _), result in zip(batch, results, strict=True):
             future.set_result(result)
         return True
 
@@ -213,10 +232,20 @@ class Catalogue:
             for _, record in page:
                 yield record
 
+    def scan_page(self, after: int, limit: int) -> list[tuple[int, SampleRecord]]:
+        """Up to `limit` rows with their numbers, those numbered above `after`, in the order they were first seen."""
+        with self._reader() as db:
+            return sql.scan(db, after, limit)
+
     def unfinished(self) -> list[SampleRecord]:
         """Rows that are neither committed nor failed: few, whatever the size of the table."""
         with self._reader() as db:
             return sql.unfinished(db)
+
+    def ask(self, question: Callable[[sqlite3.Connection], _T]) -> _T:
+        """The answer of a query that changes nothing."""
+        with self._reader() as db:
+            return question(db)
 
     def totals(self) -> dict[State, tuple[int, int]]:
         """State -> (samples, bytes)."""
@@ -234,6 +263,8 @@ def _connect(path: Path, *, read_only: bool) -> sqlite3.Connection:
     db = sqlite3.connect(path, timeout=_BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False)
     if read_only:
         db.execute("PRAGMA query_only = ON")
+        # SQLite opens the log with the first query, by its path: at a time when the path is still this directory's.
+        db.execute("SELECT 1 FROM samples LIMIT 1").fetchone()
     return db
 
 
@@ -245,6 +276,7 @@ def _open_writer(path: Path) -> sqlite3.Connection:
         db.execute("PRAGMA synchronous = NORMAL")
         db.execute(f"PRAGMA journal_size_limit = {64 << 20}")
         _check_schema(db, path)
+        sql.make_page_key(db)
         return db
     except (sqlite3.Error, CatalogueCorrupt, ConfigError) as error:
         if db is not None:
@@ -261,10 +293,15 @@ def _check_schema(db: sqlite3.Connection, path: Path) -> None:
     if version > sql.SCHEMA_VERSION:
         raise ConfigError(f"{path} was written by a newer slotstream (schema {version}; this one knows {sql.SCHEMA_VERSION})")
     names = {name for (name,) in db.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
-    if version == 0 and not names:
-        db.executescript(f"BEGIN IMMEDIATE;{sql.SCHEMA}PRAGMA user_version = {sql.SCHEMA_VERSION};COMMIT;")
-    elif version == 0 or not {"samples", "tags", "totals", "meta"} <= names:
+    fresh = version == 0 and not names
+    if not fresh and (version == 0 or not _TABLES[version] <= names):
         raise CatalogueCorrupt("it lacks slotstream's tables")
+    if version < sql.SCHEMA_VERSION:
+        if not fresh:
+            _log.info("bringing the catalogue %s from schema %d to %d", path, version, sql.SCHEMA_VERSION)
+        begin = sql.SCHEMA if fresh else ""
+        # In one transaction: whoever is interrupted here finds the version that was there before.
+        db.executescript(f"BEGIN IMMEDIATE;{begin}{retention_sql.UPGRADE}PRAGMA user_version = {sql.SCHEMA_VERSION};COMMIT;")
 
 
 def _begin_unclean(db: sqlite3.Connection) -> bool:

@@ -3,25 +3,26 @@
 samples   one row a sample, whatever its state; see the comments in SCHEMA
 tags      one row a sample and tag, so that a tag filter is one index walk
 totals    samples and bytes by state, kept by triggers, so that metrics never scan
-meta      key and value; `clean_shutdown` is 1 while no server has the directory open
+meta      key and value; `clean_shutdown` is 1 while no server has the directory open, `page_key` seals page tokens
+
+What retention needs beside these is in `retention_sql`.
 """
 
 from __future__ import annotations
 
-import base64
-import binascii
 import json
+import secrets
 import sqlite3
-import struct
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from slotstream.store import page_token
 from slotstream.store.records import SampleRecord, State, compact_json
-from slotstream.wire.errors import BadPage, BadParams
+from slotstream.wire.errors import BadParams
 from slotstream.wire.hashing import xxh3
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 PAGE_SIZE_MAX = 1000
 TAG_FILTERS_MAX = 8
 _TAG_SAMPLE = 1000  # Rows looked at to guess which of several tags is the rarest.
@@ -87,15 +88,19 @@ _UPSERT = (
     f"INSERT INTO samples ({_COLUMNS}) VALUES ({', '.join('?' * len(_COLUMNS.split(', ')))}) "
     "ON CONFLICT (namespace, sample_id) DO UPDATE SET "
     + ", ".join(f"{name} = excluded.{name}" for name in _COLUMNS.split(", ")[2:])
-    + " RETURNING id"
+    + ", reads = 0, acked_unix_ns = 0 RETURNING id"
 )
 
 
 @dataclass(frozen=True, slots=True)
 class ListQuery:
-    """Filters of a listing; empty or 0 means any. Times in Unix nanoseconds. Raises BadParams past the limits."""
+    """Filters of a listing; empty or 0 means any. Times in Unix nanoseconds. Raises BadParams past the limits.
+
+    `namespaces` are those that the caller may see; None: all. Nothing of another shows, in rows or in page tokens.
+    """
 
     namespace: str = ""
+    namespaces: tuple[str, ...] | None = None
     model: str = ""
     state: State | None = None
     created_from_unix_ns: int = 0  # Inclusive.
@@ -119,27 +124,9 @@ class ListQuery:
             self.created_from_unix_ns,
             self.created_until_unix_ns,
             dict(self.tags),
+            self.namespaces,
         ]
         return xxh3(compact_json(filters).encode()) & 0xFFFFFFFF
-
-
-_TOKEN = struct.Struct(">BqqI")
-_TOKEN_VERSION = 1
-
-
-def encode_page_token(query: ListQuery, created_unix_ns: int, row_id: int) -> str:
-    return base64.urlsafe_b64encode(_TOKEN.pack(_TOKEN_VERSION, created_unix_ns, row_id, query.fingerprint())).decode()
-
-
-def decode_page_token(query: ListQuery) -> tuple[int, int]:
-    """(created_unix_ns, id) of the last row of the page before. Raises BadPage."""
-    try:
-        version, created, row_id, fingerprint = _TOKEN.unpack(base64.b64decode(query.page_token, b"-_", validate=True))
-    except (binascii.Error, struct.error, ValueError) as error:
-        raise BadPage("the page token is not one that this server gave out") from error
-    if version != _TOKEN_VERSION or fingerprint != query.fingerprint():
-        raise BadPage("the page token belongs to a listing with other filters")
-    return created, row_id
 
 
 def _values(record: SampleRecord) -> tuple[object, ...]:
@@ -203,14 +190,6 @@ def get(db: sqlite3.Connection, namespace: str, sample_id: str) -> SampleRecord 
     return None if row is None else record_from_row(row)
 
 
-def drop(db: sqlite3.Connection, namespace: str, sample_id: str) -> None:
-    db.execute(
-        "DELETE FROM tags WHERE sample = (SELECT id FROM samples WHERE namespace = ? AND sample_id = ?)",
-        (namespace, sample_id),
-    )
-    db.execute("DELETE FROM samples WHERE namespace = ? AND sample_id = ?", (namespace, sample_id))
-
-
 def scan(db: sqlite3.Connection, after_id: int, limit: int, namespace: str = "") -> list[tuple[int, SampleRecord]]:
     """Up to `limit` rows with an id above `after_id`, in id order: for walks over everything, page by page."""
     where = "AND namespace = ?" if namespace else ""
@@ -228,13 +207,34 @@ def unfinished(db: sqlite3.Connection) -> list[SampleRecord]:
 
 def list_page(db: sqlite3.Connection, query: ListQuery) -> tuple[list[SampleRecord], str]:
     """One page, newest first, and the token of the next one ("" on the last). Raises BadPage."""
-    before = decode_page_token(query) if query.page_token else None
-    sql, values = _list_sql(db, query, before)
-    rows = db.execute(sql, (*values, query.page_size + 1)).fetchall()
+    key = page_key(db)
+    before = page_token.unseal(key, query.page_token, query.fingerprint()) if query.page_token else None
+    # One walk a namespace, each as short as the page, and merged: a walk over all would take as long as others have samples.
+    parts = (query,) if query.namespaces is None else [replace(query, namespace=name) for name in query.namespaces]
+    rows: list[tuple[Any, ...]] = []
+    for part in parts:
+        sql, values = _list_sql(db, part, before)
+        rows += db.execute(sql, (*values, query.page_size + 1)).fetchall()
+    if len(parts) > 1:
+        rows.sort(key=lambda row: (row[1], row[0]), reverse=True)
     page = rows[: query.page_size]
     more = len(rows) > query.page_size
-    token = encode_page_token(query, page[-1][1], page[-1][0]) if more else ""
+    token = page_token.seal(key, page[-1][1], page[-1][0], query.fingerprint()) if more else ""
     return [record_from_row(row[2:]) for row in page], token
+
+
+def make_page_key(db: sqlite3.Connection) -> None:
+    """Give the catalogue the key of its page tokens, unless it has one."""
+    db.execute("INSERT OR IGNORE INTO meta VALUES ('page_key', ?)", (secrets.token_hex(page_token.KEY_BYTES),))
+
+
+def page_key(db: sqlite3.Connection) -> bytes:
+    """Raises sqlite3.DatabaseError where there is none."""
+    row = db.execute("SELECT value FROM meta WHERE key = 'page_key'").fetchone()
+    try:
+        return bytes.fromhex(row[0])
+    except (ValueError, TypeError) as error:
+        raise sqlite3.DatabaseError("the key of the page tokens is gone") from error
 
 
 def _list_sql(db: sqlite3.Connection, query: ListQuery, before: tuple[int, int] | None) -> tuple[str, list[object]]:

@@ -5,6 +5,7 @@ Every method raises OSError as the operating system gave it; `store_error` turns
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
@@ -12,6 +13,7 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
+from slotstream.store.inside import Inside
 from slotstream.wire.errors import InternalFault, SlotStreamError, StoreFull
 from slotstream.wire.hashing import Buffer
 
@@ -32,17 +34,25 @@ def store_error(error: OSError, doing: str) -> SlotStreamError:
 class Files:
     """Disk operations. Paths are absolute; offsets and lengths are bytes. Raises OSError."""
 
+    _inside = Inside()
+
+    def confine(self, root: Path) -> None:
+        """From now on every path is below `root`, and no symbolic link there is followed."""
+        self._inside = Inside(root)
+
     def make_dir(self, path: Path) -> None:
-        """Create one directory; an existing one is fine."""
-        try:
-            path.mkdir(DIR_MODE)
-        except FileExistsError:
-            if not path.is_dir():
-                raise
+        """Create one directory; an existing one is fine, a link to one is not."""
+        with self._inside.at(path) as (name, directory):
+            try:
+                os.mkdir(name, DIR_MODE, dir_fd=directory)
+            except FileExistsError:
+                if not stat.S_ISDIR(os.stat(name, dir_fd=directory, follow_symlinks=False).st_mode):
+                    raise
 
     def lock(self, path: Path) -> int:
         """Open (creating it) and lock `path` for this process; the descriptor holds the lock. BlockingIOError if taken."""
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, FILE_MODE)
+        with self._inside.at(path) as (name, directory):
+            fd = os.open(name, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, FILE_MODE, dir_fd=directory)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -52,12 +62,15 @@ class Files:
 
     def create(self, path: Path) -> int:
         """Open a new file for writing and reading. FileExistsError if there is one."""
-        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, FILE_MODE)
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        with self._inside.at(path) as (name, directory):
+            return os.open(name, flags, FILE_MODE, dir_fd=directory)
 
     def open_read(self, path: Path) -> int:
         """Open a regular file for reading; a symbolic link or a device is refused."""
         # O_NONBLOCK: opening a FIFO that somebody left in the tree must not hang the thread.
-        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+        with self._inside.at(path) as (name, directory):
+            fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, dir_fd=directory)
         if not stat.S_ISREG(os.fstat(fd).st_mode):
             os.close(fd)
             raise OSError(errno.EINVAL, "not a regular file", str(path))
@@ -111,28 +124,46 @@ class Files:
 
     def sync_dir(self, path: Path) -> None:
         """The directory's names are durable after this."""
-        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        with self._inside.at(path) as (name, directory):
+            nofollow = 0 if directory is None else os.O_NOFOLLOW
+            fd = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | nofollow, dir_fd=directory)
         try:
             os.fsync(fd)
         finally:
             os.close(fd)
 
     def rename(self, source: Path, target: Path) -> None:
-        source.rename(target)
+        with self._inside.at(source) as (old, from_dir), self._inside.at(target) as (new, to_dir):
+            os.rename(old, new, src_dir_fd=from_dir, dst_dir_fd=to_dir)
 
     def unlink(self, path: Path) -> None:
         """Remove a file; one that is gone already is fine."""
-        path.unlink(missing_ok=True)
+        with contextlib.suppress(FileNotFoundError), self._inside.at(path) as (name, directory):
+            os.unlink(name, dir_fd=directory)
 
     def size(self, fd: int) -> int:
         return os.fstat(fd).st_size
 
     def path_size(self, path: Path) -> int | None:
-        """Bytes of the file at `path`, not following a link; None when there is nothing."""
+        """Bytes of the file at `path`, not following a link; None when there is nothing, or only by way of a link."""
         try:
-            return path.lstat().st_size
-        except FileNotFoundError:
+            with self._inside.at(path) as (name, directory):
+                return os.stat(name, dir_fd=directory, follow_symlinks=False).st_size
+        except (FileNotFoundError, NotADirectoryError):
             return None
+
+    def path_identity(self, path: Path) -> tuple[int, int] | None:
+        """Device and inode of what is at `path`, not following a link; None when there is nothing."""
+        try:
+            found = path.lstat()
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        return found.st_dev, found.st_ino
+
+    def identity(self, fd: int) -> tuple[int, int]:
+        """Device and inode of an open file."""
+        found = os.fstat(fd)
+        return found.st_dev, found.st_ino
 
     def free_bytes(self, path: Path) -> int:
         """Bytes that this process may still write below `path`."""
@@ -140,9 +171,13 @@ class Files:
         return space.f_bavail * space.f_frsize
 
     def walk(self, path: Path) -> Iterator[os.DirEntry[str]]:
-        """Entries of one directory, in no order; nothing when it is not there."""
+        """Entries of one directory, in no order; nothing when it is not there, or a link."""
         try:
+            with self._inside.at(path) as (name, directory):
+                if directory is not None and not stat.S_ISDIR(os.stat(name, dir_fd=directory, follow_symlinks=False).st_mode):
+                    return
+            # By its path, for the paths of its entries: were it replaced by a link just now, names would be seen, not files.
             with os.scandir(path) as entries:
                 yield from entries
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return

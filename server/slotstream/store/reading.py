@@ -6,7 +6,7 @@ Plain reads, no mmap: a file that somebody truncates under a mapping kills the p
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -36,16 +36,20 @@ class RowBlock:
 class SampleReader:
     """An open sample file. It stays readable when the sample is deleted meanwhile. Use as a context manager."""
 
-    def __init__(self, files: Files, path: Path, record: SampleRecord) -> None:
-        """Raises Damaged when the file is not the one that `record` describes, FileNotFoundError and OSError."""
+    def __init__(self, files: Files, path: Path, record: SampleRecord, closed: Callable[[], None] = lambda: None) -> None:
+        """`closed` is called once, by `close`. Raises Damaged when the file is not the one that `record` describes,
+        FileNotFoundError and OSError; nothing is open then, and `closed` is not called.
+        """
         self.record = record
         self._files = files
+        self._closed: Callable[[], None] = lambda: None
         self._fd = files.open_read(path)
         try:
             self.file = self._checked()
         except BaseException:
             self.close()
             raise
+        self._closed = closed
 
     def _checked(self) -> SampleFile:
         file = read_sample_file(self._files, self._fd)
@@ -57,6 +61,7 @@ class SampleReader:
         fd, self._fd = self._fd, -1
         if fd >= 0:
             self._files.close(fd)
+            self._closed()
 
     def __enter__(self) -> Self:
         return self
@@ -92,11 +97,14 @@ class SampleReader:
     def blocks(self, start: int, stop: int, positions: Sequence[int] | None = None) -> Iterator[RowBlock]:
         """Rows [start, stop) in blocks of about BLOCK_BYTES, of the layers at `positions` (None: whole rows).
 
-        Whole rows are checked against their hashes before they are handed out. A subset of layers reads those alone and
-        so cannot be checked. Raises Damaged.
+        Rows are checked against their hashes before they are handed out, also where at least half of the layers are wanted:
+        whole groups are read then, which costs no more than picking. Fewer layers are read alone, and cannot be checked.
+        Raises Damaged.
         """
         if positions is None or list(positions) == list(range(self.file.header.num_layers)):
             return self._whole_rows(start, stop)
+        if 2 * len(positions) >= self.file.header.num_layers:
+            return self._most_layers(start, stop, positions)
         return self._some_layers(start, stop, positions)
 
     def _whole_rows(self, start: int, stop: int) -> Iterator[RowBlock]:
@@ -121,6 +129,18 @@ class SampleReader:
         if xxh3(data) != self.file.hashes[group]:
             raise Damaged(f"rows [{start}, {start + rows}) do not match their hash")
         return data
+
+    def _most_layers(self, start: int, stop: int, positions: Sequence[int]) -> Iterator[RowBlock]:
+        header = self.file.header
+        layer_bytes = ELEMENT_BYTES[header.dtype] * header.hidden_size
+        runs = [(first * layer_bytes, (first + count) * layer_bytes) for first, count in _runs(positions)]
+        step = max(1, _PIECES_MAX // len(runs))
+        for block in self._whole_rows(start, stop):
+            whole = memoryview(block.data[0])
+            for first in range(0, block.rows, step):
+                rows = range(first, min(first + step, block.rows))
+                pieces = [whole[row * header.row_bytes :][begin:end] for row in rows for begin, end in runs]
+                yield RowBlock(block.first_row + first, len(rows), pieces)
 
     def _some_layers(self, start: int, stop: int, positions: Sequence[int]) -> Iterator[RowBlock]:
         header = self.file.header

@@ -6,15 +6,17 @@
     row ARRIVING, no partial, no file                   FAILED (INTERRUPTED)
     whole file, no row or a row ARRIVING or FAILED      COMMITTED, from the file itself (renamed, its row was lost)
     row COMMITTED, whole file                           as it was
-    row COMMITTED, no file                              FAILED (DAMAGED)
+    row COMMITTED, no file                              FAILED (DAMAGED), saying so if the quarantine has the file
     row COMMITTED, file of another size or header       as it was: every read of it is refused as DAMAGED
-    row DELETING, file or no file                       file and row removed
+    row DELETING, its file or no file                   file and row removed
+    row DELETING, another whole file of that sample     COMMITTED, from the file (deleted, sent again, its row was lost)
     file that is not a sample, or not of its path       left alone; `slotstream verify` calls it FOREIGN
     catalogue missing                                   rebuilt from the files (failed samples are forgotten)
     catalogue corrupt                                   moved aside as catalog.sqlite.corrupt-<ns>, rebuilt, logged
 
-Rows that a power cut took from the catalogue are among these cases: the file is there and its row is not. After a clean
-shutdown nothing can be missing, so only partials and rows that are neither COMMITTED nor FAILED are looked for.
+Rows that a power cut took from the catalogue are among these cases: the file is there and its row is not. A deletion's row is
+durable before its file goes, so what was deleted does not come back as DAMAGED. After a clean shutdown nothing can be missing,
+so only partials and rows that are neither COMMITTED nor FAILED are looked for.
 """
 
 from __future__ import annotations
@@ -27,10 +29,11 @@ from pathlib import Path
 
 from slotstream.store.catalogue import FILE_NAME, Catalogue, CatalogueCorrupt
 from slotstream.store.files import Files
+from slotstream.store.quarantine import holds
 from slotstream.store.records import PARTIAL_SUFFIX, SampleKey, SampleRecord, State
 from slotstream.store.sample_file import SampleFile, read_sample_file
 from slotstream.store.verifying import key_of_path, tree_files
-from slotstream.wire.errors import BadNamespace, BadSampleId, Damaged, Interrupted
+from slotstream.wire.errors import BadNamespace, BadSampleId, ConfigError, Damaged, Interrupted
 
 _log = logging.getLogger(__name__)
 _BATCH = 256
@@ -54,6 +57,9 @@ class Recovered:
 def open_catalogue(data_dir: Path) -> Catalogue:
     """The directory's catalogue; a corrupt one is moved aside and begun anew. Raises ConfigError and OSError."""
     path = data_dir / FILE_NAME
+    for part in ("", "-wal", "-shm"):  # SQLite would follow it, and write wherever it leads.
+        if path.with_name(path.name + part).is_symlink():
+            raise ConfigError(f"{path}{part} is a symbolic link: put the file itself there")
     if not path.exists():
         _set_aside(path, "")  # The log of a lost database would be replayed into the new one.
     try:
@@ -94,8 +100,10 @@ def recover(files: Files, data_dir: Path, catalogue: Catalogue) -> Recovered:
             catalogue.put_failed(record, Interrupted.code, _INTERRUPTED).result()
             done.interrupted += 1
         elif record.state is State.COMMITTED and files.path_size(record.key.path(data_dir)) is None:
-            _log.error("sample %s was committed and its file is gone", record.key)
-            catalogue.put_damaged(record, "the file of the committed sample is gone").result()
+            quarantined = holds(files, data_dir, record.key, record.committed_unix_ns)
+            where = "in the quarantine" if quarantined else "gone"
+            _log.error("sample %s was committed and its file is %s", record.key, where)
+            catalogue.put_damaged(record, f"the file of the committed sample is {where}").result()
             done.missing += 1
     return done
 
@@ -135,13 +143,16 @@ class _Adopting:
         self._adopted = 0
 
     def look_at(self, path: Path) -> None:
-        """Adopts the file if it is a sample that is not catalogued as committed; such a row is trusted: reads check it."""
+        """Adopts the file if it is a sample that is not catalogued as committed; such a row is trusted: reads check it.
+
+        Beside a row that is DELETING, the file may be that of a later upload, whose row a power cut took.
+        """
         key = key_of_path(self._data_dir, path)
         if key is None:
             _log.warning("%s is not a file of a sample; it is left alone", path)
             return
         before = self._catalogue.get(key)
-        if before is not None and before.state in (State.COMMITTED, State.DELETING):
+        if before is not None and before.state is State.COMMITTED:
             return
         try:
             file = _read(self._files, path)
@@ -151,6 +162,8 @@ class _Adopting:
             return
         if file.key != key:
             _log.warning("%s is left alone: it is the file of sample %s", path, file.key)
+            return
+        if before is not None and before.state is State.DELETING and before.header_xxh3 == file.header_xxh3:
             return
         if self._synced != path.parent:  # The server may have died between the rename and its sync.
             self._files.sync_dir(path.parent)
@@ -184,5 +197,5 @@ def _finish_deletion(files: Files, data_dir: Path, catalogue: Catalogue, record:
     if files.path_size(path) is not None:
         files.unlink(path)
         files.sync_dir(path.parent)
-    catalogue.drop(record.key).result()
+    catalogue.drop_deleting([record.key]).result()
     done.deletions += 1

@@ -5,8 +5,7 @@ from __future__ import annotations
 import logging
 import resource
 import threading
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +15,9 @@ from slotstream.store import verifying
 from slotstream.store.catalogue import Catalogue
 from slotstream.store.catalogue_sql import ListQuery
 from slotstream.store.catalogue_sql import get as get_record
+from slotstream.store.directory import LOCK_NAME, OpenedDirectory
 from slotstream.store.files import DIR_MODE, Files, store_error
+from slotstream.store.keeping import Keeping
 from slotstream.store.reading import SampleReader, unreadable
 from slotstream.store.records import Failure, SampleKey, SampleRecord, SampleSpec, State
 from slotstream.store.recovery import open_catalogue, recover
@@ -63,6 +64,8 @@ class SampleStore:
         self._uploads_lock = threading.Lock()
         # One at a time publishes or deletes an id. Striped, so that the locks do not grow with the ids.
         self._id_locks = [threading.Lock() for _ in range(_STRIPES)]
+        self._opened = OpenedDirectory(files, data_dir, lock_fd)
+        self.keeping = Keeping(files, data_dir, catalogue, self._opened, self._id_lock)
         self._dirs: set[Path] = set()
         self._dirs_lock = threading.Lock()
         self._unrecorded = False  # Something on disk differs from its row: the next start has to look.
@@ -87,6 +90,7 @@ class SampleStore:
         catalogue: Catalogue | None = None
         try:
             directory.mkdir(DIR_MODE, parents=True, exist_ok=True)
+            files.confine(directory)
             lock_fd = _lock(files, directory)
             if files.free_bytes(directory) < free_bytes_min:
                 raise ConfigError(f"the disk of {directory} is full: less than {free_bytes_min} bytes are free")
@@ -120,22 +124,24 @@ class SampleStore:
     # Writing.
 
     def open_upload(self, spec: SampleSpec) -> Upload:
-        """Begin a sample. Raises StoreFull, TooLarge, InternalFault; the sample is then recorded as failed."""
+        """Begin a sample. Raises StoreFull, StoreGone, TooLarge, InternalFault; the sample is then recorded as failed."""
         with self._uploads_lock:
             self._opening += 1
             count = self._opening + sum(map(len, self._uploads.values()))
         try:
+            self._opened.check()
             if count > self._uploads_max:
                 raise StoreFull(f"{self._uploads_max} samples are arriving already, as many as this server allows")
             self._make_dirs(spec.key)
-            upload = Upload(spec, self.data_dir, self._files, self._free_bytes_min, self._publish, self._ended)
+            stamp = self.keeping.clock.stamp
+            upload = Upload(spec, self.data_dir, self._files, self._free_bytes_min, self._publish, self._ended, stamp)
             with self._uploads_lock:
                 # Queued under the lock: rows of one id are written in the order in which its uploads came and went.
                 self._uploads.setdefault(spec.key, []).append(upload)
                 self._catalogue.put_arriving(SampleRecord.arriving(spec, upload.created_unix_ns))
             return upload
         except SlotStreamError as error:
-            self.record_failed(SampleRecord.arriving(spec, time.time_ns()), Failure.of(error))
+            self.record_failed(SampleRecord.arriving(spec, self.keeping.clock.stamp()), Failure.of(error))
             raise
         finally:
             with self._uploads_lock:
@@ -196,6 +202,7 @@ class SampleStore:
             if self._stored_already(upload, draft, path):
                 return True
             record = upload.seal(draft)
+            self._opened.check()
             self._files.rename(upload.partial, path)
             try:
                 self._files.sync_dir(path.parent)
@@ -250,22 +257,17 @@ class SampleStore:
         return self._id_locks[hash(key) % _STRIPES]
 
     def delete(self, key: SampleKey) -> None:
-        """Remove a committed or failed sample. Raises SampleNotFound, StillArriving, StoreFull and InternalFault."""
-        path = key.path(self.data_dir)
+        """Remove a committed or failed sample; who is reading it reads on. Retention waits for readers, this does not.
+
+        Raises SampleNotFound, StillArriving, Leased, StoreFull, StoreGone and InternalFault.
+        """
         with self._id_lock(key):
             record = self._catalogue.get(key)
             if (record is None or record.state is not State.COMMITTED) and self.is_arriving(key):
                 raise StillArriving(f"{key} is still arriving")
             if record is None:
                 raise SampleNotFound(f"there is no sample {key}")
-            self._catalogue.put_deleting(record).result()
-            try:
-                if self._files.path_size(path) is not None:
-                    self._files.unlink(path)
-                    self._files.sync_dir(path.parent)
-            except OSError as error:
-                raise store_error(error, f"deleting {key}") from error
-            self._catalogue.drop(key).result()
+            self.keeping.delete(record)
 
     # Reading.
 
@@ -310,13 +312,25 @@ class SampleStore:
         return [r for r in shown if r is not None and r.state is not State.DELETING], token
 
     def reader(self, key: SampleKey) -> SampleReader:
-        """Open a committed sample. Raises SampleNotFound, SampleFailed, StillArriving, Damaged and InternalFault."""
+        """Open a committed sample; while it is open, retention leaves it alone.
+
+        Raises SampleNotFound, SampleFailed, StillArriving, Damaged, StoreFull, StoreGone and InternalFault.
+        """
+        self.keeping.begin_read(key)  # Before looking: a deletion that has not begun by then waits.
+        try:
+            return self._reader(key, lambda: self.keeping.end_read(key))
+        except BaseException:
+            self.keeping.end_read(key)
+            raise
+
+    def _reader(self, key: SampleKey, closed: Callable[[], None]) -> SampleReader:
         record = self.stat(key)
         while True:
             record = _readable(key, record)
             try:
-                return SampleReader(self._files, key.path(self.data_dir), record)
+                return SampleReader(self._files, key.path(self.data_dir), record, closed)
             except FileNotFoundError:
+                self._opened.check()
                 error = Damaged(f"the file of {key} is gone")
             except OSError as failure:
                 raise unreadable(failure) from failure
@@ -331,17 +345,22 @@ class SampleStore:
     def verify(self, key: SampleKey) -> Verdict:
         """Check every byte of a committed sample. Raises SampleNotFound, SampleFailed, StillArriving, InternalFault."""
         record = _readable(key, self.stat(key))
-        verdict = verifying.verify_current(self._files, self.data_dir, self._catalogue, record)
+        verdict = self.keeping.verify(record, lambda _: None)
         if verdict is None:
             raise SampleNotFound(f"there is no sample {key}")
         return verdict
 
     def verify_all(self, namespace: str = "") -> Iterator[Verdict]:
-        """A verdict for every committed sample, then one for every foreign file. Raises InternalFault."""
+        """A verdict for every committed sample, then one for every foreign file. Raises InternalFault and StoreGone."""
+        self._opened.check()
         yield from verifying.verify_samples(self._files, self.data_dir, self._catalogue, namespace)
         yield from verifying.foreign_files(self._files, self.data_dir, self._catalogue, namespace, self.is_arriving)
 
     # Looking at the whole.
+
+    def check_directory(self) -> None:
+        """Raises StoreGone when the directory at the path is not the one that was opened any more."""
+        self._opened.check()
 
     def totals(self) -> dict[State, tuple[int, int]]:
         """State -> (samples, bytes of files)."""
@@ -367,7 +386,7 @@ def _readable(key: SampleKey, record: SampleRecord | None) -> SampleRecord:
 
 def _lock(files: Files, directory: Path) -> int:
     try:
-        return files.lock(directory / verifying.LOCK_NAME)
+        return files.lock(directory / LOCK_NAME)
     except BlockingIOError as error:
         raise ConfigError(f"another server is using {directory}") from error
 

@@ -72,10 +72,14 @@ class Upload:
         free_bytes_min: int,
         publish: Callable[[Upload, Draft], bool],
         ended: Callable[[Upload, Failure | None], None],
+        stamp: Callable[[], int],
     ) -> None:
-        """Creates the partial. Raises StoreFull, TooLarge and InternalFault, leaving no file behind."""
+        """Creates the partial. `stamp`: the store's clock, Unix ns.
+
+        Raises StoreFull, TooLarge and InternalFault, leaving no file behind.
+        """
         self.spec = spec
-        self.created_unix_ns = time.time_ns()
+        self.created_unix_ns = stamp()
         self.header_bytes, self.hash_rows = reserve_header(spec)
         self._row_bytes = spec.row_bytes
         self._data_dir = data_dir
@@ -83,6 +87,7 @@ class Upload:
         self._free_bytes_min = free_bytes_min
         self._publish = publish
         self._ended = ended
+        self._stamp = stamp
         self._lock = threading.Lock()  # Guards everything below.
         self._rows = RangeSet()
         self._hasher = GroupHasher(self._row_bytes, self.hash_rows)
@@ -248,7 +253,7 @@ class Upload:
 
     def seal(self, draft: Draft) -> SampleRecord:
         """Write what belongs around the rows and sync: the partial is then the whole sample. Raises TooLarge and OSError."""
-        times = (self.created_unix_ns, time.time_ns())
+        times = (self.created_unix_ns, self._stamp())
         header, raw = final_header(self.spec, draft.content, draft.metadata, times, self.header_bytes)
         self._files.pwrite(self._fd, draft.token_ids, header.token_ids_at)
         self._files.truncate(self._fd, header.file_bytes)

@@ -5,10 +5,13 @@ TRUNCATED      the file is shorter than it was committed
 UNREADABLE     the file cannot be read, is longer than it should be, or its header is not that of the sample
 HASH_MISMATCH  the header, the rows or the token ids are not the bytes that were committed
 FOREIGN        a file that the catalogue does not know
+
+Files in the quarantine belong to no sample and are not looked at.
 """
 
 from __future__ import annotations
 
+import errno
 import shutil
 import sqlite3
 import tempfile
@@ -21,13 +24,15 @@ from typing import Protocol
 
 from slotstream.store import catalogue_sql as sql
 from slotstream.store.catalogue import FILE_NAME
+from slotstream.store.directory import LOCK_NAME
 from slotstream.store.files import Files, store_error
+from slotstream.store.quarantine import QUARANTINE_NAME
 from slotstream.store.reading import SampleReader
 from slotstream.store.records import FILE_SUFFIX, PARTIAL_SUFFIX, SampleKey, SampleRecord, State
 from slotstream.store.sample_file import read_sample_file
-from slotstream.wire.errors import BadNamespace, BadSampleId, ConfigError, Damaged, SampleNotFound, SlotStreamError
+from slotstream.wire.errors import BadNamespace, BadSampleId, ConfigError, Damaged, SampleNotFound, SlotStreamError, StoreFull
 
-LOCK_NAME = ".lock"
+FOREIGN = "FOREIGN"
 _SETTLE_S = 5.0  # How long a running server may take from a file's rename to its catalogue row.
 _SETTLE_POLL_S = 0.1
 
@@ -41,6 +46,8 @@ class Verdict:
     damage: str = ""
     message: str = ""
     bytes_checked: int = 0
+    record: SampleRecord | None = None  # Of the sample that was checked; None of a file.
+    transient: bool = False  # The disk refused to open or read the file for a reason that says nothing about its bytes.
 
 
 class Index(Protocol):
@@ -51,11 +58,11 @@ class Index(Protocol):
     def scan(self, namespace: str = "") -> Iterator[SampleRecord]: ...
 
 
-def verify_record(files: Files, data_dir: Path, record: SampleRecord) -> Verdict:
-    """Reads the whole file of a committed sample and checks every hash."""
+def verify_record(files: Files, data_dir: Path, record: SampleRecord, paced: Callable[[int], None] = lambda _: None) -> Verdict:
+    """Reads the whole file of a committed sample and checks every hash. `paced` is told of the bytes of each read."""
 
-    def damaged(damage: str, message: str) -> Verdict:
-        return Verdict(record.namespace, record.sample_id, damage, message)
+    def damaged(damage: str, message: str, *, transient: bool = False) -> Verdict:
+        return Verdict(record.namespace, record.sample_id, damage, message, record=record, transient=transient)
 
     path = record.key.path(data_dir)
     try:
@@ -76,23 +83,29 @@ def verify_record(files: Files, data_dir: Path, record: SampleRecord) -> Verdict
         with SampleReader(files, path, record) as reader:
             try:
                 for group in range(len(reader.file.hashes)):
-                    reader.read_group(group)
+                    paced(len(reader.read_group(group)))
                 reader.token_ids(0, 0)
             except Damaged as error:
                 return damaged("HASH_MISMATCH", str(error))
     except FileNotFoundError:
         return damaged("MISSING", "the file is gone")
     except OSError as error:
-        return damaged("UNREADABLE", str(store_error(error, "reading the file")))
+        # Of these, EIO alone is a disk that lost what it was given; a link or a device in the file's place is a plain fact.
+        transient = error.errno not in (errno.EIO, errno.ELOOP, errno.EINVAL, errno.EISDIR)
+        return damaged("UNREADABLE", str(store_error(error, "reading the file")), transient=transient)
+    except StoreFull as error:
+        return damaged("UNREADABLE", str(error), transient=True)
     except SlotStreamError as error:
         return damaged("UNREADABLE", str(error))
-    return Verdict(record.namespace, record.sample_id, bytes_checked=record.file_bytes)
+    return Verdict(record.namespace, record.sample_id, bytes_checked=record.file_bytes, record=record)
 
 
-def verify_current(files: Files, data_dir: Path, index: Index, record: SampleRecord) -> Verdict | None:
+def verify_current(
+    files: Files, data_dir: Path, index: Index, record: SampleRecord, paced: Callable[[int], None] = lambda _: None
+) -> Verdict | None:
     """`verify_record`, but None when the sample was deleted or replaced while it was being checked."""
     while True:
-        verdict = verify_record(files, data_dir, record)
+        verdict = verify_record(files, data_dir, record, paced)
         if not verdict.damage:
             return verdict
         current = index.get(record.key)
@@ -130,7 +143,8 @@ def tree_files(files: Files, data_dir: Path, namespace: str = "") -> Iterator[Pa
         try:
             for entry in files.walk(directory):
                 if entry.is_dir(follow_symlinks=False):
-                    pending.append(Path(entry.path))
+                    if directory != data_dir or entry.name != QUARANTINE_NAME:
+                        pending.append(Path(entry.path))
                 elif directory != data_dir or not (entry.name == LOCK_NAME or entry.name.startswith(FILE_NAME)):
                     yield Path(entry.path)
         except PermissionError:
@@ -153,7 +167,7 @@ def foreign_files(
             continue
         parts = path.relative_to(data_dir).parts
         space, name = (parts[0], "/".join(parts[1:])) if len(parts) > 1 else ("", parts[0])
-        yield Verdict(space, name, "FOREIGN", f"{'/'.join(parts)} is not a file of a committed sample")
+        yield Verdict(space, name, FOREIGN, f"{'/'.join(parts)} is not a file of a committed sample")
 
 
 def _is_known(files: Files, index: Index, key: SampleKey, path: Path, arriving: Callable[[SampleKey], bool]) -> bool:
@@ -235,6 +249,7 @@ def verify_directory(data_dir: Path, *, namespace: str = "", sample_id: str = ""
     if namespace:
         SampleKey.checked(namespace, "x")
     files = Files()
+    files.confine(data_dir)
     try:
         with closing(_ReadOnlyIndex(data_dir / FILE_NAME)) as index:
             yield from _verify_indexed(files, data_dir, index, namespace, wanted)
@@ -262,7 +277,7 @@ def _verify_files_alone(files: Files, data_dir: Path, namespace: str, wanted: Sa
         if path.name.endswith(PARTIAL_SUFFIX):
             continue
         if key is None:
-            yield Verdict("", str(path.relative_to(data_dir)), "FOREIGN", "not a file of a sample")
+            yield Verdict("", str(path.relative_to(data_dir)), FOREIGN, "not a file of a sample")
             continue
         try:
             fd = files.open_read(path)

@@ -1,0 +1,16 @@
+"""What a log says of a failure. Its code always; its message only where no peer or user can have put words into it."""
+
+from __future__ import annotations
+
+_CHARS_MAX = 500
+
+
+def log_text(code: str, message: str) -> str:
+    """`CODE: message`, on one line; `CODE` alone for requests that are wrong (BAD_...), whose messages quote them.
+
+    A tag can be a prompt, and whoever sent it is told; logs go to people whom it does not concern.
+    """
+    if code.startswith("BAD_"):
+        return code
+    line = "".join(c if c.isprintable() else "?" for c in message[:_CHARS_MAX])
+    return f"{code}: {line}"

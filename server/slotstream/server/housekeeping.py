@@ -1,0 +1,143 @@
+"""What the server does of its own accord: applying retention, scrubbing, and watching that its disk is still there.
+
+Two threads. One ticks: each second it looks at the directory, at free space and at namespaces in which something happened,
+every half minute at all of them. The other scrubs, which is mostly sleeping. Neither ever touches an arriving sample.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+from slotstream.server.config import ServerConfig
+from slotstream.server.metrics import Metrics
+from slotstream.store.samples import SampleStore
+from slotstream.store.scrubbing import Progress, Scrubber
+from slotstream.store.sweeping import Sweeper, Swept
+from slotstream.wire.errors import SlotStreamError, StoreGone
+
+_log = logging.getLogger(__name__)
+_TICK_S = 1.0
+_FULL_SWEEP_S = 30.0
+_RETRY_S = 60.0  # After a pass of the scrubber that the store's trouble ended.
+
+
+class Housekeeping:
+    """Owns the threads, from `start` to `stop`."""
+
+    def __init__(self, config: ServerConfig, store: SampleStore, metrics: Metrics, on_health: Callable[[bool], None]) -> None:
+        """`on_health` is told, from a thread, whether the data directory is there, whenever that changed."""
+        self.policy = config.retention
+        self._scrub_every_s = config.scrub_every_s
+        self._store = store
+        self._metrics = metrics
+        self._on_health = on_health
+        self._sweeper = Sweeper(store.keeping, config.retention, store.free_bytes)
+        self._scrubber = Scrubber(store.keeping, config.scrub_bytes_per_s, metrics.scrubbed_bytes.inc)
+        self._is_healthy = True
+        self._trouble = ""
+        self._touched: set[str] = set()
+        self._touched_lock = threading.Lock()
+        self._wake = threading.Event()
+        self._stopping = threading.Event()
+        self._threads = [threading.Thread(target=self._keep, name="retention", daemon=True)]
+        if self._scrub_every_s:
+            self._threads.append(threading.Thread(target=self._scrub, name="scrub", daemon=True))
+
+    def start(self) -> None:
+        for thread in self._threads:
+            thread.start()
+
+    def stop(self) -> None:
+        """Ends both threads; blocks for what they are deleting or reading at the moment."""
+        self._stopping.set()
+        self._wake.set()
+        self._scrubber.stop()
+        for thread in self._threads:
+            thread.join()
+
+    def touch(self, namespace: str, *, at_once: bool = False) -> None:
+        """Samples of the namespace were committed, read or acked: its rule may have something to do. Any thread."""
+        if not self.policy.rule_for(namespace).limits():
+            return
+        with self._touched_lock:
+            self._touched.add(namespace)
+        if at_once:
+            self._wake.set()
+
+    @property
+    def scrub_progress(self) -> Progress:
+        return self._scrubber.progress
+
+    def _keep(self) -> None:
+        full_sweep_at = time.monotonic()
+        while not self._stopping.is_set():
+            self._wake.clear()
+            full = time.monotonic() >= full_sweep_at
+            if self._look_at_directory() and self._sweep(full) and full:
+                full_sweep_at = time.monotonic() + _FULL_SWEEP_S
+            self._wake.wait(_TICK_S)
+
+    def _look_at_directory(self) -> bool:
+        try:
+            self._store.check_directory()
+            healthy = True
+        except StoreGone as error:
+            healthy = False
+            if self._is_healthy:
+                _log.error("%s; not serving until it is back", error)
+        if healthy != self._is_healthy:
+            self._is_healthy = healthy
+            self._on_health(healthy)
+        return healthy
+
+    def _sweep(self, full: bool) -> bool:
+        """False when the store is in trouble, or there is more to do: then the next tick goes on."""
+        with self._touched_lock:
+            touched, self._touched = self._touched, set()
+        try:
+            done = [self._sweeper.sweep(None if full else sorted(touched)), self._sweeper.make_room()]
+        except SlotStreamError as error:
+            self._say(f"retention stops for now: {error}")
+            with self._touched_lock:
+                self._touched |= touched
+            return False
+        except Exception:
+            _log.exception("a fault in retention; it goes on with the next sweep")
+            return True
+        starved = any(swept.starved for swept in done)
+        self._say("less than free_bytes_target is free, and nothing more may be deleted for that" if starved else "")
+        for swept in done:
+            self._count(swept)
+        if any(swept.unfinished for swept in done):
+            with self._touched_lock:
+                self._touched |= touched
+            self._wake.set()
+            return False
+        return True
+
+    def _say(self, trouble: str) -> None:
+        """Logs what keeps retention from its work, once, not each second."""
+        if trouble and trouble != self._trouble:
+            _log.warning("%s", trouble)
+        self._trouble = trouble
+
+    def _count(self, swept: Swept) -> None:
+        for reason, count in swept.samples.items():
+            self._metrics.deleted_samples.labels(str(reason)).inc(count)
+            self._metrics.deleted_bytes.labels(str(reason)).inc(swept.bytes[reason])
+            _log.info("retention deleted %d samples, %d bytes: %s", count, swept.bytes[reason], reason)
+
+    def _scrub(self) -> None:
+        while not self._stopping.wait(self._scrubber.due_in_s(self._scrub_every_s)):
+            try:
+                finished = self._scrubber.run_pass()
+            except Exception:
+                _log.exception("a fault in the scrubber; it begins again later")
+                finished = False
+            if finished:
+                self._metrics.scrub_passes.inc()
+            elif self._stopping.wait(_RETRY_S):
+                return
