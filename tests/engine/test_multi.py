@@ -14,6 +14,7 @@ import torch
 from support import tiny_qwen3
 from support.outage import metric, scrape
 from support.siblings import multi_options
+from support.stack import support_importable
 from support.workload import LAYER_IDS, MODEL_NAME, assert_rows_are_true, random_prompts, text_tokens
 from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector import load_hidden_states
 
@@ -30,7 +31,6 @@ from slotstream.demo.processes import (
 pytestmark = [pytest.mark.vllm, pytest.mark.extended, pytest.mark.timeout(900)]
 
 QWEN_LAYER_IDS = [0, 1, 3, tiny_qwen3.LAYERS]
-TESTS = str(Path(__file__).resolve().parents[1])
 
 
 class Engine:
@@ -88,7 +88,9 @@ class Engine:
         raise AssertionError(page)
 
 
-def engine(work: Path, model: Path, layer_ids: list[int], siblings: list[dict[str, Any]], *options: str) -> Iterator[Engine]:
+def engine(
+    work: Path, model: Path, layer_ids: list[int], siblings: list[dict[str, Any]], *options: str, **env: str
+) -> Iterator[Engine]:
     server, port = free_port(), free_port()
     chosen = [
         *SMALL_ENGINE,
@@ -97,7 +99,7 @@ def engine(work: Path, model: Path, layer_ids: list[int], siblings: list[dict[st
         *extraction_options(layer_ids),
         *multi_options(f"127.0.0.1:{server}", *siblings),
     ]
-    env = {"PYTHONPATH": TESTS, "VLLM_SERVER_DEV_MODE": "1"}
+    env |= support_importable() | {"VLLM_SERVER_DEV_MODE": "1"}
     with (
         start_server(work / "data", work / "server.log", server),
         start_vllm(model, work / "vllm.log", port, *chosen, env=env),
@@ -133,6 +135,15 @@ def loading(truth_models: dict[str, Path], tmp_path_factory: pytest.TempPathFact
     pretend = {"kv_connector": "PretendLoader", "kv_connector_module_path": "support.siblings"}
     options = ("--disable-hybrid-kv-cache-manager", "--num-gpu-blocks-override=64", "--max-num-batched-tokens=1024")
     yield from engine(work, truth_models["dense"], LAYER_IDS, [pretend, example], *options)
+
+
+@pytest.fixture(scope="module")
+def holding(truth_models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    """Two tensor-parallel workers, beside a connector for which each of them reports: too few blocks to lose any."""
+    sibling = {"kv_connector": "EveryRankHolds", "kv_connector_module_path": "support.siblings"}
+    options = ("--tensor-parallel-size=2", "--num-gpu-blocks-override=160")
+    work = tmp_path_factory.mktemp("holding")
+    yield from engine(work, truth_models["dense"], LAYER_IDS, [sibling], *options, VLLM_CPU_OMP_THREADS_BIND="0|1")
 
 
 def test_both_connectors_store_the_same_rows(storing: Engine) -> None:
@@ -217,3 +228,19 @@ def test_a_random_load_stores_no_wrong_row_and_leaves_nothing_behind(loading: En
         assert loading.capture(f"later{i}", text_tokens(rng, 900)) == "right"
     committed = [info for info in loading.client.list() if info.state is SampleState.COMMITTED]
     assert len(committed) >= found.count("right") + 6
+
+
+def test_blocks_are_freed_beside_a_connector_for_which_every_worker_reports(holding: Engine) -> None:
+    """vLLM then waits for as many reports of a request as there are workers, ours included, and counts them together."""
+    rng = random.Random(45)
+    prompts = [text_tokens(rng, rng.randrange(1, 300)) for _ in range(48)]
+
+    def one(i: int) -> str:
+        outputs = i % 4 != 3  # Three of four are held by us, every second one by the sibling, some by both.
+        return holding.capture(
+            f"h{i}", prompts[i], max_tokens=4 + 36 * (i % 3 == 0), include_output_tokens=outputs, loads={"hold": i % 2 == 0}
+        )
+
+    with ThreadPoolExecutor(16) as pool:
+        assert set(pool.map(one, range(len(prompts)))) == {"right"}
+    holding.assert_nothing_is_held()

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support import tiny_llava
 
 from slotstream.connector.config import ConnectorConfig
 from slotstream.demo.processes import (
@@ -99,6 +100,30 @@ def test_vllms_configuration_is_checked_in_one_sentence(
     speculative: dict[str, Any], transfer: dict[str, Any], more: dict[str, Any], sentence: str, truth_models: dict[str, Path]
 ) -> None:
     """The same check on vLLM's own configuration objects, without waiting for an engine."""
+    assert sentence in _refused(truth_models["dense"], speculative, transfer, more)
+
+
+def test_media_with_the_model_code_of_transformers_are_refused_before_they_end_vllm(tmp_path: Path) -> None:
+    """vLLM has no code of its own for ViP-LLaVA, and so takes transformers'."""
+    from transformers import CLIPVisionConfig, LlamaConfig, VipLlavaConfig
+
+    tiny = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = VipLlavaConfig(
+        vision_config=CLIPVisionConfig(**tiny),
+        text_config=LlamaConfig(**tiny, max_position_embeddings=4096),
+        vision_feature_layers=[-1],
+        dtype="bfloat16",
+        architectures=["VipLlavaForConditionalGeneration"],
+    )
+    config.save_pretrained(tmp_path)
+    tiny_llava.write_processor(tmp_path)
+    speculative = _NO_LAYERS | {"draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": [1]}}}
+    refused = _refused(tmp_path, speculative, {}, {})
+    assert "cannot be captured: with images or other media and transformers' model code" in refused
+
+
+def _refused(model: Path, speculative: dict[str, Any], transfer: dict[str, Any], more: dict[str, Any]) -> str:
+    """Why the connector refuses what vLLM makes of these options: one sentence."""
     from vllm.config import KVTransferConfig
     from vllm.engine.arg_utils import EngineArgs
 
@@ -109,7 +134,7 @@ def test_vllms_configuration_is_checked_in_one_sentence(
         **transfer,
     }
     arguments = EngineArgs(
-        model=str(truth_models["dense"]),
+        model=str(model),
         max_model_len=1024,
         speculative_config=speculative,
         kv_transfer_config=KVTransferConfig(**connector),
@@ -117,5 +142,5 @@ def test_vllms_configuration_is_checked_in_one_sentence(
     )
     with pytest.raises(ConfigError) as caught:
         ConnectorConfig.from_vllm(arguments.create_engine_config())
-    assert sentence in str(caught.value)
     assert "\n" not in str(caught.value)
+    return str(caught.value)

@@ -136,12 +136,12 @@ def hello(protocol: int = 1) -> pb.IngestRequest:
 class Peer:
     """One ingest stream. Says Hello at once unless told not to."""
 
-    def __init__(self, address: str, *, greet: bool = True, metadata: Metadata = ()) -> None:
+    def __init__(self, address: str, *, greet: bool = True, metadata: Metadata = (), timeout_s: float = TIMEOUT_S * 2) -> None:
         options = (("grpc.use_local_subchannel_pool", 1), ("grpc.max_send_message_length", -1))
         self.channel = grpc.insecure_channel(address, options=options)
         self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         stream = self.channel.stream_stream("/slotstream.v1.Ingest/Stream")
-        self._call: Any = stream(iter(self._outbox.get, None), timeout=TIMEOUT_S * 2, metadata=metadata)
+        self._call: Any = stream(iter(self._outbox.get, None), timeout=timeout_s, metadata=metadata)
         if greet:
             self.say(hello())
             self.welcome = self.hear().welcome

@@ -11,7 +11,7 @@ from typing import Any
 
 import grpc
 import pytest
-from server_kit import ARRIVING, COMMITTED, FAILED, Peer, Reader, RunningServer, Sample, wait_until
+from server_kit import ARRIVING, COMMITTED, FAILED, Peer, Reader, RunningServer, Sample, status, wait_until
 
 from slotstream.v1 import ingest_pb2 as pb
 from slotstream.v1 import samples_pb2 as read_pb
@@ -156,6 +156,28 @@ def test_only_so_many_reads_at_a_time(tmp_path: Path) -> None:
             waiting.result()
         wait_until(lambda: running.metric("reads") == 0)
         reader.read("s")
+
+
+def test_those_who_wait_leave_room_for_those_who_need_not(tmp_path: Path) -> None:
+    with RunningServer(tmp_path, reads_max=8) as running, Reader(running.address) as reader, Peer(running.address) as peer:
+        peer.put(Sample(), 1)
+        waiting = [reader.frames(sample_id=f"never-{number}", wait_s=3600) for number in range(6)]
+        wait_until(lambda: running.metric("waiting_reads") == 6)
+        assert reader.refused(lambda: reader.frames(sample_id="never", wait_s=1)) == ("UNAVAILABLE", "SERVER_UNAVAILABLE")
+        assert reader.read("s")[1] == Sample().data
+        for call in waiting:
+            call.cancel()  # type: ignore[attr-defined]
+        wait_until(lambda: running.metric("reads") == 0)
+
+
+def test_a_request_that_cannot_be_parsed_has_a_code(running: RunningServer) -> None:
+    with grpc.insecure_channel(running.address) as channel:
+        for name in ("Read", "Stat", "List", "Delete", "Verify"):
+            kind = channel.unary_stream if name in ("Read", "Verify") else channel.unary_unary
+            for raw, code in ((b"\xff", "BAD_PARAMS"), (b"\x0a\x01\xff", "BAD_PARAMS"), (bytes(300_000), "TOO_LARGE")):
+                with pytest.raises(grpc.RpcError) as refused:
+                    list(kind(f"/slotstream.v1.Samples/{name}")(raw, timeout=60))
+                assert status(refused.value) == (grpc.StatusCode.INVALID_ARGUMENT, code)
 
 
 def test_a_reader_that_leaves_is_forgotten(running: RunningServer, peer: Peer, reader: Reader) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import sqlite3
 from collections.abc import Callable
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 from store_kit import Crash, FaultyFiles, Sample, crash, crash_in, read_all, tree
 
-from slotstream.store.catalogue_sql import ListQuery
+from slotstream.store.catalogue_sql import ListQuery, MalformedRow, scan
 from slotstream.store.records import SampleRecord, State
 from slotstream.store.samples import SampleStore
 
@@ -157,6 +158,26 @@ CASES = [
     pytest.param(
         _and_then(_crashed(_put_and_crash), lambda d: (d / "catalog.sqlite").write_bytes(b"")), COMMITTED, id="catalogue empty"
     ),
+    *(
+        pytest.param(
+            _and_then(_crashed(_put_and_crash), _sql(f"UPDATE samples SET {change} WHERE sample_id = 's'")),
+            COMMITTED,
+            id=change,
+        )
+        for change in (
+            "layer_ids = '[1e9]'",
+            "layer_ids = '[-1]'",
+            "layer_ids = '3'",
+            "hidden_size = 4294967296",
+            "num_tokens = 1.5",
+            "tags = '[1]'",
+            """tags = '{"a":1}'""",
+            """metadata = '{"a":"\\ud800"}'""",
+            f"metadata = '{'[' * 100_000}'",
+            "namespace = '../..'",
+            "sample_id = 'a/b'",
+        )
+    ),
     pytest.param(_and_then(_crashed(_put_and_crash), _sql("DROP TABLE meta")), COMMITTED, id="catalogue without a table"),
 ]
 
@@ -220,6 +241,47 @@ def test_damage_inside_the_catalogue_is_found_after_a_crash(tmp_path: Path) -> N
     store = SampleStore.open(tmp_path)
     assert store.totals()[State.COMMITTED][0] == 50
     store.close()
+
+
+@pytest.mark.parametrize(
+    ("entry", "value"),
+    [
+        ("layer_ids", "[3,3]"),
+        ("layer_ids", "[3,4294967296]"),
+        ("layer_ids", "[-3,7]"),
+        ("sample_id", "../s"),
+        ("namespace", ""),
+        ("tags", '{"":"v"}'),
+        ("tags", '{"a":"\\ud800"}'),
+        ("tags", '{"a":1}'),
+    ],
+)
+def test_a_file_that_no_listing_could_show_is_not_adopted(tmp_path: Path, entry: str, value: str) -> None:
+    store = SampleStore.open(tmp_path)
+    SAMPLE.put(store)
+    KEPT.put(store)
+    path = SAMPLE.path(store)
+    crash(store)
+    raw = path.read_bytes()
+    length = int.from_bytes(raw[:8], "little")
+    header = json.loads(raw[8 : 8 + length])
+    header["__metadata__"][entry] = value
+    path.write_bytes(raw[:8] + json.dumps(header, separators=(",", ":")).encode().ljust(length) + raw[8 + length :])
+    _lose_catalogue(tmp_path)
+    store = SampleStore.open(tmp_path)
+    assert [record.sample_id for record in store.list_page(ListQuery())[0]] == ["kept"]
+    store.close()
+
+
+def test_rows_that_are_out_of_order_end_a_walk() -> None:
+    """In a damaged tree they would lead a walk over everything back to where it was, for ever."""
+
+    class Damaged:
+        def execute(self, *_: object) -> list[tuple[object, ...]]:
+            return [(7,)]
+
+    with pytest.raises(MalformedRow):
+        scan(Damaged(), 7, 256)  # type: ignore[arg-type]
 
 
 def test_files_that_are_not_samples_are_left_alone(tmp_path: Path) -> None:

@@ -44,6 +44,10 @@ class IngestClient:
     def send(self, request: ingest_pb2.IngestRequest) -> None:
         self._outbox.put(request.SerializeToString())
 
+    def send_raw(self, frame: bytes) -> None:
+        """Any bytes, as a request."""
+        self._outbox.put(frame)
+
     def next_reply(self, kind: str) -> ingest_pb2.IngestReply:
         """The next reply, which must be of this kind."""
         reply: ingest_pb2.IngestReply = next(self._replies)

@@ -71,8 +71,8 @@ class ExampleOnRequest(ExampleConnector):
 
 
 @dataclass
-class _Loads(KVConnectorMetadata):
-    """The requests whose load begins in a step."""
+class _Requests(KVConnectorMetadata):
+    """What a sibling's workers are told in a step: of which requests a load begins, or which ended."""
 
     requests: set[str] = field(default_factory=set)
 
@@ -104,7 +104,7 @@ class PretendLoader(KVConnectorBase_V1, SupportsHMA):
             self._beginning.add(request.request_id)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
-        loads, self._beginning = _Loads(self._beginning), set()
+        loads, self._beginning = _Requests(self._beginning), set()
         return loads
 
     def request_finished_all_groups(
@@ -114,7 +114,7 @@ class PretendLoader(KVConnectorBase_V1, SupportsHMA):
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         loads = self._get_connector_metadata()
-        assert isinstance(loads, _Loads)
+        assert isinstance(loads, _Requests)
         self._over |= loads.requests
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
@@ -123,6 +123,58 @@ class PretendLoader(KVConnectorBase_V1, SupportsHMA):
 
     def get_finished_count(self) -> int:
         return 1
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        return
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
+        return
+
+    def wait_for_save(self) -> None:
+        return
+
+
+class EveryRankHolds(KVConnectorBase_V1, SupportsHMA):
+    """Holds the blocks of requests whose params say `{"hold": true}`, until each worker has said so, `rank` steps later.
+
+    As connectors do that send KV from every tensor-parallel worker: `get_finished_count` stays vLLM's own, None.
+    """
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._held: set[str] = set()
+        self._steps: dict[str, int] = {}  # until a request is reported
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        return 0, False
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        return
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[Sequence[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        hold = bool((request.kv_transfer_params or {}).get("hold"))
+        if hold:
+            self._held.add(request.request_id)
+        return hold, None
+
+    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+        held, self._held = _Requests(self._held), set()
+        return held
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        held = self._get_connector_metadata()
+        assert isinstance(held, _Requests)
+        rank = self._vllm_config.parallel_config.rank
+        self._steps = {r: n - 1 for r, n in self._steps.items()} | dict.fromkeys(held.requests, rank)
+        over = {r for r, n in self._steps.items() if n <= 0}
+        for req_id in over:
+            del self._steps[req_id]
+        return over or None, None
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        return
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,6 +19,13 @@ from slotstream.demo.processes import (
     start_vllm,
 )
 from support.workload import MODEL_NAME
+
+
+def support_importable() -> dict[str, str]:
+    """The environment of an engine that loads connectors from `support`, and slotstream from where this process has it."""
+    ours = os.environ.get("PYTHONPATH")
+    tests = str(Path(__file__).resolve().parents[1])
+    return {"PYTHONPATH": os.pathsep.join([tests, ours] if ours else [tests])}
 
 
 @dataclass(slots=True)

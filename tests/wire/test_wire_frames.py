@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from slotstream.v1 import ingest_pb2, samples_pb2
 from slotstream.wire.errors import ProtocolViolation
 from slotstream.wire.frames import decode_reply, decode_request, encode_chunk, encode_rows
+from slotstream.wire.names import CONTROL_BYTES_MAX, ROWS_MAX
 
 _U64 = st.integers(0, (1 << 64) - 1)
 _U32 = st.integers(0, (1 << 32) - 1)
@@ -28,8 +29,11 @@ DECODERS = pytest.mark.parametrize("decode", [decode_request, decode_reply])
 
 
 def _field(tag: bytes, value: bytes) -> bytes:
-    assert len(value) < 128
-    return tag + bytes((len(value),)) + value
+    length, left = bytearray(), len(value)
+    while left > 127:
+        length.append(left & 127 | 128)
+        left >>= 7
+    return tag + bytes((*length, left)) + value
 
 
 @given(_CHUNK_HEADERS, _DATA)
@@ -131,6 +135,39 @@ def test_other_spellings_of_a_chunk_are_read(frame: bytes) -> None:
 def test_what_is_no_request_is_a_violation(frame: bytes) -> None:
     with pytest.raises(ProtocolViolation):
         decode_request(frame)
+
+
+def _long(**fields: object) -> bytes:
+    return ingest_pb2.IngestRequest(**fields).SerializeToString()  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        pytest.param(_long(open=ingest_pb2.OpenSample(metadata={"k": "v" * CONTROL_BYTES_MAX})), id="metadata"),
+        pytest.param(_long(open=ingest_pb2.OpenSample(tags={str(n): "" for n in range(50_000)})), id="tags"),
+        pytest.param(_long(commit=ingest_pb2.CommitSample(metadata={"k": "v" * CONTROL_BYTES_MAX})), id="metadata of a commit"),
+        pytest.param(_long(commit=ingest_pb2.CommitSample(token_ids=[1] * (ROWS_MAX + 1))), id="token ids"),
+        pytest.param(b"\xa0\x06\x01" * 100_000, id="unknown fields"),
+        pytest.param(_field(_TAG_CHUNK, _HEAD + b"\xa0\x06\x01" * 100_000) + _DATA_FIELD, id="a chunk's header"),
+        pytest.param(_field(b"\x12", bytes(300_000)) + b"\x0b", id="a group"),
+        pytest.param(_field(b"\x12", bytes(300_000))[:-1], id="cut short"),
+    ],
+)
+def test_what_is_long_beside_rows_and_token_ids_is_never_parsed(frame: bytes) -> None:
+    with pytest.raises(ProtocolViolation):
+        decode_request(frame)
+
+
+def test_what_has_to_be_long_is_parsed_like_anything_else() -> None:
+    commit = ingest_pb2.IngestRequest(commit=ingest_pb2.CommitSample(sample=1, row_count=9, token_ids=range(300_000)))
+    assert decode_request(commit.SerializeToString()) == (commit, b"")
+    rows = bytes(range(256)) * 4096
+    chunk = ingest_pb2.IngestRequest(chunk=ingest_pb2.ChunkHeader(sample=1, rows=1), data=rows)
+    backwards = _field(_TAG_DATA, rows) + ingest_pb2.IngestRequest(chunk=chunk.chunk).SerializeToString()
+    for frame in (chunk.SerializeToString(), backwards):
+        request, data = decode_request(frame)
+        assert (request.chunk, data) == (chunk.chunk, rows)
 
 
 @DECODERS

@@ -138,6 +138,13 @@ class ConnectorConfig:
             raise ConfigError(
                 "a pooling model cannot be captured: vLLM extracts no hidden states from requests that are pooled"
             )
+        if model_config.is_multimodal_model and model_config.using_transformers_backend():
+            # vLLM records the layers of the outermost module, and only the language model inside it offers them: what vLLM
+            # then unpacks is not there, at the first request.
+            raise ConfigError(
+                f"{model_config.architecture} cannot be captured: with images or other media and transformers' model code "
+                "instead of its own, vLLM extracts no hidden states and ends at the first request"
+            )
         if model_config.enable_prompt_embeds and not vllm_config.use_v2_model_runner:
             # ExtractHiddenStatesProposer.prepare_next_token_ids_padded asks for token ids that such a prompt does not have.
             raise ConfigError(

@@ -21,6 +21,7 @@ from slotstream.connector.faults import SampleFault
 from slotstream.connector.fence import Fence
 from slotstream.connector.metrics import SlotStreamPromMetrics, SlotStreamStats
 from slotstream.connector.plan import EMPTY_PLAN, StepPlan
+from slotstream.connector.releases import Releases, every_worker_reports
 from slotstream.connector.scheduler import SchedulerHalf
 from slotstream.connector.watch import ServerWatch
 from slotstream.connector.worker import WorkerHalf
@@ -78,6 +79,7 @@ class SlotStreamConnector(KVConnectorBase_V1, SupportsHMA):
         self._fence = Fence(self._count_fault)
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None
+        self._releases: Releases | None = None  # Of a worker that sends nothing, where vLLM waits for its reports too.
         self._watch: ServerWatch | None = None
         self._capture_layer = ""
         self._bound: StepPlan = EMPTY_PLAN
@@ -101,7 +103,10 @@ class SlotStreamConnector(KVConnectorBase_V1, SupportsHMA):
 
         layers = list(get_layers_from_vllm_config(self._vllm_config, CacheOnlyAttentionLayer, list(kv_caches)))
         # Rows are the same on every tensor-parallel rank, and only the last pipeline rank has any: one worker sends.
-        if not layers or get_tensor_model_parallel_rank() != 0 or self._worker is not None:
+        if self._worker is not None:
+            return
+        if not layers or get_tensor_model_parallel_rank() != 0:
+            self._releases = self._releases or (Releases() if every_worker_reports() else None)
             return
         if len(layers) > 1:
             raise ConfigError(f"expected one layer of hidden states, found {len(layers)}")
@@ -125,9 +130,13 @@ class SlotStreamConnector(KVConnectorBase_V1, SupportsHMA):
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
-        if self._worker is not None and isinstance(connector_metadata, SlotStreamMetadata):
+        if not isinstance(connector_metadata, SlotStreamMetadata):
+            return
+        if self._worker is not None:
             self._bound = connector_metadata.plan
             self._on_worker(self._worker.bind, self._bound)
+        elif self._releases is not None:
+            self._releases.bind(connector_metadata.plan)
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         return
@@ -160,9 +169,11 @@ class SlotStreamConnector(KVConnectorBase_V1, SupportsHMA):
             self._fence.run(self._worker.fail_plan, None, self._bound)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        if self._worker is None:
-            return None, None
-        return self._fence.run(self._worker.take_releases, set()) or None, None
+        if self._worker is not None:
+            return self._fence.run(self._worker.take_releases, set()) or None, None
+        if self._releases is not None:
+            return self._releases.take() or None, None
+        return None, None
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         if self._worker is None:
@@ -172,7 +183,7 @@ class SlotStreamConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_finished_count(self) -> int:
         # One release a request: only one worker sends. Left at None, the scheduler would wait for every rank and never
-        # free the request's blocks.
+        # free the request's blocks. MultiConnector may overrule it: see `releases`.
         return 1
 
     # -- scheduler side
@@ -227,7 +238,10 @@ class SlotStreamConnector(KVConnectorBase_V1, SupportsHMA):
 
     def reset_cache(self) -> bool:
         # Nothing is kept here that a reset could make stale: rows leave in the step that computes them. Running captures go
-        # on: vLLM preempts their requests, and what it computes again was either sent already or is read then.
+        # on: vLLM preempts their requests, and what it computes again was either sent already or is read then. But the
+        # weights may be replaced meanwhile, of which vLLM tells its connectors nothing else.
+        if self._scheduler is not None:
+            self._fence.run(self._scheduler.on_cache_reset, None)
         return True
 
     def _why_no_capture(self, longer_than_s: float) -> SlotStreamError | None:

@@ -14,6 +14,7 @@ from slotstream.connector.config import ConnectorConfig
 from slotstream.connector.counters import Counters
 from slotstream.connector.faults import SampleFault
 from slotstream.connector.loaded import LoadedRows
+from slotstream.connector.multimodal import describe
 from slotstream.connector.params import CaptureParams, parse_params, sequence_index
 from slotstream.connector.plan import EMPTY_PLAN, RowPlan, SampleAbort, SampleFinish, SampleOpen, StepPlan
 from slotstream.transport.logs import connector_logger
@@ -38,6 +39,8 @@ if TYPE_CHECKING:
 
 logger = connector_logger(__name__)
 
+_RESETS_MAX = 100
+
 
 @dataclass(slots=True)
 class _Capture:
@@ -52,6 +55,7 @@ class _Capture:
     hit_tokens: int = 0
     complete: bool = False  # Every row is planned and the commit too.
     rows: int = 0
+    resets: list[int] = field(default_factory=list)  # First rows captured after vLLM dropped its caches.
 
 
 @dataclass(slots=True)
@@ -156,6 +160,13 @@ class SchedulerHalf:
             if capture is not None:
                 self._live.pop(fault.req_id, None)
                 self._refused[fault.req_id] = _Relayed(fault.code, fault.message)
+
+    def on_cache_reset(self) -> None:
+        """vLLM dropped its caches, as is done when weights are replaced: samples that have rows already will say so."""
+        for capture in self._live.values():
+            row = capture.next - capture.start
+            if row and row not in capture.resets and len(capture.resets) < _RESETS_MAX:
+                capture.resets.append(row)
 
     def take_stats(self) -> dict[str, float]:
         """Counts since the last call."""
@@ -303,6 +314,7 @@ class SchedulerHalf:
             "token_start": str(capture.start),
             "prompt_tokens": str(request.num_prompt_tokens),
             "prefix_hit_tokens": str(capture.hit_tokens),
+            **describe(request.mm_features),
         }
         if lora is not None:
             metadata["lora_name"] = str(lora.lora_name)[:256]
@@ -328,6 +340,8 @@ class SchedulerHalf:
         tokens = tuple(request.all_token_ids[capture.start : stop])
         # A prompt's capture ends with its last row, while the text is still being written.
         metadata = {"finish_reason": _finish_reason(request) if request.is_finished() else "prompt"}
+        if capture.resets:
+            metadata["cache_resets"] = ",".join(map(str, capture.resets))
         pending.finishes.append(SampleFinish(request.request_id, tokens, metadata))
         capture.complete = True
         capture.rows = len(tokens)

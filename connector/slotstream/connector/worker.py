@@ -15,6 +15,7 @@ from slotstream.connector.faults import SampleFault
 from slotstream.connector.gather import INDEX_BYTES, Destination, Gathered, RowGather, Slots
 from slotstream.connector.plan import EMPTY_PLAN, RowPlan, SampleAbort, SampleFinish, SampleOpen, StepPlan
 from slotstream.connector.pump import FailSample, Pump, Segment, StagedBatch
+from slotstream.connector.releases import Releases
 from slotstream.connector.rowcheck import StepMapping
 from slotstream.connector.staging import StagingPool
 from slotstream.transport.base import SampleSink
@@ -77,8 +78,7 @@ class WorkerHalf:
         self._begun: set[str] = set()  # Requests whose opens of this step's plan were posted.
         self._slot_mapping: torch.Tensor | None = None
         self._first_position: dict[str, int] = {}
-        self._releases: set[str] = set()
-        self._releases_next: set[str] = set()
+        self._releases = Releases()
         self._pump.start()
         logger.info(
             "slotstream: layers %s of %s go to %s; staging %d MiB in %d slots, block size %d",
@@ -96,8 +96,7 @@ class WorkerHalf:
         """A step begins."""
         self._plan = plan
         self._slot_mapping = None
-        self._releases |= self._releases_next
-        self._releases_next = set(plan.releases)
+        self._releases.bind(plan)
 
     def remember_slot_mapping(self, slot_mapping: torch.Tensor) -> None:
         """This step's slot mapping, int [tokens], on the device: only remembered here."""
@@ -125,8 +124,7 @@ class WorkerHalf:
 
     def take_releases(self) -> set[str]:
         """Requests whose last rows were read in an earlier step: vLLM may free their blocks."""
-        released, self._releases = self._releases, set()
-        return released
+        return self._releases.take()
 
     def take_faults(self) -> list[SampleFault]:
         """Samples that failed since the last call."""
@@ -147,8 +145,7 @@ class WorkerHalf:
             return
         self._failed_plan = plan
         self._plan = EMPTY_PLAN  # Nothing more is to be done of it: its samples would be opened twice.
-        # Unless `bind` took them: vLLM does not survive hearing of a release twice.
-        self._releases |= set(plan.releases) - self._releases_next
+        self._releases.give_up(plan)
         error = InternalFault("a fault of slotstream's own: the log says which")
         for opened in plan.opens:
             if opened.req_id not in self._begun:  # Its id may be promised: the server has to hear of it.

@@ -37,8 +37,8 @@ def read_pem(path: str | Path, what: str) -> bytes:
     try:
         with Path(path).open("rb") as file:
             pem = file.read(_PEM_BYTES_MAX)
-    except OSError as error:
-        raise ConfigError(f"{what}: cannot read {path}: {error.strerror or error}") from error
+    except (OSError, ValueError) as error:  # ValueError: a name that no file can have.
+        raise ConfigError(f"{what}: cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
     if b"-----BEGIN " not in pem:
         raise ConfigError(f"{what}: {path} is not a PEM file")
     return pem
@@ -125,8 +125,10 @@ class Access:
         try:
             with Path(self.token_file).open(encoding="utf-8", errors="replace") as file:
                 return check_token(file.read(_TOKEN_FILE_BYTES_MAX), f"token_file {self.token_file}")
-        except OSError as error:
-            raise ConfigError(f"token_file: cannot read {self.token_file}: {error.strerror or error}") from error
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"token_file: cannot read {self.token_file}: {getattr(error, 'strerror', None) or error}"
+            ) from error
 
 
 def token_from_environment() -> str | None:

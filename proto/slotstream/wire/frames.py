@@ -6,19 +6,25 @@ IngestRequest or ReadReply, so peers without this module read and write it with 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from google.protobuf.message import DecodeError, Message
 
 from slotstream.v1 import ingest_pb2, samples_pb2
 from slotstream.wire.errors import ProtocolViolation
 from slotstream.wire.hashing import Buffer
+from slotstream.wire.names import CONTROL_BYTES_MAX, ROWS_MAX
 
 _LENGTH_DELIMITED = 2
 _CHUNK_TAG = (3 << 3) | _LENGTH_DELIMITED  # IngestRequest.chunk
 _ROWS_TAG = (2 << 3) | _LENGTH_DELIMITED  # ReadReply.rows
 _DATA_TAG = (15 << 3) | _LENGTH_DELIMITED  # data, in both
+_COMMIT_TAG = (4 << 3) | _LENGTH_DELIMITED  # IngestRequest.commit
+_TOKEN_IDS_TAG = (3 << 3) | _LENGTH_DELIMITED  # CommitSample.token_ids, packed
 _VARINT_BYTES_MAX = 10
+_HEADER_BYTES_MAX = 4096  # A chunk's or rows' header; ours are below 64.
+_FIELDS_MAX = 4096  # Fields of a long request.
+_CONTINUED = bytes(range(0x80, 0x100))  # Bytes that a varint goes on after.
 
 
 def _varint(value: int) -> bytes:
@@ -55,12 +61,59 @@ def _split(frame: bytes, tag: int) -> tuple[bytes, memoryview] | None:
         return None
     length, at = _read_varint(frame, 1)
     header_end = at + length
-    if header_end >= len(frame) or frame[header_end] != _DATA_TAG:
+    if length > _HEADER_BYTES_MAX or header_end >= len(frame) or frame[header_end] != _DATA_TAG:
         return None
     nbytes, data_at = _read_varint(frame, header_end + 1)
     if data_at + nbytes != len(frame):
         return None
     return frame[at:header_end], memoryview(frame)[data_at:]
+
+
+def _fields(frame: bytes, at: int, stop: int) -> Iterator[tuple[int, int, int]]:
+    """(tag, where its value begins, where it ends) of each field in frame[at:stop]. Raises ProtocolViolation."""
+    for _ in range(_FIELDS_MAX):
+        if at == stop:
+            return
+        tag, begin = _read_varint(frame, at)
+        match tag & 7:
+            case 0:  # Varint; these are protobuf's wire types.
+                _, at = _read_varint(frame, begin)
+            case 1:  # 64 bits.
+                at = begin + 8
+            case 5:  # 32 bits.
+                at = begin + 4
+            case 2:  # Length-delimited.
+                length, begin = _read_varint(frame, begin)
+                at = begin + length
+            case _:  # Groups, which proto3 has no more.
+                raise ProtocolViolation("a request holds a field of a kind that the protocol does not use")
+        if at > stop:
+            raise ProtocolViolation("a request's field is cut short")
+        yield tag, begin, at
+    raise ProtocolViolation(f"a long request has more than {_FIELDS_MAX} fields")
+
+
+def _check_bulk(frame: bytes) -> None:
+    """Refuse a request that is long in anything but rows and token ids. Raises ProtocolViolation.
+
+    A parser makes an object of every map entry, at ten times its bytes and a second for a message's worth: so this looks
+    at the lengths alone, before there are objects.
+    """
+    if len(frame) <= CONTROL_BYTES_MAX:
+        return
+    beside, token_ids = len(frame), 0
+    for tag, begin, stop in _fields(frame, 0, len(frame)):
+        if tag == _DATA_TAG:
+            beside -= stop - begin
+        elif tag == _COMMIT_TAG:
+            for inner, first, last in _fields(frame, begin, stop):
+                if inner == _TOKEN_IDS_TAG:
+                    beside -= last - first
+                    token_ids += len(frame[first:last].translate(None, _CONTINUED))
+    if beside > CONTROL_BYTES_MAX:
+        raise ProtocolViolation(f"a request has {beside} bytes beside rows and token ids, more than {CONTROL_BYTES_MAX}")
+    if token_ids > ROWS_MAX:
+        raise ProtocolViolation(f"a commit has {token_ids} token ids, more than the {ROWS_MAX} rows of a sample")
 
 
 def encode_chunk(header: ingest_pb2.ChunkHeader, data: Buffer) -> bytes:
@@ -74,6 +127,7 @@ def decode_request(frame: bytes) -> tuple[ingest_pb2.IngestRequest, memoryview]:
     try:
         parts = _split(frame, _CHUNK_TAG)
         if parts is None:
+            _check_bulk(frame)
             request.ParseFromString(frame)
             data = memoryview(request.data)
             request.ClearField("data")

@@ -139,6 +139,9 @@ class Server:
                 ("grpc.max_allowed_incoming_connections", config.connections_max),
                 ("grpc.max_concurrent_streams", _CONNECTION_CALLS_MAX),  # More wait at the caller's end.
                 ("grpc.max_metadata_size", _METADATA_BYTES_MAX),
+                # Calls that gRPC has and the event loop has not: past 1000 gRPC drops some, anybody's and without a code.
+                ("grpc.server.max_pending_requests", 1 << 15),
+                ("grpc.server.max_pending_requests_hard_limit", 1 << 16),
             )
         )
         self._grpc.add_generic_rpc_handlers((self._ingest.handler(), self._samples.handler()))

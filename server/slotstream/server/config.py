@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ipaddress
 import logging
-import math
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -14,6 +13,8 @@ from slotstream.wire.address import check_address
 from slotstream.wire.errors import ConfigError
 from slotstream.wire.names import CHUNK_BYTES_MAX, DEFAULT_ADDRESS, WINDOW_BYTES
 
+_NUMBER_MAX = (1 << 62) - 1  # What messages and the operating system take.
+_SECONDS_MAX = 365 * 86400
 LOG_FORMATS = ("text", "json")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 _COUNTS = (
@@ -78,13 +79,13 @@ class ServerConfig:
         _at_least("--free-bytes-min", self.free_bytes_min, 0)
         _at_least("--window-bytes", self.window_bytes, CHUNK_BYTES_MAX)
         _at_least("--ingest-bytes-max", self.ingest_bytes_max, self.window_bytes)
-        _at_least("--drain-s", self.drain_s, 0)
-        _at_least("--appear-grace-s", self.appear_grace_s, 0)
+        _at_least("--drain-s", self.drain_s, 0, _SECONDS_MAX)
+        _at_least("--appear-grace-s", self.appear_grace_s, 0, _SECONDS_MAX)
         for name in _COUNTS:
             _at_least("--" + name.replace("_", "-"), getattr(self, name), 1)
         for name in _PATIENCES:
-            _at_least("--" + name.replace("_", "-"), getattr(self, name), 0.1)
-        _at_least("--scrub-every-s", self.scrub_every_s, 0)
+            _at_least("--" + name.replace("_", "-"), getattr(self, name), 0.1, _SECONDS_MAX)
+        _at_least("--scrub-every-s", self.scrub_every_s, 0, _SECONDS_MAX)
         _at_least("--scrub-bytes-per-s", self.scrub_bytes_per_s, 1)
         self._check_security()
 
@@ -128,6 +129,7 @@ def _check_address(option: str, address: str) -> None:
         raise ConfigError(f"{option}: {error}") from error
 
 
-def _at_least(option: str, value: float, least: float) -> None:
-    if not (math.isfinite(value) and value >= least):
-        raise ConfigError(f"{option} must be at least {least}, not {value}")
+def _at_least(option: str, value: float, least: float, most: float = _NUMBER_MAX) -> None:
+    if not least <= value <= most:  # Neither is true of NaN.
+        bound = f"at most {most}" if value > most else f"at least {least}"
+        raise ConfigError(f"{option} must be {bound}, not {str(value)[:40]}")

@@ -22,7 +22,7 @@ import grpc.aio
 from slotstream.server.arrivals import Arrivals
 from slotstream.server.config import ServerConfig
 from slotstream.server.gate import Gate, Session, Shares
-from slotstream.server.ingest_requests import check_open_bytes, commit_bytes, peers_failure, refused_record, spec_of
+from slotstream.server.ingest_requests import commit_bytes, peers_failure, refused_record, spec_of
 from slotstream.server.lane import Abort, Chunk, Commit, Done, Ended, Lane, Open, Pools, Refuse
 from slotstream.server.metrics import Metrics, code_label
 from slotstream.server.status import abort
@@ -43,7 +43,7 @@ from slotstream.wire.errors import (
 )
 from slotstream.wire.frames import decode_request
 from slotstream.wire.logtext import log_text
-from slotstream.wire.names import CHUNK_BYTES_MAX, CONTROL_BYTES_MAX, PROTOCOL_VERSION
+from slotstream.wire.names import CHUNK_BYTES_MAX, PROTOCOL_VERSION
 from slotstream.wire.throttle import Throttle
 
 _log = logging.getLogger(__name__)
@@ -337,7 +337,7 @@ class _Stream:
 
     def _greet(self, frame: bytes) -> None:
         request, _ = decode_request(frame)
-        if len(frame) > CONTROL_BYTES_MAX or request.WhichOneof("kind") != "hello":
+        if request.WhichOneof("kind") != "hello":
             raise ProtocolViolation("the first request of a stream must be Hello")
         hello = request.hello
         if hello.protocol != PROTOCOL_VERSION:
@@ -363,7 +363,7 @@ class _Stream:
         if len(data):
             raise ProtocolViolation("only a chunk may carry data")
         if kind == "open":
-            self._take_open(request.open, len(frame))
+            self._take_open(request.open)
         elif kind == "commit":
             self._take_commit(request.commit, len(frame))
         elif kind == "abort":
@@ -398,7 +398,7 @@ class _Stream:
         self._hold(nbytes)
         lane.push(Commit(commit.row_count, commit.token_ids, dict(commit.metadata)), nbytes)
 
-    def _take_open(self, request: pb.OpenSample, nbytes: int) -> None:
+    def _take_open(self, request: pb.OpenSample) -> None:
         number = request.sample
         if number in self._used:
             raise ProtocolViolation(f"sample number {number} was used before on this stream")
@@ -422,7 +422,7 @@ class _Stream:
         try:
             if denied is not None:
                 raise denied
-            self._check_room(nbytes)
+            self._check_room()
             spec = spec_of(request)
             self._service.open_shares.take(self._session.name)
             self._due[number] = self._loop.time() + self._service.config.sample_s_max
@@ -430,10 +430,9 @@ class _Stream:
         except SlotStreamError as error:
             lane.push(Refuse(refused_record(key, request), Failure.of(error)))
 
-    def _check_room(self, nbytes: int) -> None:
+    def _check_room(self) -> None:
         if self._service.draining:
             raise ServerDraining("the server is shutting down")
-        check_open_bytes(nbytes)
         limit = self._service.config.open_samples_max
         if len(self._lanes) > limit:
             raise StoreFull(f"{limit} samples are open on this stream already, as many as this server allows")

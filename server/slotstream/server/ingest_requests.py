@@ -9,16 +9,10 @@ from slotstream.store.records import MODEL_BYTES_MAX, Failure, SampleKey, Sample
 from slotstream.v1 import ingest_pb2 as pb
 from slotstream.wire.errors import InternalFault, TooLarge, error_from_code
 from slotstream.wire.layout import TOKEN_ID_BYTES
-from slotstream.wire.names import CONTROL_BYTES_MAX, LAYERS_MAX, METADATA_BYTES_MAX, ROWS_MAX
+from slotstream.wire.names import LAYERS_MAX, METADATA_BYTES_MAX, ROWS_MAX
 
 _CODE = re.compile(r"[A-Z][A-Z0-9_]{0,63}")
 _MESSAGE_CHARS_MAX = 1024
-
-
-def check_open_bytes(nbytes: int) -> None:
-    """Raises TooLarge for an OpenSample that nobody needs: its maps would be walked on the event loop."""
-    if nbytes > CONTROL_BYTES_MAX:
-        raise TooLarge(f"an open of {nbytes} bytes is longer than the {CONTROL_BYTES_MAX} allowed")
 
 
 def commit_bytes(commit: pb.CommitSample) -> int:

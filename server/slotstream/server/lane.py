@@ -145,13 +145,14 @@ class Lane:
                     self._running = False
                     return
                 item, nbytes = self._items.popleft()
-            if isinstance(item, Commit) and not self._ended:
+            # A refusal waits for its row: many of them side by side share a transaction, and keep nobody's chunks waiting.
+            if isinstance(item, Commit | Refuse) and not self._ended:
                 self._pools.commits.submit(self._run_commit, item, nbytes)
                 return
             self._guarded(item, nbytes)
         self._pools.chunks.submit(self._run)
 
-    def _run_commit(self, item: Commit, nbytes: int) -> None:
+    def _run_commit(self, item: Commit | Refuse, nbytes: int) -> None:
         self._guarded(item, nbytes)
         with self._lock:
             if not self._items:

@@ -7,7 +7,7 @@ import itertools
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from concurrent.futures import Future
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -37,6 +37,7 @@ from slotstream.wire.errors import (
     SampleNotFound,
     SlotStreamError,
     TooLarge,
+    TooMany,
     TooSlow,
 )
 from slotstream.wire.frames import encode_rows
@@ -45,11 +46,11 @@ from slotstream.wire.names import CONTROL_BYTES_MAX, DEFAULT_NAMESPACE, check_na
 _log = logging.getLogger(__name__)
 WAIT_S_MAX = 3600.0
 USAGE_PAGE = 1000
+_WAITING_SHARE = 0.75  # Of reads_max: whoever waits for samples that never come must not keep others from those that are there.
 _Context = grpc.aio.ServicerContext[Any, Any]
 _PEERS_ASSUMED = 4  # So many peers may each have all the requests that one may have.
 _PAGE_BYTES_MAX = 8 << 20
 _VERIFIES_MAX = 4  # Each keeps a thread and the disk busy for as long as it lasts.
-_OneSample = pb.ReadRequest | pb.StatRequest | pb.DeleteRequest | pb.VerifyRequest
 _T = TypeVar("_T")
 _Message = TypeVar("_Message", bound=Message)
 # Requests that name one sample.
@@ -80,6 +81,7 @@ class SamplesService:
         self._request_shares = Shares("requests", _PEERS_ASSUMED * config.requests_max, config.requests_max)
         self._verify_shares = Shares("verifications", _VERIFIES_MAX, _VERIFIES_MAX // 2)
         self._reads = 0
+        self._waiting = 0
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -187,6 +189,18 @@ class SamplesService:
             if not self._reads:
                 self._idle.set()
 
+    @contextmanager
+    def _one_wait(self) -> Iterator[None]:
+        if self._waiting >= max(1, int(self._config.reads_max * _WAITING_SHARE)):
+            raise TooMany(f"{self._waiting} reads are waiting for samples, as many as this server allows")
+        self._waiting += 1
+        self._metrics.waiting_reads.set(self._waiting)
+        try:
+            yield
+        finally:
+            self._waiting -= 1
+            self._metrics.waiting_reads.set(self._waiting)
+
     async def _open(self, key: SampleKey) -> SampleReader:
         """The reader of a committed sample. Raises what the read is to be answered with."""
         opening = self._pools.reads.submit(self._store.reader, key)
@@ -209,7 +223,7 @@ class SamplesService:
                     return
                 limit_s = wait_s if record is not None else min(wait_s, self._config.appear_grace_s)
                 try:
-                    with self._metrics.waiting_reads.track_inprogress():
+                    with self._one_wait():
                         async with asyncio.timeout_at(begun + limit_s):
                             await changed.wait()
                 except TimeoutError as error:

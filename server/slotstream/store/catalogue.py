@@ -49,9 +49,15 @@ class CatalogueCorrupt(Exception):
     """The file is not a sound catalogue: it has to be rebuilt. Seen only while opening."""
 
 
+class CatalogueDamaged(InternalFault):
+    """Damage that only came to light when its rows were read. While opening it means: rebuild."""
+
+
 def catalogue_error(error: sqlite3.Error) -> SlotStreamError:
-    """The expected failure that `error` is: StoreFull where the disk is full, else InternalFault."""
+    """The expected failure that `error` is: StoreFull where the disk is full, CatalogueDamaged, else InternalFault."""
     code = getattr(error, "sqlite_errorcode", 0)
+    if isinstance(error, sql.MalformedRow) or is_corrupt(error):
+        return CatalogueDamaged(f"the catalogue failed: {error}")
     if code & 0xFF == sqlite3.SQLITE_FULL:  # The low byte is the kind of error, the rest its detail.
         return StoreFull("the disk is full: the catalogue cannot be written")
     return InternalFault(f"the catalogue failed: {error}")

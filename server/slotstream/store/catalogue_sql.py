@@ -18,8 +18,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from slotstream.store import page_token
-from slotstream.store.records import SampleRecord, State, compact_json
-from slotstream.wire.errors import BadParams
+from slotstream.store.records import SampleKey, SampleRecord, State, compact_json
+from slotstream.wire.errors import BadNamespace, BadParams, BadSampleId
 from slotstream.wire.hashing import xxh3
 
 SCHEMA_VERSION = 2
@@ -150,29 +150,49 @@ def _values(record: SampleRecord) -> tuple[object, ...]:
     )
 
 
+class MalformedRow(sqlite3.DatabaseError):
+    """A row that this program did not write: the file was damaged, or somebody edited it."""
+
+
 def record_from_row(row: tuple[Any, ...]) -> SampleRecord:
-    """The record of a row of `_COLUMNS`. Raises sqlite3.DatabaseError when the row cannot be one of ours."""
+    """The record of a row of `_COLUMNS`. Raises MalformedRow when the row cannot be one of ours."""
     try:
+        key = SampleKey.checked(row[0], row[1])  # Paths are made of it: an edited row must not lead out of the directory.
         return SampleRecord(
-            namespace=str(row[0]),
-            sample_id=str(row[1]),
+            namespace=key.namespace,
+            sample_id=key.sample_id,
             state=State(str(row[2])),
             model=str(row[3]),
             dtype=str(row[4]),
-            layer_ids=tuple(json.loads(row[5])),
-            hidden_size=int(row[6]),
-            num_tokens=int(row[7]),
-            file_bytes=int(row[8]),
-            created_unix_ns=int(row[9]),
-            committed_unix_ns=int(row[10]),
+            layer_ids=tuple(_number(layer, 32) for layer in json.loads(row[5])),
+            hidden_size=_number(row[6], 32),
+            num_tokens=_number(row[7], 63),
+            file_bytes=_number(row[8], 63),
+            created_unix_ns=_number(row[9], 63),
+            committed_unix_ns=_number(row[10], 63),
             error_code=str(row[11]),
             error_message=str(row[12]),
-            tags=json.loads(row[13]),
-            metadata=json.loads(row[14]),
+            tags=_strings(json.loads(row[13])),
+            metadata=_strings(json.loads(row[14])),
             header_xxh3=str(row[15]),
         )
-    except (ValueError, TypeError) as error:
-        raise sqlite3.DatabaseError("a row of the catalogue is malformed") from error
+    except (ValueError, TypeError, RecursionError, BadNamespace, BadSampleId) as error:
+        raise MalformedRow("a row of the catalogue is malformed") from error
+
+
+def _number(value: object, bits: int) -> int:
+    """What a message can carry. Raises ValueError."""
+    if type(value) is not int or not 0 <= value < 1 << bits:
+        raise ValueError(f"{value!r} is not a number of {bits} bits")
+    return value
+
+
+def _strings(value: object) -> dict[str, str]:
+    """Raises ValueError, also for a lone surrogate, which JSON can spell and no message can carry."""
+    if not isinstance(value, dict) or not all(isinstance(text, str) for text in value.values()):
+        raise ValueError("not an object of strings")
+    "".join((*value, *value.values())).encode()
+    return value
 
 
 def put(db: sqlite3.Connection, record: SampleRecord) -> None:
@@ -195,7 +215,13 @@ def scan(db: sqlite3.Connection, after_id: int, limit: int, namespace: str = "")
     where = "AND namespace = ?" if namespace else ""
     values: tuple[object, ...] = (after_id, namespace, limit) if namespace else (after_id, limit)
     rows = db.execute(f"SELECT id, {_COLUMNS} FROM samples WHERE id > ? {where} ORDER BY id LIMIT ?", values)
-    return [(row[0], record_from_row(row[1:])) for row in rows]
+    page: list[tuple[int, SampleRecord]] = []
+    for row in rows:
+        if row[0] <= after_id:  # In a damaged tree: a walk that follows it might never end.
+            raise MalformedRow("the rows of the catalogue are out of order")
+        after_id = row[0]
+        page.append((after_id, record_from_row(row[1:])))
+    return page
 
 
 def unfinished(db: sqlite3.Connection) -> list[SampleRecord]:

@@ -27,7 +27,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from slotstream.store.catalogue import FILE_NAME, Catalogue, CatalogueCorrupt
+from slotstream.store.catalogue import FILE_NAME, Catalogue, CatalogueCorrupt, CatalogueDamaged
 from slotstream.store.files import Files
 from slotstream.store.quarantine import holds
 from slotstream.store.records import PARTIAL_SUFFIX, SampleKey, SampleRecord, State
@@ -54,6 +54,21 @@ class Recovered:
         return ", ".join(f"{f.name} {getattr(self, f.name)}" for f in fields(self))
 
 
+def open_recovered(files: Files, data_dir: Path) -> tuple[Catalogue, Recovered]:
+    """The directory's catalogue, with every case above worked through. Raises ConfigError, OSError and SlotStreamError."""
+    catalogue = open_catalogue(data_dir)
+    try:
+        try:
+            return catalogue, recover(files, data_dir, catalogue)
+        except CatalogueDamaged as error:  # Sound to SQLite, and not to us.
+            catalogue.close(clean=False)
+            catalogue = _begin_anew(data_dir / FILE_NAME, error)
+            return catalogue, recover(files, data_dir, catalogue)
+    except BaseException:
+        catalogue.close(clean=False)
+        raise
+
+
 def open_catalogue(data_dir: Path) -> Catalogue:
     """The directory's catalogue; a corrupt one is moved aside and begun anew. Raises ConfigError and OSError."""
     path = data_dir / FILE_NAME
@@ -65,10 +80,14 @@ def open_catalogue(data_dir: Path) -> Catalogue:
     try:
         return Catalogue(path)
     except CatalogueCorrupt as error:
-        suffix = f".corrupt-{time.time_ns()}"
-        _log.error("the catalogue %s is corrupt (%s): moving it aside as %s and rebuilding it", path, error, path.name + suffix)
-        _set_aside(path, suffix)
-        return Catalogue(path)
+        return _begin_anew(path, error)
+
+
+def _begin_anew(path: Path, error: Exception) -> Catalogue:
+    suffix = f".corrupt-{time.time_ns()}"
+    _log.error("the catalogue %s is corrupt (%s): moving it aside as %s and rebuilding it", path, error, path.name + suffix)
+    _set_aside(path, suffix)
+    return Catalogue(path)
 
 
 def _set_aside(path: Path, suffix: str) -> None:

@@ -12,7 +12,7 @@ from functools import cached_property
 from slotstream.store.files import Files
 from slotstream.store.records import STORE_KEYS, SampleKey, SampleRecord, SampleSpec, State, compact_json, connector_metadata
 from slotstream.store.rowhash import decode_hashes, encode_hashes, group_count, hash_rows_for
-from slotstream.wire.errors import BadParams, Damaged, TooLarge
+from slotstream.wire.errors import BadNamespace, BadParams, BadSampleId, BadTags, Damaged, TooLarge
 from slotstream.wire.hashing import HASH_HEX_CHARS, Buffer, to_hex, xxh3
 from slotstream.wire.layout import (
     HEADER_ALIGN,
@@ -23,10 +23,11 @@ from slotstream.wire.layout import (
     header_bytes_for,
     header_length,
 )
-from slotstream.wire.names import METADATA_BYTES_MAX
+from slotstream.wire.names import METADATA_BYTES_MAX, check_tags
 
 _ZERO_HASH = "0" * HASH_HEX_CHARS
 _LATEST_NS = (1 << 63) - 1
+_UINT32_MAX = (1 << 32) - 1  # Layer ids and hidden sizes travel as uint32.
 # Room for the metadata of the commit: its bytes are bounded, its JSON quotes and escapes are not known yet.
 _METADATA_SPARE_BYTES = METADATA_BYTES_MAX + 2048
 
@@ -147,8 +148,10 @@ class SampleFile:
             created, committed = int(entries["created_unix_ns"]), int(entries["committed_unix_ns"])
         except (KeyError, ValueError, RecursionError) as error:
             raise Damaged("the file's header lacks its tags or its times") from error
-        if not isinstance(tags, dict) or not all(isinstance(v, str) for v in tags.values()):
-            raise Damaged("the file's header holds tags that are not strings")
+        try:
+            check_tags(tags)
+        except BadTags as error:
+            raise Damaged(f"the file's header holds tags that cannot be: {error}") from error
         if not (0 <= created <= _LATEST_NS and 0 <= committed <= _LATEST_NS):
             raise Damaged("the file's header holds a time that cannot be")
         return SampleRecord(
@@ -182,18 +185,20 @@ def read_sample_file(files: Files, fd: int) -> SampleFile:
         raise Damaged(f"the file is {size} bytes long and not the {header.file_bytes} its header describes")
     entries = header.metadata
     try:
-        key = SampleKey(entries["namespace"], entries["sample_id"])
+        key = SampleKey.checked(entries["namespace"], entries["sample_id"])
         layer_ids = tuple(_layer(n) for n in json.loads(entries["layer_ids"]))
         hash_rows, hashes, ids_xxh3 = int(entries["hash_rows"]), entries["hashes"], entries["token_ids_xxh3"]
-    except (KeyError, ValueError, TypeError, RecursionError) as error:
+    except (KeyError, ValueError, TypeError, RecursionError, BadNamespace, BadSampleId) as error:
         raise Damaged("the file's header lacks what slotstream writes into it") from error
-    if len(layer_ids) != header.num_layers:
+    if len(layer_ids) != header.num_layers or len(set(layer_ids)) != len(layer_ids):
         raise Damaged("the file's header names another number of layers than its rows have")
+    if header.hidden_size > _UINT32_MAX:
+        raise Damaged("the file's header describes rows that are longer than any sample's")
     decoded = tuple(decode_hashes(hashes, header.num_tokens, hash_rows))
     return SampleFile(header, key, layer_ids, hash_rows, decoded, ids_xxh3, to_hex(xxh3(raw)))
 
 
 def _layer(value: object) -> int:
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise ValueError("a layer id is not an integer")
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= _UINT32_MAX:
+        raise ValueError("a layer id is not an integer from 0 to 2**32 - 1")
     return value

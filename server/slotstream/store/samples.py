@@ -20,7 +20,7 @@ from slotstream.store.files import DIR_MODE, Files, store_error
 from slotstream.store.keeping import Keeping
 from slotstream.store.reading import SampleReader, unreadable
 from slotstream.store.records import Failure, SampleKey, SampleRecord, SampleSpec, State
-from slotstream.store.recovery import open_catalogue, recover
+from slotstream.store.recovery import open_recovered
 from slotstream.store.sample_file import SampleFile, read_sample_file
 from slotstream.store.upload import Draft, Upload
 from slotstream.store.verifying import Verdict
@@ -87,18 +87,14 @@ class SampleStore:
         files = files or Files()
         directory = Path(data_dir).absolute()
         lock_fd = -1
-        catalogue: Catalogue | None = None
         try:
             directory.mkdir(DIR_MODE, parents=True, exist_ok=True)
             files.confine(directory)
             lock_fd = _lock(files, directory)
             if files.free_bytes(directory) < free_bytes_min:
                 raise ConfigError(f"the disk of {directory} is full: less than {free_bytes_min} bytes are free")
-            catalogue = open_catalogue(directory)
-            recovered = recover(files, directory, catalogue)
+            catalogue, recovered = open_recovered(files, directory)
         except (OSError, SlotStreamError, ConfigError) as error:
-            if catalogue is not None:
-                catalogue.close(clean=False)
             if lock_fd >= 0:
                 files.close(lock_fd)
             if isinstance(error, ConfigError):

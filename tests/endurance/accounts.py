@@ -1,0 +1,83 @@
+"""Is every promised sample accounted for? Compares senders' ledgers with what the server has."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from ledger import NAMESPACE, Promise, row_data, token_ids
+
+from slotstream.client import SampleNotFound, connect
+from slotstream.client.client import Client
+from slotstream.client.info import SampleInfo, SampleState
+
+
+@dataclass
+class Account:
+    """What was found: how often each case, and every sample for which there is no excuse."""
+
+    cases: Counter[str] = field(default_factory=Counter)
+    wrong: list[str] = field(default_factory=list)
+
+
+def settle(address: str, promised: Iterable[Promise], *, strict: bool) -> Account:
+    """Holds each promise to its rule.
+
+        the sender heard       the server must have
+        --------------------   ------------------------------------------------------------------------------------------
+        committed              the sample, with exactly its rows and token ids: always
+        failed                 FAILED with a reason; or the sample, whole and right (its Committed was lost on the way); or,
+                               unless `strict`, nothing (the server was away)
+        nothing, as it was     FAILED with a reason; or the sample, whole and right; or nothing, as it died before it could
+        killed or told to end  say a word
+        nothing, and it lived  never
+
+    `strict` is for a connector that replays after outages and tells the server of every failure: then a failure of which
+    the server knows nothing is wrong too. Nobody's sample is there, none is arriving, and all that is stored is sound.
+    """
+    account = Account()
+    with connect(address) as client:
+        listed = {info.sample_id: info for info in client.list(namespace=NAMESPACE)}
+        for promise in promised:
+            info = listed.pop(promise.sample_id, None)
+            _settle_one(client, promise, info, account, strict)
+        account.wrong += [f"{sample_id}: nobody promised it" for sample_id in listed]
+        account.wrong += [f"{v.sample_id}: {v.damage}: {v.message}" for v in client.verify(namespace=NAMESPACE) if not v.sound]
+    return account
+
+
+def _settle_one(client: Client, promise: Promise, info: SampleInfo | None, account: Account, strict: bool) -> None:
+    heard = promise.outcome or f"nothing ({promise.sender_end})"
+    has = "nothing" if info is None else str(info.state).lower()
+    account.cases[f"{heard}, server has {has}"] += 1
+
+    def wrong(why: str) -> None:
+        account.wrong.append(f"{promise.sample_id} ({promise.rows} rows; heard {heard} {promise.code}): {why}")
+
+    if info is None:
+        if promise.outcome == "committed":
+            wrong("it is not there")
+        elif promise.outcome == "failed" and strict:
+            wrong("the server never heard of its failure")
+    elif info.state is SampleState.ARRIVING:
+        wrong("it is still arriving")
+    elif info.state is SampleState.FAILED:
+        if promise.outcome == "committed":
+            wrong(f"the server says that it failed: {info.error_code}")
+        elif not info.error_code:
+            wrong("it failed without a reason")
+    elif not _is_right(client, promise):
+        wrong("its rows or token ids are not those that were sent")
+    if not promise.outcome and not promise.sender_end:
+        wrong("nothing was ever heard of it")
+
+
+def _is_right(client: Client, promise: Promise) -> bool:
+    try:
+        with client.read(promise.sample_id, namespace=NAMESPACE, wait_s=0) as reader:
+            ids = list(reader.token_ids)
+            data = b"".join(bytes(block.data) for block in reader)
+    except SampleNotFound:
+        return False
+    return data == row_data(promise.sample_id, promise.rows) and ids == token_ids(promise.sample_id, promise.rows)

@@ -1,0 +1,10 @@
+"""The processes of these tests are modules beside them, for the commands and for pytest alike."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+_HERE = str(Path(__file__).parent)
+if _HERE not in sys.path:
+    sys.path.insert(0, _HERE)

@@ -1,0 +1,196 @@
+"""A sender as a process: the connector's worker half, pump, staging and gRPC sink over a cache on the CPU, without vLLM.
+
+`python sender.py ADDRESS LEDGER NAME SEED [--pause-ms N]`: begins samples, each in a few engine steps, until SIGTERM or until
+its standard input ends; writes every promise to the ledger before it is made, and every outcome when it is heard.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+import random
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from ledger import HIDDEN, LAYER_IDS, NAMESPACE, Ledger, row_data, token_ids
+
+from slotstream.connector.config import ConnectorConfig, ConnectorOptions
+from slotstream.connector.plan import RowPlan, SampleAbort, SampleFinish, SampleOpen, StepPlan
+from slotstream.connector.watch import ServerWatch
+from slotstream.connector.worker import WorkerHalf
+from slotstream.transport.base import Committed, SinkEvent
+from slotstream.transport.grpc import GrpcSink
+from slotstream.v1 import ingest_pb2
+from slotstream.wire.names import PROTOCOL_VERSION
+
+_BLOCK_SIZE = 16
+_BLOCKS = 4096
+_STEP_TOKENS_MAX = 2048
+_RUNNING_MAX = 8
+_LONG_EVERY = 40  # One sample in so many is long.
+
+
+class _Sink(GrpcSink):
+    """The sink, with somebody who learns which samples were committed: the engine itself never asks."""
+
+    def __init__(self, address: str, hello: ingest_pb2.Hello, ack_timeout_s: float, committed: Callable[[str], None]) -> None:
+        super().__init__(address, hello, ack_timeout_s=ack_timeout_s)
+        self._committed = committed
+        self._ids: dict[int, str] = {}
+
+    def start(self, on_event: Callable[[SinkEvent], None]) -> None:
+        def both(event: SinkEvent) -> None:
+            if isinstance(event, Committed):
+                self._committed(self._ids[event.sample])
+            on_event(event)
+
+        super().start(both)
+
+    def open_sample(self, request: ingest_pb2.OpenSample) -> None:
+        self._ids[request.sample] = request.sample_id
+        super().open_sample(request)
+
+
+@dataclass
+class _Request:
+    sample_id: str
+    rows: int
+    table: tuple[int, ...]
+    done: int = 0
+
+
+class Sender:
+    """An engine that runs nothing: each step writes rows into the cache, as a device would, and has them captured."""
+
+    def __init__(self, address: str, ledger: Ledger, name: str, seed: int) -> None:
+        self._rng = random.Random(seed)
+        self._ledger = ledger
+        self._numbers = itertools.count()
+        self._prefix = f"{name}-{seed}"
+        self._cache = torch.zeros(_BLOCKS, len(LAYER_IDS), _BLOCK_SIZE, HIDDEN, dtype=torch.bfloat16)
+        self._free = list(range(_BLOCKS))
+        self._running: list[_Request] = []
+        self._unanswered: set[str] = set()
+        self._lock = threading.Lock()  # Outcomes come from the sink's thread, and from the pump by way of ours.
+        options = ConnectorOptions(
+            server=address, namespace=NAMESPACE, staging_bytes=4 << 20, chunk_bytes=16 << 10, wait_s_max=0.2, ack_timeout_s=5.0
+        )
+        config = ConnectorConfig(options, self._prefix, "synthetic", LAYER_IDS, HIDDEN, "BF16", {"engine_id": self._prefix})
+        hello = ingest_pb2.Hello(protocol=PROTOCOL_VERSION, engine_id=self._prefix)
+        self._watch = ServerWatch(address)
+        sink = _Sink(address, hello, options.ack_timeout_s, lambda sample_id: self._ended(sample_id, "committed"))
+        self._worker = WorkerHalf(config, self._cache, sink, _STEP_TOKENS_MAX)
+
+    def step(self) -> None:
+        """One engine step: some requests begin, some go on, some are aborted."""
+        opens: list[SampleOpen] = []
+        while len(self._running) < _RUNNING_MAX and self._rng.random() < 0.5 and (opened := self._begin()):
+            opens.append(opened)
+        rows: list[RowPlan] = []
+        finishes: list[SampleFinish] = []
+        aborts: list[SampleAbort] = []
+        slots: list[int] = []
+        for request in list(self._running):
+            if request.done and self._rng.random() < 0.03:
+                aborts.append(SampleAbort(request.sample_id, "ABORTED", "the request was aborted"))
+                self._leave(request)
+                continue
+            stop = min(request.rows, request.done + self._rng.randint(1, 200))
+            slots += self._write(request, stop)
+            rows.append(RowPlan(request.sample_id, request.done, stop, request.done, request.table))
+            request.done = stop
+            if stop == request.rows:
+                finishes.append(SampleFinish(request.sample_id, tuple(token_ids(request.sample_id, request.rows))))
+                self._leave(request)
+        self._worker.bind(StepPlan(tuple(opens), tuple(rows), tuple(finishes), tuple(aborts)))
+        self._worker.remember_slot_mapping(torch.tensor(slots, dtype=torch.int64))
+        self._worker.execute()
+        self._take_faults()
+
+    def _begin(self) -> SampleOpen | None:
+        if self._watch.problem() is not None:
+            return None  # The caller hears SERVER_UNAVAILABLE at once: nothing is promised.
+        rows = self._rng.randint(1000, 3000) if self._rng.randrange(_LONG_EVERY) == 0 else self._rng.randint(1, 120)
+        blocks = -(-rows // _BLOCK_SIZE)
+        sample_id = f"{self._prefix}-{next(self._numbers)}"
+        request = _Request(sample_id, rows, tuple(self._free.pop() for _ in range(blocks)))
+        self._ledger.write("promised", id=sample_id, rows=rows)
+        with self._lock:
+            self._unanswered.add(sample_id)
+        self._running.append(request)
+        return SampleOpen(sample_id, NAMESPACE, sample_id, 0, rows, self._rng.random() < 0.7)
+
+    def _write(self, request: _Request, stop: int) -> list[int]:
+        """The device writes rows [done, stop) of a request; the slots it wrote."""
+        data = row_data(request.sample_id, request.rows)
+        rows = torch.frombuffer(bytearray(data), dtype=torch.bfloat16).view(request.rows, len(LAYER_IDS), HIDDEN)
+        slots = [request.table[p // _BLOCK_SIZE] * _BLOCK_SIZE + p % _BLOCK_SIZE for p in range(request.done, stop)]
+        at = torch.tensor(slots)
+        self._cache[at // _BLOCK_SIZE, :, at % _BLOCK_SIZE] = rows[request.done : stop]
+        return slots
+
+    def _leave(self, request: _Request) -> None:
+        self._running.remove(request)
+        self._free += request.table  # Reused by the next step: the gather came before.
+
+    def _ended(self, sample_id: str, outcome: str, code: str = "") -> None:
+        with self._lock:
+            if sample_id not in self._unanswered:
+                return
+            self._unanswered.discard(sample_id)
+            self._ledger.write("ended", id=sample_id, outcome=outcome, code=code)
+
+    def _take_faults(self) -> None:
+        for fault in self._worker.take_faults():
+            self._ended(fault.req_id, "failed", fault.code)
+
+    @property
+    def unanswered(self) -> int:
+        """Samples promised of which nothing was heard yet."""
+        with self._lock:
+            return len(self._unanswered)
+
+    def close(self) -> None:
+        """As vLLM shuts its connector down: what is under way may finish."""
+        for request in list(self._running):
+            self._leave(request)
+        self._worker.close()
+        self._take_faults()
+        self._watch.close()
+        self._ledger.write("closed", unanswered=self.unanswered)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("address")
+    parser.add_argument("ledger", type=Path)
+    parser.add_argument("name")
+    parser.add_argument("seed", type=int)
+    parser.add_argument("--pause-ms", type=float, default=10.0)
+    arguments = parser.parse_args()
+    stop = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: stop.set())
+    # Without a parent nobody would end us.
+    threading.Thread(target=lambda: (sys.stdin.read(), stop.set()), daemon=True).start()
+    torch.set_num_threads(1)
+    ledger = Ledger(arguments.ledger)
+    ledger.write("started", seed=arguments.seed, pid=os.getpid())  # From here on SIGTERM ends us in order.
+    sender = Sender(arguments.address, ledger, arguments.name, arguments.seed)
+    while not stop.is_set():
+        sender.step()
+        time.sleep(arguments.pause_ms / 1000)
+    sender.close()
+
+
+if __name__ == "__main__":
+    main()

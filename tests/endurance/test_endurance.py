@@ -1,0 +1,115 @@
+"""A few rounds of `make kills`, a short soak, and that their book-keeping finds what is wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from accounts import settle
+from kills import run_rounds
+from ledger import HIDDEN, LAYER_IDS, NAMESPACE, ROW_BYTES, Ledger, Promise, promises, row_data, token_ids
+from soak import run_soak
+from support.ingest_client import IngestClient
+from support.server import ServerProcess
+from support.synthetic import SyntheticSample
+
+
+@pytest.mark.timeout(600)
+def test_a_few_kill_rounds() -> None:
+    found = run_rounds(4, seed=1)
+    assert not found.wrong, found
+    assert found.cases["committed, server has committed"] > 0
+
+
+@pytest.mark.extended
+@pytest.mark.timeout(600)
+def test_a_short_soak() -> None:
+    soak = run_soak(30.0, seed=1)
+    assert not soak.problems, soak.table()
+
+
+@dataclass(frozen=True)
+class _Sample(SyntheticSample):
+    """A sample as the senders send it; `other`: with another one's rows."""
+
+    namespace: str = NAMESPACE
+    layer_ids: tuple[int, ...] = LAYER_IDS
+    hidden_size: int = HIDDEN
+    num_tokens: int = 10
+    other: bool = False
+
+    @property
+    def token_ids(self) -> list[int]:
+        return token_ids(self.sample_id, self.num_tokens)
+
+    def rows(self, start: int = 0, stop: int | None = None, layers: tuple[int, ...] | None = None) -> bytes:
+        data = row_data("other" if self.other else self.sample_id, self.num_tokens)
+        return data[start * ROW_BYTES : (self.num_tokens if stop is None else stop) * ROW_BYTES]
+
+
+@pytest.fixture(scope="module")
+def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A server with a right sample, a wrong one, a failed one, and one that is still arriving."""
+    with ServerProcess(tmp_path_factory.mktemp("accounts")) as server, IngestClient(server.address) as peer:
+        peer.store(_Sample("right"), _Sample("wrong", other=True))
+        peer.fail(_Sample("failed"))
+        peer.send_rows(peer.open(_Sample("arriving")), _Sample("arriving"), 0, 5)
+        yield server.address
+
+
+_SOUND = (Promise("right", 10, "committed"), Promise("failed", 10, "failed", "SLOT_MISMATCH"))
+# The arriving and the wrong sample are there for the cases that are about them.
+_EXPECTED = {"arriving": "it is still arriving", "wrong": "its rows or token ids are not those that were sent"}
+
+
+@pytest.mark.parametrize(
+    ("promise", "strict", "verdict"),
+    [
+        pytest.param(Promise("gone", 10, "committed"), False, "it is not there", id="a committed sample is lost"),
+        pytest.param(Promise("gone", 10, "failed", "INTERRUPTED"), False, "", id="a failure while the server was away"),
+        pytest.param(
+            Promise("gone", 10, "failed", "INTERRUPTED"), True, "never heard of its failure", id="strictly, it is told"
+        ),
+        pytest.param(Promise("gone", 10, sender_end="killed"), True, "", id="killed before it could say a word"),
+        pytest.param(Promise("gone", 10), False, "nothing was ever heard", id="no outcome, and its sender lived"),
+        pytest.param(Promise("failed", 10, "committed"), False, "says that it failed", id="committed here, failed there"),
+        pytest.param(Promise("failed", 10, sender_end="killed"), True, "", id="its sender was killed, and the server says so"),
+        pytest.param(Promise("right", 10, "failed", "INTERRUPTED"), True, "", id="the answer was lost"),
+        pytest.param(Promise("right", 11, "committed"), False, "are not those that were sent", id="a row is missing"),
+    ],
+)
+def test_what_is_not_accounted_for(address: str, promise: Promise, strict: bool, verdict: str) -> None:
+    others = [p for p in _SOUND if p.sample_id != promise.sample_id]
+    others += [Promise("arriving", 10, sender_end="killed"), Promise("wrong", 10, "committed")]
+    found = settle(address, [*others, promise], strict=strict)
+    by_sample = {line.partition(" ")[0]: line for line in found.wrong}
+    assert by_sample.keys() == {*_EXPECTED, *({promise.sample_id} if verdict else ())}
+    for sample_id, said in _EXPECTED.items():
+        assert said in by_sample[sample_id]
+    assert verdict in by_sample.get(promise.sample_id, "")
+
+
+def test_a_sample_that_nobody_promised(address: str) -> None:
+    found = settle(address, _SOUND, strict=False)
+    assert sorted(found.wrong) == ["arriving: nobody promised it", "wrong: nobody promised it"]
+
+
+def test_a_ledger_tells_killed_senders_from_those_that_ended(tmp_path: Path) -> None:
+    path = tmp_path / "ledger"
+    ledger = Ledger(path)
+    for sample_id, end in (("a", ""), ("b", "closed"), ("c", "")):
+        ledger.write("started")
+        ledger.write("promised", id=sample_id, rows=1)
+        ledger.write("promised", id=sample_id + "2", rows=2)
+        ledger.write("ended", id=sample_id + "2", outcome="failed", code="ABORTED")
+        if end:
+            ledger.write(end)
+    found = {promise.sample_id: (promise.outcome, promise.sender_end) for promise in promises(path)}
+    assert {sample_id: found[sample_id] for sample_id in "abc"} == {
+        "a": ("", "killed"),
+        "b": ("", "closed"),
+        "c": ("", "killed"),
+    }
+    assert found["a2"] == ("failed", "killed")

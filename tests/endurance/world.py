@@ -1,0 +1,158 @@
+"""A storage server and senders as processes that can be killed, stopped and started again."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from ledger import Promise, promises
+
+from slotstream.client import ServerUnavailable, connect
+
+_START_S = 120.0
+_SENDER = Path(__file__).with_name("sender.py")
+
+
+class Process:
+    """One process, started from a command that can be run again."""
+
+    def __init__(self, name: str, command: Callable[[], list[str]], log: Path) -> None:
+        self.name = name
+        self._command = command
+        self._log = log
+        self.stopped = False
+        self.start()
+
+    def start(self) -> None:
+        with self._log.open("ab") as log:
+            self.process = subprocess.Popen(self._command(), stdin=subprocess.PIPE, stdout=log, stderr=log)
+        self.stopped = False
+
+    def signal(self, number: signal.Signals) -> None:
+        self.process.send_signal(number)
+
+    def end(self, number: signal.Signals, timeout_s: float = 60.0) -> int:
+        """Signals the process and waits until it is gone; its status."""
+        if self.stopped:
+            self.signal(signal.SIGCONT)
+            self.stopped = False
+        self.signal(number)
+        return self.process.wait(timeout_s)
+
+    @property
+    def alive(self) -> bool:
+        return self.process.poll() is None
+
+    def log(self) -> str:
+        return self._log.read_text(errors="replace")
+
+    def resident_bytes(self) -> int:
+        found = re.search(r"VmRSS:\s+(\d+) kB", Path(f"/proc/{self.process.pid}/status").read_text())
+        return int(found[1]) << 10 if found else 0
+
+    def descriptors(self) -> int:
+        return len(list(Path(f"/proc/{self.process.pid}/fd").iterdir()))
+
+    def threads(self) -> int:
+        return len(list(Path(f"/proc/{self.process.pid}/task").iterdir()))
+
+
+class World:
+    """A server in a directory of its own, `senders` senders, and their ledgers. Ends everything on leaving."""
+
+    def __init__(self, senders: int, seed: int, *, pause_ms: float = 10.0) -> None:
+        self._dir = tempfile.TemporaryDirectory(prefix="slotstream-endurance-")
+        self.work = Path(self._dir.name)
+        self.data_dir = self.work / "data"
+        self.address = f"unix:{self.work}/s"
+        self._pause_ms = pause_ms
+        self._seeds = iter(range(seed * 1_000_000, (seed + 1) * 1_000_000))
+        self.server = Process("server", self._server_command, self.work / "server.log")
+        self.wait_for_server()
+        self.senders = [self._sender(f"sender{number}") for number in range(senders)]
+
+    def _server_command(self) -> list[str]:
+        options = ["--listen", self.address, "--data", str(self.data_dir), "--drain-s", "2", "--metrics", "127.0.0.1:0"]
+        return [sys.executable, "-m", "slotstream.server.cli", "serve", *options, "--log-level", "info"]
+
+    def _sender(self, name: str) -> Process:
+        def command() -> list[str]:  # Each start has a seed, and so samples, of its own.
+            ledger = str(self.work / f"{name}.ledger")
+            return [
+                sys.executable,
+                str(_SENDER),
+                self.address,
+                ledger,
+                name,
+                str(next(self._seeds)),
+                "--pause-ms",
+                str(self._pause_ms),
+            ]
+
+        return Process(name, command, self.work / f"{name}.log")
+
+    def wait_for_server(self) -> None:
+        """Returns once the server answers. Raises AssertionError, with its log, when it does not."""
+        try:
+            connect(self.address, connect_timeout_s=_START_S).close()
+        except ServerUnavailable:
+            raise AssertionError(f"the server did not start:\n{self.server.log()[-4000:]}") from None
+
+    def promises(self) -> Iterator[Promise]:
+        for path in sorted(self.work.glob("*.ledger")):
+            yield from promises(path)
+
+    def ledger_bytes(self) -> int:
+        return sum(path.stat().st_size for path in self.work.glob("*.ledger"))
+
+    def wait_for_traffic(self) -> None:
+        """Returns once the senders wrote something new: rounds then meet traffic, however slow the machine is."""
+        before, deadline = self.ledger_bytes(), time.monotonic() + _START_S
+        while self.ledger_bytes() < before + 2000:
+            dead = [process.name for process in self.senders if not process.alive]
+            assert not dead, f"{dead} ended by themselves:\n{self.senders[0].log()[-3000:]}"
+            assert time.monotonic() < deadline, "the senders send nothing:\n" + self.senders[0].log()[-3000:]
+            time.sleep(0.01)
+
+    def may_end_with(self, process: Process) -> set[int]:
+        """The statuses that SIGTERM may end it with: a sender that has not begun yet has no handler to be orderly by."""
+        if process is self.server:
+            return {0}
+        ledger = self.work / f"{process.name}.ledger"
+        begun = ledger.exists() and f'"pid": {process.process.pid}}}' in ledger.read_text()
+        return {0} if begun else {0, -signal.SIGTERM}
+
+    def forget(self) -> None:
+        """Everything is settled and deleted: ledgers begin anew."""
+        for path in self.work.glob("*.ledger"):
+            path.unlink()
+
+    def scrape(self) -> dict[str, float]:
+        """The server's gauges and counters without labels, and those with labels by their whole name."""
+        url = re.findall(r"metrics on (\S+)", self.server.log())[-1].strip('",}')
+        with urllib.request.urlopen(url, timeout=30) as answer:
+            lines = answer.read().decode().splitlines()
+        return {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in lines if not line.startswith("#")}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        for process in (*self.senders, self.server):
+            if process.alive:
+                process.end(signal.SIGKILL)
+        if error is not None and os.environ.get("SLOTSTREAM_KEEP_WORK"):
+            self._dir._finalizer.detach()  # type: ignore[attr-defined]
+            print(f"kept {self.work}", file=sys.stderr)
+            return
+        self._dir.cleanup()

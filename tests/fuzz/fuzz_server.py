@@ -1,0 +1,523 @@
+"""Targets of the two services, in this process and over a real store: streams of requests as a state machine, and reads.
+
+What gRPC does before and after them (framing, flow control, deadlines) is left out; tests/server/test_server_hostile.py has
+that in. A model beside the server, which parses with an ordinary protobuf library, says what every verdict must mean.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter, deque
+from dataclasses import dataclass, field
+from functools import cache
+from types import SimpleNamespace
+from typing import Any
+
+import grpc
+from fuzz_disk import put, scratch
+from fuzz_harness import Source, Target
+from google.protobuf.message import DecodeError
+
+from slotstream.server.arrivals import Arrivals
+from slotstream.server.config import ServerConfig
+from slotstream.server.gate import Gate
+from slotstream.server.housekeeping import Housekeeping
+from slotstream.server.ingest import IngestService
+from slotstream.server.lane import Pools
+from slotstream.server.metrics import Metrics
+from slotstream.server.serving import SamplesService
+from slotstream.store.catalogue_sql import ListQuery
+from slotstream.store.records import Failure, SampleKey, SampleSpec, State
+from slotstream.store.samples import SampleStore
+from slotstream.v1 import ingest_pb2 as pb
+from slotstream.v1 import sample_pb2, samples_pb2
+from slotstream.wire import errors
+from slotstream.wire.errors import SlotStreamError
+from slotstream.wire.frames import decode_reply, encode_chunk
+from slotstream.wire.hashing import xxh3
+
+_EOF: Any = grpc.aio.EOF  # type: ignore[attr-defined]
+_CODES = frozenset(
+    kind.code
+    for name in errors.__all__
+    if isinstance(kind := getattr(errors, name), type) and issubclass(kind, SlotStreamError)
+)
+_IDS = ("a", "b", "c")
+_ROWS_MAX = 12
+_LAYERS, _HIDDEN, _ROW_BYTES = (3, 7), 8, 64
+
+
+class Aborted(Exception):
+    """The call was ended with a status."""
+
+    def __init__(self, code: str) -> None:
+        super().__init__(code)
+        self.code = code
+
+
+class Call:
+    """What a service sees of a call: requests that come as they are read, replies that arrive as they are written."""
+
+    def __init__(self, requests: list[bytes], *, breaks: bool = False) -> None:
+        self._requests = deque(requests)
+        self._breaks = breaks
+        self.read_all = asyncio.Event()
+        self.replies: list[bytes] = []
+
+    def peer(self) -> str:
+        return "fuzz"
+
+    def invocation_metadata(self) -> tuple[()]:
+        return ()
+
+    def auth_context(self) -> dict[str, Any]:
+        return {}
+
+    async def read(self) -> Any:
+        if self._requests:
+            await asyncio.sleep(0)
+            return self._requests.popleft()
+        self.read_all.set()
+        if self._breaks:
+            await asyncio.Event().wait()  # The peer is gone without a word: the call is cancelled.
+        return _EOF
+
+    async def write(self, reply: bytes) -> None:
+        self.replies.append(reply)
+
+    async def abort(self, status: grpc.StatusCode, details: str, trailing: Any = ()) -> None:
+        details.encode()
+        raise Aborted(dict(trailing)["slotstream-code"])
+
+
+class _Harness:
+    """Both services over one store, and the loop that they run on."""
+
+    def __init__(self) -> None:
+        logging.getLogger("slotstream").setLevel(logging.CRITICAL)
+        self.loop = asyncio.new_event_loop()
+        self.store = SampleStore.open(scratch("server"))
+        config = ServerConfig(data_dir=self.store.data_dir, appear_grace_s=0.0, open_samples_max=4)
+        pools, metrics, arrivals, gate = Pools(), Metrics(self.store), Arrivals(), Gate(config)
+        keeping = Housekeeping(config, self.store, metrics, lambda healthy: None)
+        self.pools = pools
+
+        async def services() -> tuple[IngestService, SamplesService]:
+            return (
+                IngestService(config, self.store, pools, metrics, arrivals, gate, keeping.touch),
+                SamplesService(config, self.store, pools, metrics, arrivals, gate, keeping),
+            )
+
+        self.ingest, self.samples = self.loop.run_until_complete(services())
+        self.metrics = metrics
+
+    def method(self, service: str, name: str) -> Any:
+        handler = (self.ingest if service == "Ingest" else self.samples).handler()
+        found = handler.service(SimpleNamespace(method=f"/slotstream.v1.{service}/{name}", invocation_metadata=()))
+        assert found is not None
+        return found
+
+    def count(self, name: str) -> float:
+        return self.metrics.registry.get_sample_value(f"slotstream_{name}") or 0.0
+
+
+@cache
+def _ingest_harness() -> _Harness:
+    return _Harness()
+
+
+# Ingest.
+
+
+def _rows(seed: int, first: int, count: int) -> bytes:
+    """Rows that two seeds agree on in every second row, so that overlapping chunks and equal samples happen."""
+    return b"".join(
+        bytes([(row * 37 + (seed if row % 2 else 0) + at) % 256 for at in range(_ROW_BYTES)])
+        for row in range(first, first + count)
+    )
+
+
+def _open(source: Source) -> pb.IngestRequest:
+    request = pb.OpenSample(
+        sample=source.below(6),
+        namespace="default",
+        sample_id=source.pick(_IDS),
+        model="m",
+        dtype="F32",
+        layer_ids=_LAYERS,
+        hidden_size=_HIDDEN,
+        rows_max=source.below(_ROWS_MAX) + 1,
+        rows_exact=bool(source.below(2)),
+    )
+    match source.below(24):
+        case 1:
+            request.dtype = source.pick(("", "BF16", "I64", "f32"))
+        case 2:
+            request.layer_ids[:] = source.pick(((), (3, 3), (1,), tuple(range(1100)), (2**32 - 1, 0)))
+        case 3:
+            request.hidden_size = source.pick((0, 1, 2**32 - 1, 1 << 20))
+        case 4:
+            request.rows_max = source.pick((0, 2**64 - 1, 1 << 21, (1 << 21) + 1, 1 << 40))
+        case 5:
+            request.tags[source.text(300)] = source.text(300)
+        case 6:
+            request.metadata[source.pick(("hashes", "format", "é", "k" * 20000, "chunks"))] = source.text(200)
+        case 7:
+            request.sample_id = source.pick(("../x", "", "a/b", ".a", "x" * 129, "CON", "a\0"))
+        case 8:
+            request.namespace = source.pick(("", "..", "catalog.sqlite", "Catalog.x", "n" * 65, "other"))
+        case 9:
+            request.model = "m" * source.below(2000)
+    return pb.IngestRequest(open=request)
+
+
+def _chunk(source: Source, number: int) -> bytes:
+    first, rows = source.below(_ROWS_MAX), source.below(5) + 1
+    data = _rows(source.below(2), first, rows)
+    header = pb.ChunkHeader(sample=source.below(6), chunk=number, first_row=first, rows=rows, xxh3=xxh3(data))
+    match source.below(24):
+        case 1:
+            header.xxh3 ^= 1
+        case 2:
+            header.rows = source.pick((0, rows + 1, 2**32 - 1))
+        case 3:
+            header.first_row = source.pick((2**32 - 1, 1 << 21, _ROWS_MAX))
+        case 4:
+            data = data[:-1]
+        case 5:
+            return pb.IngestRequest(chunk=header, data=data).SerializeToString() + source.bytes(4)
+    return encode_chunk(header, data)
+
+
+def _commit(source: Source) -> pb.IngestRequest:
+    rows = source.below(_ROWS_MAX + 1)
+    ids = [5 + row for row in range(rows + source.pick((0, 0, 0, 0, 0, 0, 1, 1 << 10)))]
+    request = pb.CommitSample(sample=source.below(6), row_count=rows, token_ids=ids)
+    match source.below(16):
+        case 1:
+            request.row_count = source.pick((2**64 - 1, 0, 1 << 32))
+        case 2:
+            request.token_ids[:] = [2**64 - 1] * rows
+        case 3:
+            request.metadata[source.text(20)] = "m" * source.below(20000)
+    return pb.IngestRequest(commit=request)
+
+
+@dataclass
+class _Stream:
+    """The requests of one stream, and how the peer leaves: with a goodbye, or without."""
+
+    requests: list[bytes] = field(default_factory=list)
+    breaks: bool = False
+
+
+def _streams(source: Source) -> list[list[_Stream]]:
+    """Rounds, one after another, of streams that run side by side."""
+    rounds: list[list[_Stream]] = []
+    for _ in range(1 + source.below(2)):
+        streams = [
+            _Stream([pb.IngestRequest(hello=pb.Hello(protocol=1)).SerializeToString()]) for _ in range(1 + source.below(2))
+        ]
+        rounds.append(streams)
+        for number in range(source.below(24)):
+            if not source.left:
+                break
+            _say(source, source.pick(streams), number)
+        for stream in streams:
+            stream.breaks = source.below(4) == 3
+    return rounds
+
+
+def _say(source: Source, stream: _Stream, number: int) -> None:
+    frame: bytes
+    match source.below(16):
+        case 0 | 1 | 2 | 3:
+            frame = _open(source).SerializeToString()
+        case 4 | 5 | 6 | 7 | 8:
+            frame = _chunk(source, number)
+        case 9 | 10 | 11:
+            frame = _commit(source).SerializeToString()
+        case 12:
+            abort = pb.AbortSample(
+                sample=source.below(6), code=source.pick(("ABORTED", "", "x", "A" * 70)), message=source.text(40)
+            )
+            frame = pb.IngestRequest(abort=abort).SerializeToString()
+        case 13:
+            frame = source.bytes(source.below(40))
+        case 14 if stream.requests:
+            spoilt = bytearray(stream.requests.pop())
+            if spoilt:
+                spoilt[source.below(len(spoilt))] ^= 1 << source.below(8)
+            frame = bytes(spoilt)
+        case _:
+            frame = stream.requests[source.below(len(stream.requests))] if stream.requests else b""
+    stream.requests.append(frame)
+
+
+@dataclass
+class _Model:
+    """What one stream has said, as an ordinary protobuf library reads it."""
+
+    opened: dict[int, pb.OpenSample] = field(default_factory=dict)
+    opens: int = 0
+    rows: dict[int, dict[int, bytes]] = field(default_factory=dict)
+    commits: dict[int, pb.CommitSample] = field(default_factory=dict)
+    chunks: Counter[int] = field(default_factory=Counter)
+
+    def take(self, frame: bytes) -> None:
+        try:
+            request = pb.IngestRequest.FromString(frame)
+        except DecodeError:
+            return  # The stream ends here; what follows is never looked at, and changes nothing that was committed before.
+        if request.HasField("open") and request.open.sample not in self.opened:
+            self.opened[request.open.sample] = request.open
+            self.opens += 1
+        elif request.HasField("chunk"):
+            self._rows(request.chunk, request.data)
+        elif request.HasField("commit"):
+            self.commits.setdefault(request.commit.sample, request.commit)
+
+    def _rows(self, header: pb.ChunkHeader, data: bytes) -> None:
+        self.chunks[header.chunk] += 1
+        if header.sample not in self.opened or header.sample in self.commits:
+            return
+        rows = self.rows.setdefault(header.sample, {})
+        size = max(1, len(data) // header.rows) if header.rows else 1
+        for at in range(min(header.rows, 64)):
+            rows.setdefault(header.first_row + at, data[at * size : (at + 1) * size])
+
+    def content(self, number: int) -> tuple[str, str, bytes, list[int]]:
+        """(namespace, id, rows, token ids) of a sample that was committed."""
+        opened, commit = self.opened[number], self.commits[number]
+        rows = self.rows[number]
+        data = b"".join(rows[row] for row in range(commit.row_count))
+        return opened.namespace, opened.sample_id, data, list(commit.token_ids)
+
+
+async def _serve(harness: _Harness, stream: _Stream) -> tuple[Call, str]:
+    """Runs one stream to its end: its call, and the code that it ended with."""
+    call = Call(stream.requests, breaks=stream.breaks)
+    serving = asyncio.ensure_future(harness.method("Ingest", "Stream").stream_stream(None, call))
+    if stream.breaks:
+        waiting = asyncio.ensure_future(call.read_all.wait())
+        await asyncio.wait((serving, waiting), return_when=asyncio.FIRST_COMPLETED)
+        waiting.cancel()
+        serving.cancel()
+    try:
+        await serving
+    except Aborted as aborted:
+        return call, aborted.code
+    except asyncio.CancelledError:
+        return call, "CANCELLED"
+    return call, ""
+
+
+def _check_replies(call: Call, ended: str, model: _Model) -> list[int]:
+    """Every sample gets one verdict, every chunk one ack. Returns the samples that were committed."""
+    verdicts: Counter[int] = Counter()
+    acks: Counter[int] = Counter()
+    committed: list[int] = []
+    for raw in call.replies:
+        reply = pb.IngestReply.FromString(raw)
+        acks.update(reply.ack.chunks)
+        if reply.HasField("committed"):
+            verdicts[reply.committed.sample] += 1
+            committed.append(reply.committed.sample)
+        elif reply.HasField("failed"):
+            verdicts[reply.failed.sample] += 1
+            assert reply.failed.code in _CODES or reply.failed.code == "A" * 64, reply.failed
+            assert reply.failed.code != "INTERNAL", reply.failed
+            assert "\n" not in reply.failed.message or reply.failed.code in ("ABORTED", "A" * 64)
+    assert max(verdicts.values(), default=1) == 1, "a sample got two verdicts"
+    assert verdicts.keys() <= model.opened.keys()
+    assert not acks - model.chunks, "a chunk was acked that never came, or twice"
+    assert ended in ("", "PROTOCOL", "CANCELLED"), ended
+    if ended == "":
+        assert len(verdicts) == model.opens, "a sample got no verdict"
+    return committed
+
+
+def check_ingest(data: bytes) -> None:
+    """Any requests in any order: one verdict a sample, and what is committed is exactly what was sent. Nothing stays behind."""
+    harness = _ingest_harness()
+    stored: dict[tuple[str, str], tuple[bytes, list[int]]] = {}
+    for streams in _streams(Source(data)):
+        models = [_Model() for _ in streams]
+        for model, stream in zip(models, streams, strict=True):
+            for frame in stream.requests:
+                model.take(frame)
+        served = harness.loop.run_until_complete(_all(harness, streams))
+        for model, (call, ended) in zip(models, served, strict=True):
+            for number in _check_replies(call, ended, model):
+                namespace, sample_id, rows, ids = model.content(number)
+                before = stored.setdefault((namespace, sample_id), (rows, ids))
+                assert before == (rows, ids), "an id was committed with two contents"
+    _check_store(harness, stored)
+
+
+async def _all(harness: _Harness, streams: list[_Stream]) -> list[tuple[Call, str]]:
+    served = await asyncio.gather(*(_serve(harness, stream) for stream in streams))
+    await harness.ingest.idle()
+    return list(served)
+
+
+def _check_store(harness: _Harness, stored: dict[tuple[str, str], tuple[bytes, list[int]]]) -> None:
+    """Exactly the committed samples are there, with exactly their rows; then they are deleted and nothing is left."""
+    assert harness.count("open_samples") == 0
+    assert harness.count("ingest_streams") == 0
+    store = harness.store
+    for (namespace, sample_id), (rows, ids) in stored.items():
+        with store.reader(SampleKey(namespace, sample_id)) as reader:
+            count = reader.file.header.num_tokens
+            assert b"".join(bytes(piece) for block in reader.blocks(0, count) for piece in block.data) == rows
+            assert list(reader.token_ids(0, count)) == ids
+    records, token = store.list_page(ListQuery(page_size=1000))
+    assert token == ""
+    for record in records:
+        # A verdict that the peer did not live to hear may be a commit too.
+        assert record.state is not State.ARRIVING, record
+        store.delete(record.key)
+    left = [path for path in store.data_dir.rglob("*") if path.suffix in (".partial", ".safetensors")]
+    assert not left, left
+
+
+def _ingest_seeds() -> list[bytes]:
+    """Streams whose bytes follow `_streams`: whole samples, an overlap, a replay, a break."""
+    opened = bytes((0, 0, 1, 0, 7, 1, 0))  # stream, action, number, id, rows, exact, nothing wrong
+    chunks = bytes((0, 4, 0, 4, 0, 1, 0)) + bytes((0, 4, 4, 3, 0, 1, 0))
+    commit = bytes((0, 9, 8, 0, 1, 0))
+    whole = opened + chunks + commit
+    overlap = bytes((0, 4, 1, 2, 1, 1, 0))  # Rows 1 to 3 again, with other content.
+    other = opened + bytes((0, 4, 0, 4, 1, 1, 0)) + chunks[7:] + commit
+    return [
+        bytes((0, 0, 20)) + opened + chunks[:7] + overlap + chunks[7:] + commit,
+        bytes((1, 0, 4)) + whole + bytes((0, 4)) + other,
+        bytes((0, 0, 20)) + whole,
+        bytes((1, 0, 20)) + whole + bytes((0, 0, 20)) + whole,
+        bytes((0, 1, 23)) + whole + bytes((0, 15, 1)) * 3,
+        bytes((0, 0, 23)) + opened + chunks * 2 + commit + bytes((0, 12, 1, 0, 0)),
+        bytes((0, 0, 23)) + opened + bytes((0, 14, 3, 1)) + chunks,
+    ]
+
+
+# Reads.
+
+_READ_KEY = SampleKey("default", "read")
+_READ_ROWS = 9
+_READ_DATA = _rows(1, 0, _READ_ROWS)
+
+
+@cache
+def _reads_harness() -> _Harness:
+    harness = _Harness()
+    harness.store.open_upload(SampleSpec("default", "arriving", "m", "F32", _LAYERS, _HIDDEN, 4))
+    failed = harness.store.open_upload(SampleSpec("default", "failed", "m", "F32", _LAYERS, _HIDDEN, 4))
+    failed.abort(Failure("ABORTED", "no"))
+    for index in range(3):
+        put(harness.store, SampleKey("other", f"n{index}"), bytes(_ROW_BYTES), [index])
+    return harness
+
+
+_METHODS = {
+    "Read": samples_pb2.ReadRequest,
+    "Stat": samples_pb2.StatRequest,
+    "List": samples_pb2.ListRequest,
+    "Delete": samples_pb2.DeleteRequest,
+    "Verify": samples_pb2.VerifyRequest,
+}
+
+
+def _request(source: Source, name: str) -> bytes:
+    """A request of known fields with likely and unlikely values, or raw bytes."""
+    if source.below(4) == 3:
+        return source.bytes(60)
+    request = _METHODS[name]()
+    if name != "List":
+        request.sample_id = source.pick(("read", "arriving", "failed", "nothing", "", "../x"))
+        request.namespace = source.pick(("", "default", "other", ".."))
+    if name == "Read":
+        request.start = source.pick((0, 1, 8, 9, 10, 2**64 - 1))
+        if source.below(2):
+            request.stop = source.pick((0, 1, 5, 9, 10, 2**64 - 1))
+        request.layer_ids[:] = source.pick(((), (3,), (7,), (7, 3), (3, 7), (3, 3), (2**32 - 1,), tuple(range(5000))))
+        request.wait_s = source.pick((0.0, 1e-4, -1.0, float("nan"), float("inf"), 3601.0))
+    elif name == "List":
+        request.namespace = source.pick(("", "other", "..", "\n"))
+        request.page_size = source.pick((0, 1, 2, 1000, 1001, 2**32 - 1))
+        request.state = source.below(6)
+        request.page_token = source.text(30)
+        request.created_from_unix_ns = source.pick((0, 1, -1, 2**63 - 1, -(2**63)))
+        for _ in range(source.below(12)):
+            request.tags[source.text(3) or "k"] = source.pick(("v", "", "é"))
+    return bytes(request.SerializeToString())
+
+
+def check_reads(data: bytes) -> None:
+    """Any request is answered with what was stored, or with a documented code."""
+    harness = _reads_harness()
+    if harness.store.stat(_READ_KEY) is None:
+        put(harness.store, _READ_KEY, _READ_DATA, list(range(_READ_ROWS)))
+    source = Source(data)
+    name = source.pick(tuple(_METHODS))
+    raw = _request(source, name)
+    if name == "Read" and _waits(raw):
+        return
+    method = harness.method("Samples", name)
+    call = Call([])
+    try:
+        answering = (method.unary_stream or method.unary_unary)(raw, call)
+        reply = harness.loop.run_until_complete(asyncio.wait_for(answering, 60))
+    except Aborted as aborted:
+        if aborted.code not in _CODES - {"INTERNAL"}:
+            raise AssertionError("a request was answered with a code that is not documented for it") from aborted
+    else:
+        _check_answer(name, raw, reply, call.replies)
+    assert harness.count("reads") == 0
+    assert harness.count("waiting_reads") == 0
+
+
+def _waits(raw: bytes) -> bool:
+    """Whether a raw request asks for a real wait: right, and of no use here."""
+    try:
+        return bool(1e-3 < samples_pb2.ReadRequest.FromString(raw).wait_s <= 3600)
+    except DecodeError:
+        return False
+
+
+def _check_answer(name: str, raw: bytes, reply: Any, replies: list[bytes]) -> None:
+    request = _METHODS[name].FromString(raw)
+    if name == "List":
+        reply.SerializeToString()
+        assert len(reply.samples) <= (request.page_size or 100)
+        for info in reply.samples:
+            assert not request.namespace or info.namespace == request.namespace
+            assert not request.state or info.state == request.state
+    elif name == "Stat":
+        assert (reply.namespace, reply.sample_id) == (request.namespace or "default", request.sample_id)
+        assert reply.state != sample_pb2.SAMPLE_STATE_UNSPECIFIED
+    elif name == "Read" and (request.namespace or "default", request.sample_id) == ("default", "read"):
+        _check_rows(request, replies)
+
+
+def _check_rows(request: samples_pb2.ReadRequest, replies: list[bytes]) -> None:
+    header = decode_reply(replies[0])[0].header
+    layers = tuple(request.layer_ids) or _LAYERS
+    stop = request.stop if request.HasField("stop") else _READ_ROWS
+    assert (header.start, header.stop, tuple(header.layer_ids)) == (request.start, stop, layers)
+    assert list(header.token_ids) == list(range(request.start, stop))
+    layer_bytes = _ROW_BYTES // len(_LAYERS)
+    wanted = b"".join(
+        _READ_DATA[row * _ROW_BYTES + _LAYERS.index(layer) * layer_bytes :][:layer_bytes]
+        for row in range(request.start, stop)
+        for layer in layers
+    )
+    assert b"".join(bytes(decode_reply(raw)[1]) for raw in replies[1:]) == wanted, "other rows than were stored"
+
+
+TARGETS = (
+    Target("ingest", check_ingest, 4, 512, _ingest_seeds),
+    Target(
+        "reads", check_reads, 6, 128, lambda: [bytes((n, 0)) + bytes(12) for n in range(5)] + [bytes((n, 3)) for n in range(5)]
+    ),
+)
