@@ -10,11 +10,13 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support.outage_rig import wait_until
 from support.worker_rig import BLOCK_SIZE, BLOCKS, ROW_BYTES, Rig, WatchedSink, config, make_rig, opened
 
+from slotstream.connector.faults import SampleFault
 from slotstream.connector.plan import RowPlan, SampleAbort, SampleFinish, StepPlan
 from slotstream.connector.worker import WorkerHalf
-from slotstream.transport.base import Acked, Committed, Failed, LinkDown, StagedChunk
+from slotstream.transport.base import Acked, Committed, Failed, LinkDown, LinkUp, StagedChunk
 from slotstream.v1 import ingest_pb2
 from slotstream.wire.errors import ConfigError
 
@@ -200,35 +202,51 @@ class _MuteSink(WatchedSink):
     def commit(self, request: ingest_pb2.CommitSample) -> None:
         return
 
+    def start_again(self) -> None:
+        """A new stream, on which nothing is known."""
+        self._on_event(LinkUp("again"))
 
-def test_full_staging_fails_samples_and_a_lost_link_empties_it() -> None:
+
+def _fill(rig: Rig, full: Callable[[dict[str, float]], bool]) -> int:
+    """Capture samples of 8 rows until the stats say so; how many."""
+    for i in range(1000):
+        if i % 8 == 0:
+            rig._unused = random.Random(i).sample(range(BLOCKS), BLOCKS)
+        rig.capture(f"r{i}", 8)
+        if not (stats := rig.worker.take_stats()):  # The pump has not counted this one yet.
+            continue
+        assert stats["staging_bytes_in_use"] <= stats["staging_bytes_limit"] <= 1 << 20
+        if full(stats):
+            return i + 1
+    raise AssertionError("staging never filled")
+
+
+def test_full_staging_fails_samples_and_a_lost_link_none_that_can_be_sent_again() -> None:
     sink = _MuteSink()
     rig = make_rig(sink=sink, staging_bytes=1 << 20, chunk_bytes=4096, on_full="fail_sample")
     try:
-        stats: dict[str, float] = {}
-        slots = 0
-        for i in range(1000):
-            if i % 8 == 0:
-                rig._unused = random.Random(i).sample(range(BLOCKS), BLOCKS)
-            rig.capture(f"r{i}", 8)
-            stats = rig.worker.take_stats() or stats
-            slots = int(stats["staging_bytes_in_use"] // 4096)
-            assert stats["staging_bytes_in_use"] <= stats["staging_bytes_limit"] <= 1 << 20
-            if slots == stats["staging_bytes_limit"] // 4096:
-                break
+        count = _fill(rig, lambda stats: stats["staging_bytes_in_use"] == stats["staging_bytes_limit"])
         rig.capture("late", 8)
-        verdict = sink.verdict(i + 2)
+        verdict = sink.verdict(count + 1)
         assert isinstance(verdict, Failed)
         assert verdict.code == "STAGING_FULL"
-        for _ in range(slots):
+        for _ in range(count):
             assert sink.taken.acquire(timeout=30.0)
         sink._on_event(LinkDown("gone"))
-        faults = []
-        while len(faults) < i + 2:
+        wait_until(lambda: not rig.worker._pump._outbox.link_up)
+        rig.capture("away", 8)
+        faults: list[SampleFault] = []
+        while len(faults) < 2:
             faults += rig.worker.take_faults()
-        assert {f.code for f in faults} == {"STAGING_FULL", "INTERRUPTED"}
-        assert rig.worker._pool.in_use == 0
-        assert rig.worker._pump.in_flight == 0
+        assert {(f.req_id, f.code) for f in faults} == {("late", "STAGING_FULL"), ("away", "SERVER_UNAVAILABLE")}
+        sink.start_again()
+        for _ in range(count):
+            assert sink.taken.acquire(timeout=30.0)
+        opened_again = [sample.opened.sample_id for sample in sink.samples.values()]
+        assert opened_again[:count] == [f"r{i}" for i in range(count)]
+        reported = sink.verdict(2 * count + 2)  # After those that were opened twice, and the late one.
+        assert isinstance(reported, Failed)
+        assert (sink.samples[reported.sample].opened.sample_id, reported.code) == ("away", "SERVER_UNAVAILABLE")
     finally:
         rig.worker.close()
 
@@ -237,15 +255,7 @@ def test_a_server_that_hangs_is_waited_for_once() -> None:
     sink = _MuteSink()
     rig = make_rig(sink=sink, staging_bytes=1 << 20, chunk_bytes=4096, wait_s_max=1.0)
     try:
-        stats: dict[str, float] = {}
-        for i in range(1000):
-            if i % 8 == 0:
-                rig._unused = random.Random(i).sample(range(BLOCKS), BLOCKS)
-            rig.capture(f"r{i}", 8)
-            stats = rig.worker.take_stats()
-            if "stall_seconds" in stats and stats["staging_bytes_in_use"] == stats["staging_bytes_limit"]:
-                break
-        assert stats["stall_seconds"] > 0
+        _fill(rig, lambda s: "stall_seconds" in s and s["staging_bytes_in_use"] == s["staging_bytes_limit"])
         # The wait passed without a word from the server: no further step waits until there is one.
         assert not rig.worker._pump.taking_rows
         sink._on_event(Acked(1))

@@ -22,13 +22,13 @@ def truth_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def dense(truth_models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    with stack(tmp_path_factory.mktemp("dense"), truth_models["dense"], LAYER_IDS) as running:
+    with stack(tmp_path_factory.mktemp("dense"), truth_models["dense"], LAYER_IDS, outage_s_max=0) as running:
         yield running
 
 
 @pytest.fixture(scope="module")
 def swa(truth_models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    with stack(tmp_path_factory.mktemp("swa"), truth_models["swa"], LAYER_IDS, serve=False) as running:
+    with stack(tmp_path_factory.mktemp("swa"), truth_models["swa"], LAYER_IDS, serve=False, outage_s_max=0) as running:
         yield running
 
 

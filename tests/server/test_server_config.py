@@ -31,6 +31,7 @@ def test_every_option_reaches_the_configuration(tmp_path: Path) -> None:
     config = _parse(
         *("--data", "d", "--listen", "unix:/s", "--metrics", "[::1]:0", "--log-format", "json", "--log-level", "debug"),
         *("--free-bytes-min", "1", "--window-bytes", "9000000", "--drain-s", "0.5", "--appear-grace-s", "0"),
+        *("--ingest-bytes-max", "9000001"),
         *("--open-samples-max", "7", "--reads-max", "8", "--retention", str(rules)),
         *("--scrub-every-s", "9", "--scrub-bytes-per-s", "10"),
         *("--transport", "grpc", "--nixl-pool-bytes", "40000000"),
@@ -43,6 +44,7 @@ def test_every_option_reaches_the_configuration(tmp_path: Path) -> None:
         log_level="debug",
         free_bytes_min=1,
         window_bytes=9_000_000,
+        ingest_bytes_max=9_000_001,
         drain_s=0.5,
         appear_grace_s=0.0,
         open_samples_max=7,
@@ -66,6 +68,7 @@ def test_every_option_reaches_the_configuration(tmp_path: Path) -> None:
         ({"log_level": "loud"}, "--log-level"),
         ({"free_bytes_min": -1}, "--free-bytes-min"),
         ({"window_bytes": 1}, "--window-bytes"),
+        ({"ingest_bytes_max": 9 << 20}, "--ingest-bytes-max"),
         ({"window_bytes": 1 << 64}, "--window-bytes"),
         ({"free_bytes_min": 10**400}, "--free-bytes-min"),
         ({"transport": "carrier pigeon"}, "--transport"),

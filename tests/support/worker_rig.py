@@ -6,13 +6,14 @@ import random
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
 from slotstream.connector.config import ConnectorConfig, ConnectorOptions
 from slotstream.connector.plan import RowPlan, SampleFinish, SampleOpen, StepPlan
 from slotstream.connector.worker import WorkerHalf
-from slotstream.transport.base import Committed, Failed, SinkEvent
+from slotstream.transport.base import Committed, Failed, SampleSink, SinkEvent
 from slotstream.transport.loopback import LoopbackSample, LoopbackSink
 
 LAYER_IDS = (1, 2, 5)
@@ -58,7 +59,7 @@ class Rig:
     """A cache [blocks, layers, block size, hidden] of random rows, a worker over it, and the block tables of requests."""
 
     worker: WorkerHalf
-    sink: WatchedSink
+    sink: Any  # A WatchedSink, unless make_rig was given another.
     cache: torch.Tensor
     rng: random.Random
     tables: dict[str, tuple[int, ...]] = field(default_factory=dict)
@@ -69,6 +70,10 @@ class Rig:
         blocks = tuple(self._unused.pop() for _ in range(-(-tokens // BLOCK_SIZE)))
         self.tables[req_id] = blocks
         return blocks
+
+    def free(self, req_id: str) -> None:
+        """The request is done: its blocks may be another's."""
+        self._unused.extend(self.tables.pop(req_id))
 
     def slots(self, req_id: str, start: int, stop: int) -> list[int]:
         """Where positions [start, stop) of a request lie."""
@@ -115,7 +120,7 @@ def opened(req_id: str, tokens: int, first_position: int = 0) -> SampleOpen:
     return SampleOpen(req_id, "default", req_id, first_position, tokens, True)
 
 
-def make_rig(seed: int = 0, sink: WatchedSink | None = None, **options: object) -> Rig:
+def make_rig(seed: int = 0, sink: SampleSink | None = None, **options: object) -> Rig:
     """A rig; close its worker when done."""
     rng = random.Random(seed)
     # Permuted on purpose: platforms differ in strides, and rows must be indexed, never reshaped.

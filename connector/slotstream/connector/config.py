@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from slotstream.wire.access import Access, token_from_environment
@@ -28,9 +29,7 @@ class ConnectorOptions:
     server: str = field(default=DEFAULT_ADDRESS, metadata={"help": "storage server: host:port or unix:/path"})
     transport: str = field(
         default="auto",
-        metadata={
-            "help": "how rows travel: nixl, grpc, or auto: nixl where it is there and pays (docs/transports.md)"
-        },
+        metadata={"help": "how rows travel: nixl, grpc, or auto: nixl where it is there and pays (docs/transports.md)"},
     )
     namespace: str = field(default=DEFAULT_NAMESPACE, metadata={"help": "namespace of requests that name none"})
     capture: bool = field(default=True, metadata={"help": "capture requests that do not say; false: only those that ask"})
@@ -47,6 +46,14 @@ class ConnectorOptions:
         default="mark",
         metadata={"help": "rows of zeros, NaN or infinities: mark (in the sample's metadata) or fail the sample"},
     )
+    outage_s_max: float = field(
+        default=3600.0,
+        metadata={"help": "server away for longer: requests are not captured, which the answer says; 0: at once"},
+    )
+    spool_dir: str | None = field(
+        default=None, metadata={"help": "directory on the engine's host for rows that the server cannot take now; null: none"}
+    )
+    spool_bytes_max: int = field(default=64 << 30, metadata={"help": "most bytes that one worker keeps in spool_dir"})
     tls_ca: str | None = field(
         default=None, metadata={"help": "PEM file: authorities of the server's certificate; turns TLS on"}
     )
@@ -67,6 +74,11 @@ class ConnectorOptions:
         _check_number("wait_s_max", self.wait_s_max, float, 0.0, 600.0)
         _check_number("ack_timeout_s", self.ack_timeout_s, float, 0.1, 3600.0)
         _check_number("output_rows_per_chunk", self.output_rows_per_chunk, int, 1, 1 << 16)
+        _check_number("outage_s_max", self.outage_s_max, float, 0.0, 1e9)
+        _check_number("spool_bytes_max", self.spool_bytes_max, int, 1 << 16, 1 << 50)
+        spool_dir = self.spool_dir
+        if spool_dir is not None and not (isinstance(spool_dir, str) and Path(spool_dir).is_absolute()):
+            raise ConfigError(f"connector option spool_dir must be an absolute path or null, not {spool_dir!r}")
         for name in ("capture", "include_output_tokens"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"connector option {name} must be true or false, not {getattr(self, name)!r}")

@@ -21,21 +21,28 @@ class Metric:
 
 
 METRICS = (
-    Metric("rows", "counter", "Rows handed to the transport; a row is every captured layer of one token."),
-    Metric("bytes", "counter", "Bytes of rows handed to the transport."),
-    Metric("chunks", "counter", "Chunks handed to the transport."),
+    Metric("rows", "counter", "Rows read for the server; a row is every captured layer of one token."),
+    Metric("bytes", "counter", "Bytes of rows read for the server; those sent again count once."),
+    Metric("chunks", "counter", "Chunks of rows read for the server."),
     Metric("gathers", "counter", "Reads of the hidden-state cache; a step that captures nothing makes none."),
     Metric("zero_rows", "counter", "Rows that held only zeros, which no healthy model writes."),
     Metric("nonfinite_rows", "counter", "Rows that held a NaN or an infinity."),
-    Metric("samples_opened", "counter", "Samples announced to the server."),
+    Metric("samples_opened", "counter", "Samples begun, or taken over from an earlier engine's spool."),
     Metric("samples_committed", "counter", "Samples that the server reported durable."),
     Metric("samples_failed", "counter", "Samples that were not stored, by stable error code.", by_code=True),
+    Metric("samples_replayed", "counter", "Times that a sample was sent again: after an outage, or once the server had room."),
+    Metric("failures_reported", "counter", "Samples that failed while the server was away, and that it was told of since."),
+    Metric("reports_dropped", "counter", "Failures that the server will never hear of: more than 65536 waited to be told."),
+    Metric("spooled_bytes", "counter", "Bytes written to the spool."),
+    Metric("spool_errors", "counter", "Operations of the spool that its disk refused."),
     Metric("stall_seconds", "counter", "Time that engine steps waited for room in staging."),
     Metric("nixl_fallbacks", "counter", "Times that NIXL failed, and chunks went over gRPC for a while."),
     Metric("hook_faults", "counter", "Exceptions caught at the connector's hooks."),
-    Metric("samples_in_flight", "gauge", "Samples opened and neither committed nor failed."),
+    Metric("samples_in_flight", "gauge", "Samples begun and neither committed nor failed."),
     Metric("staging_bytes_in_use", "gauge", "Staging memory that holds rows on their way."),
+    Metric("staging_bytes_kept", "gauge", "Staging memory that holds rows for a replay until somebody needs the room."),
     Metric("staging_bytes_limit", "gauge", "Staging memory allocated."),
+    Metric("spool_bytes_in_use", "gauge", "Bytes of files in the spool."),
     Metric("link_up", "gauge", "1 while the stream to the server is up."),
 )
 _COUNTERS = {m.name for m in METRICS if m.kind == "counter"}

@@ -17,10 +17,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from slotstream.connector.config import ConnectorConfig, ConnectorOptions, vllm_version
+from slotstream.connector.faults import SampleFault
 from slotstream.connector.fence import Fence
 from slotstream.connector.metrics import SlotStreamPromMetrics, SlotStreamStats
 from slotstream.connector.plan import EMPTY_PLAN, StepPlan
-from slotstream.connector.pump import SampleFault
 from slotstream.connector.releases import Releases, every_worker_reports
 from slotstream.connector.scheduler import SchedulerHalf
 from slotstream.connector.watch import ServerWatch
@@ -251,11 +251,11 @@ class SlotStreamConnector(KVConnectorBase_V1, SupportsHMA):
             self._fence.run(self._scheduler.on_cache_reset, None)
         return True
 
-    def _why_no_capture(self) -> SlotStreamError | None:
+    def _why_no_capture(self, longer_than_s: float) -> SlotStreamError | None:
         if self._fence.disabled:
             return InternalFault("capture is off after too many faults; the log says which")
         assert self._watch is not None
-        return self._watch.problem()
+        return self._watch.problem(longer_than_s)
 
     # -- both
 

@@ -1,7 +1,7 @@
 """The pump: one thread between staging and the transport. It owns every sample's state, so none of it needs a lock.
 
-The engine's thread only posts what it staged; the pump waits for copies, checks slots, hashes, submits, and gives slots
-back when the server has taken their rows.
+The engine's thread only posts what it staged; the pump waits for copies, checks slots, hashes, and hands rows to the outbox,
+which knows what has become of them. Its inbox is bounded by what the items refer to: leased slots, samples, unacked chunks.
 """
 
 from __future__ import annotations
@@ -9,41 +9,34 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
 from slotstream.connector.config import ConnectorConfig
 from slotstream.connector.counters import Counters
-from slotstream.connector.gather import Gathered, SlotMappingCopy, Slots, Ticket
+from slotstream.connector.faults import Faults, SampleFault
+from slotstream.connector.gather import Gathered, Slots
+from slotstream.connector.held import HeldChunk
+from slotstream.connector.outbox import Outbox
 from slotstream.connector.plan import SampleAbort, SampleFinish, SampleOpen
+from slotstream.connector.rowcheck import BadRowCount, StepMapping, count_bad_rows, slot_problem
+from slotstream.connector.shelf import Shelf
+from slotstream.connector.spool import Adopted, Appended, Loaded, ReadBack, Spool, SpoolEvent
 from slotstream.connector.staging import StagingPool
-from slotstream.transport.base import (
-    Acked,
-    Committed,
-    Failed,
-    FellBack,
-    LinkDown,
-    LinkUp,
-    SampleSink,
-    SinkEvent,
-    StagedChunk,
-)
+from slotstream.transport.base import Acked, Committed, Failed, FellBack, LinkDown, LinkUp, SampleSink, SinkEvent
 from slotstream.transport.logs import connector_logger
 from slotstream.v1 import ingest_pb2
 from slotstream.wire.errors import (
     BadRows,
     CaptureAborted,
     InternalFault,
-    Interrupted,
-    PermissionDenied,
-    RowsNotComputed,
     ServerUnavailable,
-    SlotMismatch,
     SlotStreamError,
-    Unauthenticated,
+    StagingFull,
 )
 from slotstream.wire.hashing import xxh3
 from slotstream.wire.logtext import log_text
@@ -52,30 +45,6 @@ from slotstream.wire.throttle import Throttle
 logger = connector_logger(__name__)
 
 _TICK_S = 1.0
-_DENIALS = frozenset({PermissionDenied.code, Unauthenticated.code})
-
-
-class StepMapping:
-    """The slots that the device wrote in one step: a copy under way, then a sorted array."""
-
-    def __init__(self, copy: SlotMappingCopy, ticket: Ticket) -> None:
-        self._copy = copy
-        self._ticket = ticket
-        self._sorted: Slots | None = None
-
-    def load(self) -> None:
-        """Wait for the copy and keep what it says; its host memory is free afterwards."""
-        if self._sorted is None:
-            self._ticket.wait()
-            self._sorted = np.sort(self._copy.numpy())
-
-    def each_once(self, expected: Slots) -> bool:
-        """Whether every slot of `expected` was written exactly once."""
-        self.load()
-        assert self._sorted is not None
-        first = np.searchsorted(self._sorted, expected, side="left")
-        last = np.searchsorted(self._sorted, expected, side="right")
-        return bool(np.all(last - first == 1)) and np.unique(expected).size == expected.size
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,45 +78,13 @@ class FailSample:
 
 @dataclass(frozen=True, slots=True)
 class _Stop:
+    """`patience`: until when (monotonic) the server is waited for; what it has not answered goes to the spool then."""
+
+    patience: float
     deadline: float
 
 
-@dataclass(slots=True)
-class _Sample:
-    number: int
-    sample_id: str
-    ending: bool = False  # Commit or abort sent; only the answer is missing.
-    zero_rows: int = 0
-    nonfinite_rows: int = 0
-    first_bad_row: int | None = None
-
-    def canary(self) -> dict[str, str]:
-        """What the sample's metadata says of rows that no healthy model writes; nothing where there are none."""
-        if self.first_bad_row is None:
-            return {}
-        return {
-            "zero_rows": str(self.zero_rows),
-            "nonfinite_rows": str(self.nonfinite_rows),
-            "first_bad_row": str(self.first_bad_row),
-        }
-
-
-_Item = SampleOpen | StagedBatch | SampleFinish | SampleAbort | FailSample | SinkEvent | _Stop
-
-
-@dataclass(frozen=True, slots=True)
-class SampleFault:
-    """A sample that failed after it was planned; for the scheduler half, which may still tell the caller."""
-
-    req_id: str
-    code: str
-    message: str
-
-
-@dataclass(slots=True)
-class _Faults:
-    lock: threading.Lock = field(default_factory=threading.Lock)
-    items: list[SampleFault] = field(default_factory=list)
+_Item = SampleOpen | StagedBatch | SampleFinish | SampleAbort | FailSample | SinkEvent | SpoolEvent | _Stop
 
 
 class Pump:
@@ -156,27 +93,31 @@ class Pump:
     def __init__(
         self, config: ConnectorConfig, pool: StagingPool, sink: SampleSink, row_bytes: int, counters: Counters
     ) -> None:
-        self._config = config
+        options = config.options
+        self._wait_s_max = options.wait_s_max
+        self._fail_bad_rows = options.bad_rows == "fail"
+        self._server = options.server
         self._pool = pool
         self._sink = sink
         self._row_bytes = row_bytes
         self._counters = counters
         self._inbox: queue.SimpleQueue[_Item] = queue.SimpleQueue()
-        self._samples: dict[str, _Sample] = {}  # by request
-        self._by_number: dict[int, str] = {}
-        self._chunks: dict[int, int] = {}  # not acked yet -> its staging slot
-        self._next_number = 1
-        self._next_chunk = 1
-        self._faults = _Faults()
+        self._spool: Spool | None = None
+        if options.spool_dir is not None:
+            self._spool = Spool(Path(options.spool_dir), options.spool_bytes_max, counters, self._inbox.put)
+        self._faults = Faults(counters)
+        self._shelf = Shelf(self._spool, pool)
+        self._outbox = Outbox(config, pool, sink, self._shelf, counters, self._faults)
+        self._bad_rows: dict[str, BadRowCount] = {}  # by request, while rows come
         self._throttle = Throttle(every_s=10.0)
-        self._throttle_denied = Throttle(every_s=60.0)  # It takes a person to change what the server denies.
+        self._throttle_link = Throttle(every_s=60.0)
         self._thread = threading.Thread(target=self._run, name="slotstream-pump", daemon=True)
-        self._progress_at = 0.0  # monotonic; when the server last took a chunk, or was first given one
-        self.link_up = False
 
     def start(self) -> None:
-        """Start the thread and the sink."""
+        """Start the threads and the sink."""
         self._thread.start()
+        if self._spool is not None:
+            self._spool.start()
         self._sink.start(self._inbox.put)
 
     def post(self, item: SampleOpen | StagedBatch | SampleFinish | SampleAbort | FailSample) -> None:
@@ -185,25 +126,46 @@ class Pump:
 
     @property
     def taking_rows(self) -> bool:
-        """Whether waiting for room in staging makes sense: the link is up, and the server has answered of late."""
-        answered_s = time.monotonic() - self._progress_at
-        return self.link_up and (not self._chunks or answered_s < self._config.options.wait_s_max)
+        """Whether waiting for room in staging makes sense: whoever can make some has done so of late."""
+        if not self._outbox.link_up:
+            return self._shelf.taking_rows(self._wait_s_max)
+        return not self._outbox.unacked or time.monotonic() - self._outbox.answered_at < self._wait_s_max
+
+    @property
+    def link_up(self) -> bool:
+        """Whether the stream to the server is up."""
+        return self._outbox.link_up
+
+    def why_full(self) -> SlotStreamError:
+        """What to tell of a sample for which there is no room in staging."""
+        if self._outbox.link_up:
+            return StagingFull("no room in staging: the server or the network takes rows too slowly")
+        where = "staging" if self._spool is None else "staging and the spool"
+        return ServerUnavailable(f"the server at {self._server} is away, and {where} can hold no more rows until it is back")
 
     def take_faults(self) -> list[SampleFault]:
         """Samples that failed since the last call."""
-        with self._faults.lock:
-            taken, self._faults.items = self._faults.items, []
-        return taken
+        return self._faults.take()
 
-    @property
-    def in_flight(self) -> int:
-        """Samples opened and not ended."""
-        return len(self._samples)
+    def gauges(self) -> Mapping[str, float]:
+        """The gauges of `counters.METRICS`, now."""
+        pool = self._pool
+        return {
+            "samples_in_flight": self._outbox.samples,
+            "staging_bytes_in_use": pool.in_use * pool.slot_bytes,
+            "staging_bytes_kept": pool.kept * pool.slot_bytes,
+            "staging_bytes_limit": (pool.num_slots + len(pool.reserved_slots)) * pool.slot_bytes,
+            "spool_bytes_in_use": 0 if self._spool is None else self._spool.bytes_in_use,
+            "link_up": int(self._outbox.link_up),
+        }
 
     def close(self, timeout_s: float) -> None:
-        """Let what is in flight finish, for at most `timeout_s`; then stop thread and sink."""
-        self._inbox.put(_Stop(time.monotonic() + timeout_s))
+        """Let what is in flight finish, for at most `timeout_s`; what cannot goes to the spool. Then stop the threads."""
+        deadline = time.monotonic() + timeout_s
+        self._inbox.put(_Stop(deadline - timeout_s / 2 if self._spool is not None else deadline, deadline))
         self._thread.join(timeout_s + 2 * _TICK_S)
+        if self._spool is not None:
+            self._spool.close(max(1.0, deadline - time.monotonic()))
         self._sink.close(1.0)
 
     # -- the thread
@@ -211,81 +173,92 @@ class Pump:
     def _run(self) -> None:
         stop: _Stop | None = None
         next_check = 0.0
-        while stop is None or (self._samples and self.link_up and time.monotonic() < stop.deadline):
+        while stop is None or not self._may_stop(stop):
             if time.monotonic() >= next_check:  # Also while items keep coming: the server may have stopped all the same.
                 next_check = time.monotonic() + _TICK_S
                 self._sink.check_deadlines()
+                self._safely(self._outbox.tick)
             try:
-                item = self._inbox.get(timeout=_TICK_S if stop is None else 0.1)
+                item = self._inbox.get(timeout=_TICK_S if stop is None else 0.05)
             except queue.Empty:
                 continue
             if isinstance(item, _Stop):
                 stop = item
-                for req_id in list(self._samples):  # Those that wait for their commit's answer only are left alone.
+                for req_id in self._outbox.live:  # Those that wait for their commit's answer only are left alone.
                     self._give_up(req_id, CaptureAborted("the engine shut down before all rows existed"))
             else:
                 self._handle_safely(item)
-        if self._samples:
-            logger.warning("slotstream: closed with %d samples in flight; they are lost", len(self._samples))
+        if self._outbox.samples:
+            what = "lost" if self._spool is None else "left to the next engine, as far as they are in the spool"
+            logger.warning("slotstream: closed with %d samples in flight; they are %s", self._outbox.samples, what)
+
+    def _may_stop(self, stop: _Stop) -> bool:
+        """Whether nothing is left to wait for."""
+        if self._outbox.is_empty or time.monotonic() >= stop.deadline:
+            return True
+        if not self._outbox.link_up:
+            return self._shelf.writing == 0
+        if time.monotonic() >= stop.patience:
+            self._safely(lambda: self._outbox.link_is_down("the engine shut down"))
+        return False
 
     def _handle_safely(self, item: _Item) -> None:
         """Our own bug must neither stop the pump nor leak staging: the samples concerned fail."""
+        if self._safely(lambda: self._handle(item)):
+            return
+        error = InternalFault("a fault of slotstream's own: the log says which")
+        req_ids = {s.req_id for s in item.segments} if isinstance(item, StagedBatch) else {getattr(item, "req_id", "")}
+        for req_id in req_ids:
+            self._give_up(req_id, error)
+
+    def _safely(self, action: Callable[[], object]) -> bool:
         try:
-            self._handle(item)
-        except Exception as error:
+            action()
+        except Exception:
             self._counters.add("hook_faults")
-            logger.exception("slotstream: the pump failed on a %s", type(item).__name__)
-            fault = InternalFault(f"a fault of slotstream's own: {type(error).__name__}")
-            for req_id in {s.req_id for s in item.segments} if isinstance(item, StagedBatch) else {getattr(item, "req_id", "")}:
-                self._give_up(req_id, fault)
+            logger.exception("slotstream: the pump failed")
+            return False
+        return True
 
     def _handle(self, item: _Item) -> None:
+        outbox = self._outbox
         match item:
             case StagedBatch():
                 self._batch(item)
             case Acked():
-                self._acked(item.chunk)
+                outbox.acked(item.chunk)
             case SampleOpen():
-                self._open(item)
+                outbox.open(item)
             case SampleFinish():
                 self._finish(item)
             case SampleAbort():
-                self._abort(item.req_id, item.code, item.message)
+                self._fail(item.req_id, item.code, item.message)
             case FailSample():
                 self._give_up(item.req_id, item.error)
             case Committed():
-                self._counters.add("samples_committed")
-                self._forget(item.sample)
+                outbox.committed(item.sample)
             case Failed():
-                self._failed(item)
+                outbox.failed(item)
             case FellBack():
                 self._counters.add("nixl_fallbacks")
+            case Appended():
+                outbox.appended(item)
+            case ReadBack():
+                outbox.read_back(item)
             case LinkUp():
-                self.link_up = True
-                logger.info("slotstream: connected to %s (server %s)", self._config.options.server, item.server_version)
+                logger.info("slotstream: connected to %s (server %s)", self._server, item.server_version)
+                outbox.link_is_up()
             case LinkDown():
-                self._link_down(item)
-
-    def _open(self, item: SampleOpen) -> None:
-        number, self._next_number = self._next_number, self._next_number + 1
-        self._samples[item.req_id] = _Sample(number, item.sample_id)
-        self._by_number[number] = item.req_id
-        self._counters.add("samples_opened")
-        self._sink.open_sample(
-            ingest_pb2.OpenSample(
-                sample=number,
-                namespace=item.namespace,
-                sample_id=item.sample_id,
-                model=self._config.model,
-                dtype=self._config.dtype,
-                layer_ids=self._config.layer_ids,
-                hidden_size=self._config.hidden_size,
-                rows_max=item.rows_max,
-                rows_exact=item.rows_exact,
-                tags=item.tags,
-                metadata={**self._config.metadata, **item.metadata},
-            )
-        )
+                # A server that refuses our token says so at every try.
+                if (unsaid := self._throttle_link.admit(item.code)) is not None or outbox.link_up:
+                    why, waiting = log_text(item.code or ServerUnavailable.code, item.message), outbox.samples
+                    more = f" ({unsaid} more times not logged)" if unsaid else ""
+                    logger.warning("slotstream: no link to the server: %s; %d samples wait%s", why, waiting, more)
+                outbox.link_is_down(item.message, item.code)
+            case Adopted():
+                outbox.adopted(item)
+            case Loaded():
+                outbox.loaded(item)
 
     def _batch(self, batch: StagedBatch) -> None:
         done = at = 0
@@ -302,126 +275,53 @@ class Pump:
             self._pool.release([*batch.scratch, *(s.slot for s in batch.segments[done:])])
 
     def _segment(self, segment: Segment, mapping: StepMapping | None, peaks: npt.NDArray[np.float32]) -> None:
-        sample = self._samples.get(segment.req_id)
+        sample = self._outbox.sample(segment.req_id)
         problem: SlotStreamError | None = None
-        if sample is not None and not sample.ending:
-            problem = _slot_problem(segment, mapping) or self._bad_rows(sample, segment, peaks)
+        if sample is not None:
+            problem = slot_problem(segment.computed, mapping)
+            problem = problem or self._check_rows(sample.opened.sample_id, segment, peaks)
         if problem is not None:
             self._give_up(segment.req_id, problem)
-        if sample is None or sample.ending or problem is not None:
+        if sample is None or problem is not None:
             self._pool.release([segment.slot])
             return
-        chunk, self._next_chunk = self._next_chunk, self._next_chunk + 1
         nbytes = segment.rows * self._row_bytes
-        if not self._chunks:
-            self._progress_at = time.monotonic()
-        buffer = self._pool.buffer(segment.slot, nbytes)
-        self._chunks[chunk] = segment.slot
-        self._counters.add("rows", segment.rows)
-        self._counters.add("bytes", nbytes)
-        self._counters.add("chunks")
-        self._sink.submit(StagedChunk(sample.number, chunk, segment.first_row, segment.rows, buffer, xxh3(buffer)))
+        digest = xxh3(self._pool.buffer(segment.slot, nbytes))
+        self._outbox.add(sample, HeldChunk(segment.first_row, segment.rows, nbytes, digest, segment.slot))
 
-    def _bad_rows(self, sample: _Sample, segment: Segment, peaks: npt.NDArray[np.float32]) -> BadRows | None:
+    def _check_rows(self, sample_id: str, segment: Segment, peaks: npt.NDArray[np.float32]) -> BadRows | None:
         """Count and note rows of zeros and rows with a NaN or an infinity; why the sample fails, where the option says so."""
-        zero, nonfinite = peaks == 0, ~np.isfinite(peaks)
-        bad = np.flatnonzero(zero | nonfinite)
-        if not bad.size:
+        found = count_bad_rows(segment.first_row, peaks)
+        if found is None:
             return None
-        self._counters.add("zero_rows", int(zero.sum()))
-        self._counters.add("nonfinite_rows", int(nonfinite.sum()))
-        sample.zero_rows += int(zero.sum())
-        sample.nonfinite_rows += int(nonfinite.sum())
-        first = segment.first_row + int(bad[0])
-        if sample.first_bad_row is None or first < sample.first_bad_row:
-            sample.first_bad_row = first
-        if self._config.options.bad_rows == "fail":
-            what = "only zeros" if zero[bad[0]] else "a NaN or an infinity"
-            return BadRows(f"row {first} holds {what}")
+        count, problem = found
+        self._counters.add("zero_rows", count.zero)
+        self._counters.add("nonfinite_rows", count.nonfinite)
+        before = self._bad_rows.get(segment.req_id)
+        self._bad_rows[segment.req_id] = count if before is None else before + count
+        if self._fail_bad_rows:
+            return problem
         if (unsaid := self._throttle.admit(BadRows.code)) is not None:
             more = f" ({unsaid} more samples were not logged)" if unsaid else ""
-            logger.warning(
-                "slotstream: sample %s has rows of zeros or not finite, from row %d%s", sample.sample_id, first, more
-            )
+            logger.warning("slotstream: of sample %s, %s%s", sample_id, problem, more)
         return None
-
-    def _acked(self, chunk: int) -> None:
-        self._progress_at = time.monotonic()
-        slot = self._chunks.pop(chunk, None)
-        if slot is not None:
-            self._pool.release([slot])
 
     def _finish(self, item: SampleFinish) -> None:
-        sample = self._samples.get(item.req_id)
-        if sample is None or sample.ending:
+        bad_rows = self._bad_rows.pop(item.req_id, None)
+        sample = self._outbox.sample(item.req_id)
+        if sample is None:
             return
-        sample.ending = True
-        self._sink.commit(
-            ingest_pb2.CommitSample(
-                sample=sample.number,
-                row_count=len(item.token_ids),
-                token_ids=item.token_ids,
-                metadata={**item.metadata, **sample.canary()},
-            )
+        metadata = {**item.metadata, **(bad_rows.metadata if bad_rows is not None else {})}
+        self._outbox.finish(
+            sample,
+            ingest_pb2.CommitSample(row_count=len(item.token_ids), token_ids=item.token_ids, metadata=metadata),
         )
 
-    def _abort(self, req_id: str, code: str, message: str) -> None:
-        sample = self._samples.get(req_id)
-        if sample is not None and not sample.ending:
-            sample.ending = True
-            self._sink.abort(ingest_pb2.AbortSample(sample=sample.number, code=code, message=message))
-
     def _give_up(self, req_id: str, error: SlotStreamError) -> None:
-        """Fail a sample for a reason on this side; the server is told and answers with Failed."""
-        self._abort(req_id, error.code, str(error))
+        self._fail(req_id, error.code, str(error))
 
-    def _failed(self, event: Failed) -> None:
-        req_id = self._by_number.get(event.sample)
-        if req_id is not None:
-            self._report(req_id, event.code, event.message)
-            self._forget(event.sample)
-
-    def _link_down(self, event: LinkDown) -> None:
-        code = event.code or (Interrupted if self.link_up else ServerUnavailable).code
-        self.link_up = False
-        for req_id in list(self._samples):
-            self._report(req_id, code, event.message)
-        self._samples.clear()
-        self._by_number.clear()
-        chunks, self._chunks = self._chunks, {}
-        self._pool.release(list(chunks.values()))
-        self._sink.reset()
-
-    def _forget(self, number: int) -> None:
-        self._samples.pop(self._by_number.pop(number, ""), None)
-
-    def _report(self, req_id: str, code: str, message: str) -> None:
-        self._counters.add("samples_failed", code=code)
-        with self._faults.lock:
-            self._faults.items.append(SampleFault(req_id, code, message))
-        sample_id = self._samples[req_id].sample_id
-        throttle = self._throttle_denied if code in _DENIALS else self._throttle
-        if (unsaid := throttle.admit(code)) is not None:
-            more = f" ({unsaid} more with this code were not logged)" if unsaid else ""
-            logger.warning("slotstream: sample %s failed: %s%s", sample_id, log_text(code, message), more)
-
-
-def _slot_problem(segment: Segment, mapping: StepMapping | None) -> SlotStreamError | None:
-    """Why a segment's rows cannot be trusted; None when the device wrote every slot that the block table names."""
-    if segment.computed.size == 0:
-        return None
-    if mapping is None:
-        return RowsNotComputed("vLLM ran no extraction in a step that computed rows of this sample")
-    if not mapping.each_once(segment.computed):
-        return SlotMismatch("the device wrote other slots than the block table names")
-    return None
-
-
-def sample_gauges(pump: Pump, pool: StagingPool) -> Mapping[str, float]:
-    """The gauges of `counters.METRICS`, now."""
-    return {
-        "samples_in_flight": pump.in_flight,
-        "staging_bytes_in_use": pool.in_use * pool.slot_bytes,
-        "staging_bytes_limit": pool.num_slots * pool.slot_bytes,
-        "link_up": int(pump.link_up),
-    }
+    def _fail(self, req_id: str, code: str, message: str) -> None:
+        """Fail a sample that still takes rows; the server is told."""
+        self._bad_rows.pop(req_id, None)
+        if (sample := self._outbox.sample(req_id)) is not None:
+            self._outbox.give_up(sample, code, message)

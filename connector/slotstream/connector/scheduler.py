@@ -12,17 +12,18 @@ from typing import TYPE_CHECKING, Any
 
 from slotstream.connector.config import ConnectorConfig
 from slotstream.connector.counters import Counters
+from slotstream.connector.faults import SampleFault
 from slotstream.connector.loaded import LoadedRows
 from slotstream.connector.multimodal import describe
 from slotstream.connector.params import CaptureParams, parse_params, sequence_index
 from slotstream.connector.plan import EMPTY_PLAN, RowPlan, SampleAbort, SampleFinish, SampleOpen, StepPlan
-from slotstream.connector.pump import SampleFault
 from slotstream.transport.logs import connector_logger
 from slotstream.wire.errors import (
     BadTokenRange,
     CaptureAborted,
     InternalFault,
     RowsNotComputed,
+    ServerUnavailable,
     SlotStreamError,
     TooLarge,
     UnsupportedRequest,
@@ -68,7 +69,8 @@ class _Pending:
 
 
 class SchedulerHalf:
-    """Runs in the engine core's process. `server_problem` says why the server takes no samples now, or None.
+    """Runs in the engine core's process. `server_problem` says why the server has taken no samples for longer than so many
+    seconds, or None.
 
     `group` is the index of the hidden-state KV-cache group in a request's block tables, whose blocks hold `block_size` tokens.
     """
@@ -79,12 +81,13 @@ class SchedulerHalf:
         group: int,
         block_size: int,
         max_model_len: int,
-        server_problem: Callable[[], SlotStreamError | None],
+        server_problem: Callable[[float], SlotStreamError | None],
     ) -> None:
         self._config = config
         self._group = group
         self._max_model_len = max_model_len
         self._server_problem = server_problem
+        self._no_room = False  # The server is away and the worker can hold no more.
         self._captures: dict[str, _Capture] = {}  # until the request is finished
         self._live: dict[str, _Capture] = {}  # those with rows still to be planned
         self._refused: dict[str, SlotStreamError] = {}
@@ -152,6 +155,7 @@ class SchedulerHalf:
     def on_faults(self, faults: Sequence[SampleFault]) -> None:
         """The worker gave samples up: whoever still waits for an answer is told."""
         for fault in faults:
+            self._no_room |= fault.code == ServerUnavailable.code
             capture = self._captures.get(fault.req_id)
             if capture is not None:
                 self._live.pop(fault.req_id, None)
@@ -215,12 +219,18 @@ class SchedulerHalf:
         if request.prompt_token_ids is None or getattr(request, "prompt_embeds", None) is not None:
             raise UnsupportedRequest("prompts given as embeddings have no token ids to store")
         start, stop = self._window(request, params)
-        problem = self._server_problem()
-        if problem is not None:
-            raise problem
+        self._check_server()
         capture = _Capture(request, params, start, stop, next=start)
         self._captures[req_id] = self._live[req_id] = capture
         return capture
+
+    def _check_server(self) -> None:
+        """Raises why there is no point in capturing: the server is away, for too long or with no room left to wait for it."""
+        if self._no_room and self._server_problem(0.0) is None:
+            self._no_room = False
+        problem = self._server_problem(0.0 if self._no_room else self._config.options.outage_s_max)
+        if problem is not None:
+            raise problem
 
     def _window(self, request: Request, params: CaptureParams) -> tuple[int, int]:
         """Positions [start, stop) to capture: exact for a prompt, an upper bound with output tokens."""

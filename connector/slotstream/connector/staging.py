@@ -1,13 +1,16 @@
 """The staging pool: one fixed piece of host memory in equal slots, where rows wait between the device and the network.
 
 Allocated once and never grown: pinning 32 MiB takes milliseconds, and memory that a network card may read must stay put.
+
+A slot is free, leased, or kept. Kept slots hold rows that the server has taken already, or that lie in the spool too: they
+are worth something if the link breaks, and nothing if it does not. So whoever needs room takes them without asking.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 
@@ -15,19 +18,25 @@ _WAIT_SLICE_S = 0.05
 
 
 class StagingPool:
-    """`num_slots` slots of `slot_bytes` each. Thread-safe: the engine leases, the pump releases.
+    """`num_slots` slots of `slot_bytes` each, and `reserved` more (`reserved_slots`) that are never leased. Thread-safe.
 
-    The memory is pinned where `device` is an accelerator, so that copies to it run beside the model.
+    The engine leases; the pump keeps, reclaims and releases. The memory is pinned where `device` is an accelerator, so that
+    copies to it run beside the model.
     """
 
-    def __init__(self, num_slots: int, slot_bytes: int, device: torch.device) -> None:
+    def __init__(self, num_slots: int, slot_bytes: int, device: torch.device, reserved: int = 0) -> None:
         self.slot_bytes = slot_bytes
         self.num_slots = num_slots
-        self.memory = torch.empty(num_slots * slot_bytes, dtype=torch.uint8, pin_memory=device.type != "cpu")
+        self.reserved_slots = tuple(range(num_slots, num_slots + reserved))
+        self.memory = torch.empty((num_slots + reserved) * slot_bytes, dtype=torch.uint8, pin_memory=device.type != "cpu")
         self._view = memoryview(self.memory.numpy())  # type: ignore[arg-type]
         self._free = list(range(num_slots - 1, -1, -1))  # A stack: slots used lately are warm, the others untouched.
         self._changed = threading.Condition()
-        self._in_use_max = 0
+        self._tickets: dict[int, int] = {}  # kept: ticket -> owner
+        self._spare: dict[int, int] = {}  # kept, and nobody's loss: ticket -> slot
+        self._kept: dict[int, dict[int, int]] = {}  # owner -> ticket -> slot; who kept first is first
+        self._robbed: set[int] = set()
+        self._next_ticket = 1
 
     @property
     def memory_view(self) -> memoryview:
@@ -38,33 +47,97 @@ class StagingPool:
     def in_use(self) -> int:
         """Slots leased now."""
         with self._changed:
-            return self.num_slots - len(self._free)
+            return self.num_slots - len(self._free) - len(self._tickets)
 
     @property
-    def in_use_max(self) -> int:
-        """The most slots that were ever leased at once."""
-        return self._in_use_max
+    def free(self) -> int:
+        """Slots neither leased nor kept."""
+        return len(self._free)
+
+    @property
+    def kept(self) -> int:
+        """Slots kept now: they can be leased at once."""
+        with self._changed:
+            return len(self._tickets)
 
     def acquire(self, count: int, *, deadline: float, keep_waiting: Callable[[], bool]) -> list[int] | None:
         """Lease `count` slots at once; None when they are not free by `deadline` (time.monotonic) or waiting is pointless."""
         if count > self.num_slots:
             return None
         with self._changed:
-            while len(self._free) < count:
+            while len(self._free) + len(self._tickets) < count:
                 left_s = deadline - time.monotonic()
                 if left_s <= 0 or not keep_waiting():
                     return None
                 self._changed.wait(min(left_s, _WAIT_SLICE_S))
-            leased = [self._free.pop() for _ in range(count)]
-            self._in_use_max = max(self._in_use_max, self.num_slots - len(self._free))
-            return leased
+            return [self._free.pop() if self._free else self._take_kept() for _ in range(count)]
+
+    def _take_kept(self) -> int:
+        """A kept slot: a spare one, else one of the oldest owner's, all of whose slots go before the next one's."""
+        if self._spare:
+            ticket = next(iter(self._spare))
+            del self._tickets[ticket]
+            return self._spare.pop(ticket)
+        owner, slots = next(iter(self._kept.items()))
+        ticket, slot = slots.popitem()
+        if not slots:
+            del self._kept[owner]
+        del self._tickets[ticket]
+        self._robbed.add(owner)
+        return slot
 
     def release(self, slots: list[int]) -> None:
-        """Give slots back; whoever waits for them wakes."""
+        """Give leased slots back; whoever waits for room wakes."""
         if slots:
             with self._changed:
                 self._free.extend(reversed(slots))
                 self._changed.notify_all()
+
+    def keep(self, slot: int, owner: int | None) -> int:
+        """Turn a leased slot into a kept one: the ticket to reclaim it with. `owner` (None: its rows lie elsewhere too).
+
+        0 when a slot of that owner was taken before: the others are worth nothing either, and this one is released.
+        """
+        with self._changed:
+            self._changed.notify_all()
+            if owner in self._robbed:
+                self._free.append(slot)
+                return 0
+            ticket, self._next_ticket = self._next_ticket, self._next_ticket + 1
+            if owner is None:
+                self._spare[ticket] = slot
+            else:
+                self._kept.setdefault(owner, {})[ticket] = slot
+            self._tickets[ticket] = -1 if owner is None else owner
+            return ticket
+
+    def reclaim(self, ticket: int) -> bool:
+        """Lease the kept slot of this ticket again; False when somebody took it."""
+        with self._changed:
+            return self._reclaim(ticket) is not None
+
+    def _reclaim(self, ticket: int) -> int | None:
+        owner = self._tickets.pop(ticket, None)
+        if owner is None:
+            return None
+        if owner < 0:
+            return self._spare.pop(ticket)
+        slot = self._kept[owner].pop(ticket)
+        if not self._kept[owner]:
+            del self._kept[owner]
+        return slot
+
+    def was_robbed(self, owner: int) -> bool:
+        """Whether a slot that `owner` kept was taken."""
+        with self._changed:
+            return owner in self._robbed
+
+    def forget(self, owner: int, tickets: Iterable[int]) -> None:
+        """`owner` needs none of what it kept any more: what is left of these tickets is free."""
+        with self._changed:
+            self._free.extend(slot for slot in map(self._reclaim, tickets) if slot is not None)
+            self._robbed.discard(owner)
+            self._changed.notify_all()
 
     def tensor(self, slot: int, nbytes: int) -> torch.Tensor:
         """The first `nbytes` of a slot, uint8 [nbytes]."""

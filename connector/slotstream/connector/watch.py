@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from typing import Any
 
 import grpc
@@ -27,14 +28,16 @@ class ServerWatch:
         self._target = target
         self._access = access or Access()
         self._problem: SlotStreamError | None = None
+        self._since = 0.0  # monotonic; when the problem began
         self._closed = threading.Event()
         self._call: Any = None
         self._thread = threading.Thread(target=self._run, name="slotstream-watch", daemon=True)
         self._thread.start()
 
-    def problem(self) -> SlotStreamError | None:
-        """Why the server takes no samples now; None when it does."""
-        return self._problem
+    def problem(self, longer_than_s: float = 0.0) -> SlotStreamError | None:
+        """Why the server takes no samples now; None when it does, or has not done so for no longer than this."""
+        problem = self._problem
+        return problem if problem is not None and time.monotonic() - self._since >= longer_than_s else None
 
     def close(self, timeout_s: float = 1.0) -> None:
         """Stop watching, after at most `timeout_s`."""
@@ -76,10 +79,12 @@ class ServerWatch:
             self._set(ServerDraining(f"the server at {self._target} is not taking samples now"))
 
     def _set(self, problem: SlotStreamError | None) -> None:
+        if self._problem is None:
+            self._since = time.monotonic()
         before, self._problem = self._problem, problem
         if self._closed.is_set() or (before is None) == (problem is None):
             return
         if problem is None:
             logger.info("slotstream: the server at %s takes samples again", self._target)
         else:
-            logger.warning("slotstream: %s; captures fail with %s until it is back", problem, problem.code)
+            logger.warning("slotstream: %s; captures wait for it as long as there is room", problem)

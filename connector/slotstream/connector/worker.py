@@ -11,20 +11,23 @@ import torch
 
 from slotstream.connector.config import ConnectorConfig
 from slotstream.connector.counters import Counters
+from slotstream.connector.faults import SampleFault
 from slotstream.connector.gather import INDEX_BYTES, Destination, Gathered, RowGather, Slots
 from slotstream.connector.plan import EMPTY_PLAN, RowPlan, SampleAbort, SampleFinish, SampleOpen, StepPlan
-from slotstream.connector.pump import FailSample, Pump, SampleFault, Segment, StagedBatch, StepMapping, sample_gauges
+from slotstream.connector.pump import FailSample, Pump, Segment, StagedBatch
 from slotstream.connector.releases import Releases
+from slotstream.connector.rowcheck import StepMapping
 from slotstream.connector.staging import StagingPool
 from slotstream.transport.base import SampleSink
 from slotstream.transport.logs import connector_logger
 from slotstream.wire.dtypes import row_bytes as row_bytes_of
-from slotstream.wire.errors import ConfigError, InternalFault, SlotMismatch, SlotStreamError, StagingFull
+from slotstream.wire.errors import ConfigError, InternalFault, SlotMismatch, SlotStreamError
 from slotstream.wire.names import CHUNK_BYTES_MAX
 
 logger = connector_logger(__name__)
 
 _SLOTS_MIN = 8
+_READ_BACK_SLOTS = 8
 _BATCH_BYTES_MAX = 64 << 20  # Device memory that one gather may take.
 _CLOSE_S = 5.0
 
@@ -63,13 +66,16 @@ class WorkerHalf:
             )
         self._row_bytes = row_bytes
         self._rows_per_slot = max(1, config.options.chunk_bytes // row_bytes)
-        self._pool = StagingPool(num_slots, slot_bytes, cache.device)
+        # Rows come back from the spool through slots of their own: a part of staging, whatever else is full.
+        reserved = min(_READ_BACK_SLOTS, num_slots // _SLOTS_MIN) if config.options.spool_dir is not None else 0
+        self._pool = StagingPool(num_slots - reserved, slot_bytes, cache.device, reserved)
         self._gather = RowGather(cache, self._pool)
         self._rows_per_batch = max(1, min(_BATCH_BYTES_MAX // row_bytes, slot_bytes // INDEX_BYTES))
         self._counters = Counters()
         self._pump = Pump(config, self._pool, sink, row_bytes, self._counters)
         self._plan: StepPlan = EMPTY_PLAN
         self._failed_plan: StepPlan | None = None
+        self._begun: set[str] = set()  # Requests whose opens of this step's plan were posted.
         self._slot_mapping: torch.Tensor | None = None
         self._first_position: dict[str, int] = {}
         self._releases = Releases()
@@ -102,8 +108,10 @@ class WorkerHalf:
         plan, self._plan = self._plan, EMPTY_PLAN
         if not plan:
             return
+        self._begun.clear()
         for opened in plan.opens:
             self._first_position[opened.req_id] = opened.first_position
+            self._begun.add(opened.req_id)
             self._pump.post(opened)
         if plan.rows:
             self._read(plan.rows)
@@ -126,7 +134,7 @@ class WorkerHalf:
     def take_stats(self) -> dict[str, float]:
         """Counts since the last call, with the gauges; empty when nothing changed."""
         counts = self._counters.take()
-        return {**counts, **sample_gauges(self._pump, self._pool)} if counts else {}
+        return {**counts, **self._pump.gauges()} if counts else {}
 
     def count_fault(self) -> None:
         """A hook raised."""
@@ -137,8 +145,12 @@ class WorkerHalf:
         if plan is self._failed_plan:
             return
         self._failed_plan = plan
+        self._plan = EMPTY_PLAN  # Nothing more is to be done of it: its samples would be opened twice.
         self._releases.give_up(plan)
         error = InternalFault("a fault of slotstream's own: the log says which")
+        for opened in plan.opens:
+            if opened.req_id not in self._begun:  # Its id may be promised: the server has to hear of it.
+                self._pump.post(opened)
         for req_id in dict.fromkeys(part.req_id for part in _parts_of(plan)):
             self._first_position.pop(req_id, None)
             self._pump.post(FailSample(req_id, error))
@@ -158,7 +170,7 @@ class WorkerHalf:
             scratch_count = 0 if on_cpu else 1 + wants_mapping
             leased = self._lease(len(parts) + scratch_count, deadline)
             if leased is None:
-                self._fail(parts, StagingFull("no room in staging: the server or the network takes rows too slowly"))
+                self._fail(parts, self._pump.why_full())
                 continue
             scratch, slots = leased[:scratch_count], leased[scratch_count:]
             try:

@@ -26,7 +26,7 @@ class StagedChunk:
 
 @dataclass(frozen=True, slots=True)
 class Acked:
-    """The server took chunk `chunk`; its buffer may be reused at once."""
+    """The server took chunk `chunk`, which is not durable before its sample is; the sink needs its buffer no longer."""
 
     chunk: int
 
@@ -57,10 +57,11 @@ class LinkUp:
 
 @dataclass(frozen=True, slots=True)
 class LinkDown:
-    """The link broke, or could not be made for as long as something waited for it: every open sample is lost.
+    """The link broke, or could not be made for as long as something waited for it: no open sample gets a verdict any more.
 
-    The sink touches no buffer any more and sends nothing until `reset`. `code`: a stable error code, where the server, or a
-    look at our own token file, said why; "" otherwise.
+    Whether the server has one is not known: it may have stored it. The sink touches no buffer any more and sends nothing
+    until `reset`; after the next LinkUp samples may be sent again, under new numbers. `code`: a stable error
+    code, where the server, or a look at our own token file, said why; "" otherwise.
     """
 
     message: str

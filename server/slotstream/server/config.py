@@ -46,6 +46,7 @@ class ServerConfig:
     window_bytes: int = WINDOW_BYTES  # Bytes of chunks a stream may have unacknowledged.
     transport: str = "auto"  # How rows may come: grpc, or over NIXL too; nixl: only start if that works.
     nixl_pool_bytes: int = 256 << 20  # What chunks are read into over NIXL; allocated when the first sender offers it.
+    ingest_bytes_max: int = 256 << 20  # Bytes of chunks that all streams together may hold in memory.
     drain_s: float = 10.0  # How long open samples may still finish after SIGTERM.
     appear_grace_s: float = 5.0  # How long a read waits for an id that nobody has opened yet.
     open_samples_max: int = 4096  # Samples open at a time on one stream.
@@ -87,6 +88,7 @@ class ServerConfig:
             raise ConfigError(f"--transport {self.transport!r} is not one of {', '.join(TRANSPORTS)}")
         check_transport("--transport", self.transport)
         _at_least("--nixl-pool-bytes", self.nixl_pool_bytes, SLOTS_MIN * SLOT_BYTES)
+        _at_least("--ingest-bytes-max", self.ingest_bytes_max, self.window_bytes)
         _at_least("--drain-s", self.drain_s, 0, _SECONDS_MAX)
         _at_least("--appear-grace-s", self.appear_grace_s, 0, _SECONDS_MAX)
         for name in _COUNTS:

@@ -93,8 +93,10 @@ class IngestService:
         self._stream_shares = Shares("ingest streams", config.streams_max, config.peer_streams_max)
         self._streams: set[_Stream] = set()  # A stream stays until its last sample ended, connected or not.
         self._open = 0
+        self._held_bytes = 0  # On all streams.
         self._idle = asyncio.Event()
         self._idle.set()
+        metrics.held_bytes.set_function(lambda: self._held_bytes)
 
     def handler(self) -> grpc.GenericRpcHandler[bytes, bytes]:
         stream: Any = self._stream
@@ -126,6 +128,19 @@ class IngestService:
         finally:
             self.metrics.streams.dec()
             self.forget(stream)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether all streams together hold as many bytes as they may: then none reads on."""
+        return self._held_bytes >= self.config.ingest_bytes_max
+
+    def hold(self, nbytes: int) -> None:
+        """Frames were taken, or let go of (less than 0): then those who waited for it read on."""
+        was_full = self.is_full
+        self._held_bytes += nbytes
+        if was_full and not self.is_full:
+            for stream in self._streams:
+                stream.wake()
 
     def opened(self) -> None:
         self._open += 1
@@ -290,6 +305,7 @@ class _Stream:
         config = self._service.config
         return (
             self._held_bytes >= config.window_bytes
+            or self._service.is_full
             or self._held_items + len(self._replies) >= _HELD_ITEMS_MAX
             or len(self._lanes) >= config.open_samples_max + _REFUSED_MAX
         )
@@ -308,6 +324,10 @@ class _Stream:
         if self._connected:
             self._replies.append(reply.SerializeToString())
             self._replied.set()
+
+    def wake(self) -> None:
+        """There may be room again."""
+        self._room.set()
 
     def end(self) -> None:
         self._abandon(Failure.of(ServerDraining("the server shut down before the sample was finished")))
@@ -490,6 +510,7 @@ class _Stream:
     def _hold(self, nbytes: int) -> None:
         self._held_bytes += nbytes
         self._held_items += 1
+        self._service.hold(nbytes)
 
     # What the lanes say.
 
@@ -514,6 +535,7 @@ class _Stream:
             done = self._results.popleft()
             self._held_bytes -= done.nbytes
             self._held_items -= 1
+            self._service.hold(-done.nbytes)
             if done.acked is not None:
                 self._chunks_held -= 1
                 self._ack(done.acked, done.nbytes)

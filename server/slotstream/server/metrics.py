@@ -129,6 +129,7 @@ class Metrics:
         )
         self.open_samples = gauge("open_samples", "Samples that are arriving now.")
         self.streams = gauge("ingest_streams", "Connected ingest streams.")
+        self.held_bytes = gauge("held_bytes", "Bytes of chunks received and not written yet.")
         self.chunks = counter("chunks", "Chunks received, by transport.", ("transport",))
         for transport in ("grpc", "nixl"):  # So that both are there from the start.
             self.chunks.labels(transport)

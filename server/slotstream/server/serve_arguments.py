@@ -62,6 +62,13 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
     )
     option(
+        "--ingest-bytes-max",
+        "ingest_bytes_max",
+        "bytes of rows that all streams together may hold in memory; at this the server reads no more until some are written",
+        metavar="BYTES",
+        type=int,
+    )
+    option(
         "--drain-s",
         "drain_s",
         "how long open samples may still be finished after SIGTERM; a second signal ends that at once",

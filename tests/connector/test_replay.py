@@ -1,0 +1,205 @@
+"""What the pump does with samples whose link breaks, without a network: a sink that says what a test tells it to."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support.outage_rig import wait_until
+from support.worker_rig import BLOCKS, Rig, WatchedSink, make_rig, opened
+
+from slotstream.connector import reports
+from slotstream.connector.plan import RowPlan, SampleAbort, SampleFinish, StepPlan
+from slotstream.transport.base import Acked, Committed, Failed, LinkDown, LinkUp, StagedChunk
+from slotstream.v1 import ingest_pb2
+
+
+class _Sink(WatchedSink):
+    """Takes and acks rows; `verdicts`: whether commits are answered. It may refuse samples as a full disk does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.verdicts = True
+        self.refuse: set[str] = set()
+        self.opens: list[str] = []
+        self.acked = threading.Semaphore(0)
+
+    def open_sample(self, request: ingest_pb2.OpenSample) -> None:
+        super().open_sample(request)
+        self.opens.append(request.sample_id)
+
+    def submit(self, chunk: StagedChunk) -> None:
+        if self.samples[chunk.sample].opened.sample_id in self.refuse:
+            self._on_event(Acked(chunk.chunk))
+        else:
+            super().submit(chunk)
+        self.acked.release()
+
+    def commit(self, request: ingest_pb2.CommitSample) -> None:
+        if self.samples[request.sample].opened.sample_id in self.refuse:
+            self._on_event(Failed(request.sample, "STORE_FULL", "no room"))
+        elif self.verdicts:
+            super().commit(request)
+
+    def break_link(self) -> None:
+        self._on_event(LinkDown("it broke"))
+
+    def link(self) -> None:
+        self._on_event(LinkUp("again"))
+
+
+@pytest.fixture
+def rig() -> Iterator[Rig]:
+    made = make_rig(sink=_Sink())
+    yield made
+    made.worker.close()
+
+
+def _is_empty(rig: Rig) -> bool:
+    return rig.worker._pump._inbox.empty() and rig.worker._pump._outbox.is_empty
+
+
+def _committed(rig: Rig, sample_id: str) -> bytes:
+    """The rows of the one committed sample of this id."""
+    (sample,) = [s for s in rig.sink.samples.values() if s.opened.sample_id == sample_id and s.committed is not None]
+    return b"".join(sample.rows[i] for i in sorted(sample.rows))
+
+
+def test_a_lost_answer_is_asked_for_again(rig: Rig) -> None:
+    rig.sink.verdicts = False
+    rig.capture("a", 30)
+    assert rig.sink.acked.acquire(timeout=30)
+    rig.sink.break_link()
+    rig.sink.verdicts = True
+    rig.sink.link()
+    wait_until(lambda: _is_empty(rig))
+    assert rig.sink.opens == ["a", "a"]
+    assert _committed(rig, "a") == rig.rows("a", 0, 30)
+    assert rig.worker.take_faults() == []
+    assert (rig.worker._pool.in_use, rig.worker._pool.kept) == (0, 0)
+
+
+def test_a_sample_may_go_on_while_the_link_is_down_and_after(rig: Rig) -> None:
+    table = rig.table("a", 30)
+    rig.write(rig.slots("a", 0, 30))
+    rig.step(StepPlan((opened("a", 30),), (RowPlan("a", 0, 10, 0, table),)), rig.slots("a", 0, 10))
+    rig.sink.break_link()
+    rig.step(StepPlan((), (RowPlan("a", 10, 20, 10, table),)), rig.slots("a", 10, 20))
+    rig.sink.link()
+    finish = SampleFinish("a", tuple(range(30)))
+    rig.step(StepPlan((), (RowPlan("a", 20, 30, 20, table),), (finish,)), rig.slots("a", 20, 30))
+    wait_until(lambda: _is_empty(rig))
+    assert _committed(rig, "a") == rig.rows("a", 0, 30)
+
+
+def test_an_abort_whose_answer_was_lost_is_told_again(rig: Rig) -> None:
+    table = rig.table("a", 8)
+    rig.sink.break_link()
+    rig.step(StepPlan((opened("a", 8),), (RowPlan("a", 0, 4, 0, table),)), rig.slots("a", 0, 4))
+    rig.step(StepPlan(aborts=(SampleAbort("a", "ABORTED", "it ended"),)), None)
+    rig.sink.link()
+    assert rig.sink.verdict(1) == Failed(1, "ABORTED", "it ended")
+    (told,) = rig.sink.samples.values()
+    assert (told.opened.rows_exact, told.rows) == (False, {})  # Nothing is preallocated for it.
+    wait_until(lambda: _is_empty(rig))
+    assert [(f.req_id, f.code) for f in rig.worker.take_faults()] == [("a", "ABORTED")]
+
+
+def test_rows_whose_room_was_needed_are_lost_with_the_link_and_that_is_said() -> None:
+    sink = _Sink()
+    sink.verdicts = False
+    rig = make_rig(sink=sink, staging_bytes=1 << 20, chunk_bytes=64 << 10)
+    try:
+        for i in range(20):  # 16 slots.
+            rig.capture(f"r{i}", 4)
+            assert sink.acked.acquire(timeout=30)
+            wait_until(lambda: rig.worker._pool.in_use == 0)
+        assert rig.worker._pool.kept == 16
+        sink.break_link()
+        sink.verdicts = True
+        sink.link()
+        wait_until(lambda: _is_empty(rig))
+        assert [(f.req_id, f.code) for f in rig.worker.take_faults()] == [(f"r{i}", "INTERRUPTED") for i in range(4)]
+        for i in range(4, 20):
+            assert _committed(rig, f"r{i}") == rig.rows(f"r{i}", 0, 4)
+        assert rig.worker.take_stats()["failures_reported"] == 4
+    finally:
+        rig.worker.close()
+
+
+def test_a_short_staging_is_relieved_by_the_spool_and_then_nothing_is_lost(tmp_path: Path) -> None:
+    sink = _Sink()
+    sink.verdicts = False
+    rig = make_rig(sink=sink, staging_bytes=1 << 20, chunk_bytes=64 << 10, spool_dir=str(tmp_path / "spool"))
+    try:
+        for i in range(12):
+            rig.capture(f"r{i}", 4)
+            assert sink.acked.acquire(timeout=30)
+        wait_until(lambda: rig.worker._pool.in_use == 0)
+        for i in range(12, 16):  # Each written before its slot can be taken, while those of before are taken one by one.
+            rig.capture(f"r{i}", 4)
+            assert sink.acked.acquire(timeout=30)
+            wait_until(lambda: rig.worker._pool.in_use == 0)
+        assert len(list((tmp_path / "spool").rglob("*.spool"))) >= 3
+        sink.break_link()
+        wait_until(lambda: not rig.worker._pump._shelf.writing)
+        sink.verdicts = True
+        sink.link()
+        wait_until(lambda: _is_empty(rig))
+        assert rig.worker.take_faults() == []
+        for i in range(16):
+            assert _committed(rig, f"r{i}") == rig.rows(f"r{i}", 0, 4)
+    finally:
+        rig.worker.close()
+
+
+def test_a_full_disk_is_tried_again_until_it_has_room(rig: Rig) -> None:
+    rig.sink.refuse = {"a"}
+    rig.capture("a", 30)
+    rig.capture("b", 10)
+    wait_until(lambda: rig.sink.opens.count("a") >= 2)
+    assert isinstance(rig.sink.verdict(2), Committed)
+    rig.sink.refuse = set()
+    wait_until(lambda: _is_empty(rig))
+    assert _committed(rig, "a") == rig.rows("a", 0, 30)
+    assert rig.worker.take_faults() == []
+
+
+def test_an_abort_that_a_full_disk_did_not_take_is_told_again(rig: Rig) -> None:
+    table = rig.table("a", 8)
+    rig.step(StepPlan((opened("a", 8),), (RowPlan("a", 0, 4, 0, table),)), rig.slots("a", 0, 4))
+    assert rig.sink.acked.acquire(timeout=30)
+    abort = rig.sink.abort
+    rig.sink.abort = lambda request: rig.sink._on_event(Failed(request.sample, "STORE_FULL", "no room"))
+    rig.step(StepPlan(aborts=(SampleAbort("a", "ABORTED", "it ended"),)), None)
+    wait_until(lambda: len(rig.sink.opens) == 2)
+    rig.sink.abort = abort
+    wait_until(lambda: _is_empty(rig))
+    assert [(f.req_id, f.code) for f in rig.worker.take_faults()] == [("a", "ABORTED")]
+    (told,) = [s.failed for s in rig.sink.samples.values() if s.failed is not None]
+    assert told.code == "ABORTED"
+
+
+def test_more_failures_than_can_be_remembered_are_counted(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reports, "REPORTS_MAX", 3)
+    rig.sink.break_link()
+    for i in range(5):
+        rig._unused = random.Random(i).sample(range(BLOCKS), BLOCKS)
+        rig.step(StepPlan((opened(f"r{i}", 8),)), None)
+        rig.step(StepPlan(aborts=(SampleAbort(f"r{i}", "ABORTED", "it ended"),)), None)
+    rig.sink.link()
+    wait_until(lambda: _is_empty(rig))
+    assert rig.sink.opens == ["r2", "r3", "r4"]
+    stats = rig.worker.take_stats()
+    assert (stats["reports_dropped"], stats["failures_reported"]) == (2, 3)
+
+
+def test_a_step_that_fails_before_its_samples_were_opened_still_tells_the_server(rig: Rig) -> None:
+    plan = StepPlan((opened("a", 8),), (RowPlan("a", 0, 8, 0, rig.table("a", 8)),))
+    rig.worker.fail_plan(plan)
+    verdict = rig.sink.verdict(1)
+    assert isinstance(verdict, Failed)
+    assert (rig.sink.samples[1].opened.sample_id, verdict.code) == ("a", "INTERNAL")

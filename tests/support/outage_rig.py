@@ -1,0 +1,195 @@
+"""A real worker half and a real server that is killed, stopped and started under it; and the account of what was promised.
+
+As a program (`python -m support.outage_rig ADDRESS SPOOL_DIR SEED`): an engine that captures while nobody is there, fills
+its spool, says what it promised, and waits to be killed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import torch
+
+from slotstream.client import SampleState, connect
+from slotstream.connector.faults import SampleFault
+from slotstream.connector.plan import RowPlan, SampleAbort, SampleFinish, SampleOpen, StepPlan
+from slotstream.transport.grpc import GrpcSink
+from slotstream.v1 import ingest_pb2
+from slotstream.wire.names import PROTOCOL_VERSION
+from support.server import ServerProcess
+from support.worker_rig import Rig, make_rig
+
+WAIT_S = 60.0
+SMALL = {"staging_bytes": 1 << 20, "chunk_bytes": 64 << 10}  # 16 slots.
+
+
+def wait_until(condition: Callable[[], bool], what: str = "it") -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < deadline, f"{what} never happened"
+        time.sleep(0.01)
+
+
+@dataclass
+class Engine:
+    """Requests one after another, each a sample. `promised`: sample id -> its rows, None if it was aborted."""
+
+    rig: Rig
+    rng: random.Random
+    name: str
+    promised: dict[str, bytes | None] = field(default_factory=dict)
+    faults: dict[str, SampleFault] = field(default_factory=dict)
+
+    @classmethod
+    def start(cls, address: str, seed: int = 0, name: str = "e", **options: object) -> Engine:
+        hello = ingest_pb2.Hello(protocol=PROTOCOL_VERSION, engine_id=name)
+        chosen = {"ack_timeout_s": 30.0, "wait_s_max": 0.5, "server": address, **options}
+        sink = GrpcSink(address, hello, ack_timeout_s=float(str(chosen["ack_timeout_s"])))
+        return cls(make_rig(seed, sink, **chosen), random.Random(seed), name)
+
+    @property
+    def settled(self) -> bool:
+        """Whether the server has answered for everything."""
+        outbox = self.rig.worker._pump._outbox
+        return self.rig.worker._pump._inbox.empty() and outbox.is_empty and outbox.link_up
+
+    def work(self, count: int) -> None:
+        """So many requests: prompts in one step or in two, some with tokens of unknown number, some aborted half way."""
+        for _ in range(count):
+            self._request(f"{self.name}-{len(self.promised)}")
+
+    def failed(self) -> dict[str, str]:
+        """Sample id -> code, of those that the worker half has said failed."""
+        self.faults |= {fault.req_id: fault for fault in self.rig.worker.take_faults()}
+        return {sample_id: fault.code for sample_id, fault in self.faults.items()}
+
+    def _request(self, sample_id: str) -> None:
+        rig, tokens = self.rig, self.rng.randrange(2, 60)
+        table, cut = rig.table(sample_id, tokens), self.rng.choice([tokens, self.rng.randrange(1, tokens)])
+        rig.write(rig.slots(sample_id, 0, tokens))
+        abort = self.rng.random() < 0.1
+        exact = self.rng.random() < 0.7
+        opened = SampleOpen(sample_id, "default", sample_id, 0, tokens if exact else tokens + 100, exact, {"made": "up"})
+        finish = SampleFinish(sample_id, tuple(range(tokens)))
+        whole = cut == tokens and not abort
+        first = RowPlan(sample_id, 0, cut, 0, table)
+        rig.step(StepPlan((opened,), (first,), (finish,) if whole else ()), rig.slots(sample_id, 0, cut))
+        if abort:
+            rig.step(StepPlan(aborts=(SampleAbort(sample_id, "ABORTED", "it was hung up"),)), None)
+        elif not whole:
+            rest = RowPlan(sample_id, cut, tokens, cut, table)
+            rig.step(StepPlan((), (rest,), (finish,)), rig.slots(sample_id, cut, tokens))
+        self.promised[sample_id] = None if abort else rig.rows(sample_id, 0, tokens)
+        rig.free(sample_id)
+
+    def stats(self) -> dict[str, float]:
+        return self.rig.worker.take_stats()
+
+    def close(self) -> None:
+        self.rig.worker.close()
+
+
+def account(address: str, promised: dict[str, bytes | None]) -> dict[str, str]:
+    """Sample id -> why it failed, of those that did. Every promised one is on the server: its rows, or why there are none."""
+    failed = {}
+    with connect(address) as client:
+        for sample_id, rows in promised.items():
+            info = client.stat(sample_id)
+            if info.state is SampleState.FAILED:
+                assert info.error_code, sample_id
+                assert info.error_message, sample_id
+                failed[sample_id] = info.error_code
+                continue
+            assert info.state is SampleState.COMMITTED, (sample_id, info)
+            assert rows is not None, f"{sample_id} was aborted, and is stored"
+            stored = client.get(sample_id)
+            assert stored.hidden_states.contiguous().view(torch.uint8).numpy().tobytes() == rows, sample_id
+    return failed
+
+
+class Restarting:
+    """A server that comes and goes on one address and one data directory."""
+
+    def __init__(self, data_dir: Path, *options: str, running: bool = True) -> None:
+        self._sockets = tempfile.TemporaryDirectory(prefix="slotstream-")
+        self.address = f"unix:{self._sockets.name}/s"
+        self._data_dir = data_dir
+        self._options = options
+        self.process: ServerProcess | None = None
+        if running:
+            self.start()
+
+    def start(self) -> None:
+        self.process = ServerProcess(self._data_dir, *self._options, address=self.address)
+
+    def send(self, number: int) -> None:
+        assert self.process is not None
+        self.process.process.send_signal(number)
+
+    def stop(self, number: int = signal.SIGKILL) -> None:
+        process, self.process = self.process, None
+        if process is not None:
+            with process:
+                process.process.send_signal(signal.SIGCONT)
+                process.stop(number)
+
+    def descriptors(self) -> int:
+        """Files that the server has open."""
+        assert self.process is not None
+        return len(list(Path(f"/proc/{self.process.process.pid}/fd").iterdir()))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.stop()
+        self._sockets.cleanup()
+
+
+def own_threads() -> int:
+    return threading.active_count()
+
+
+def own_descriptors() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def _main(address: str, spool_dir: str, seed: int) -> None:
+    engine = Engine.start(address, seed, f"killed{seed}", spool_dir=spool_dir, wait_s_max=WAIT_S, **SMALL)
+    engine.work(40)
+    rig = engine.rig
+    table = rig.table("half", 40)
+    rig.write(rig.slots("half", 0, 20))
+    opened = SampleOpen("half", "default", f"{engine.name}-half", 0, 40, True)
+    rig.step(StepPlan((opened,), (RowPlan("half", 0, 20, 0, table),)), rig.slots("half", 0, 20))
+    pump = rig.worker._pump
+    wait_until(
+        lambda: pump._inbox.empty() and not pump._shelf.writing and all(_is_spooled(s) for s in _held(engine)), "spooling"
+    )
+    promised = {sample_id: None if rows is None else rows.hex() for sample_id, rows in engine.promised.items()}
+    print(json.dumps(promised | {f"{engine.name}-half": None}), flush=True)
+    os.kill(os.getpid(), signal.SIGSTOP)  # Until it is killed.
+
+
+def _held(engine: Engine) -> list[object]:
+    return list(engine.rig.worker._pump._outbox._held.values())
+
+
+def _is_spooled(sample: object) -> bool:
+    return not sample.unspooled and (sample.commit is None or sample.commit_spooled)  # type: ignore[attr-defined]
+
+
+if __name__ == "__main__":
+    _main(sys.argv[1], sys.argv[2], int(sys.argv[3]))
