@@ -46,8 +46,8 @@ _SHAPES: dict[str, dict[str, int]] = {
     },
 }
 _TRANSPORTS: dict[str, dict[str, Any]] = {
-    "grpc": {"unix": False, "connector": {}},
-    "grpc-unix": {"unix": True, "connector": {}},
+    "grpc": {"unix": False, "connector": {"transport": "grpc"}},
+    "grpc-unix": {"unix": True, "connector": {"transport": "grpc"}},
     "nixl": {"unix": False, "connector": {"transport": "nixl"}},
 }
 _TARGETS = {4: 0.99, 16: 0.97}  # Layers -> tokens/s with everything stored, in parts of nothing copied.

@@ -56,6 +56,7 @@ class HeldSample:
     file: SpoolFile | None = None
     unspooled: int = 0  # Chunks that are not in the file.
     commit_spooled: bool = False  # Or asked to be.
+    rows_unix_ns: int = 0  # When the last rows were computed and in host memory.
     queued: bool = False  # Counts among those that are replayed from the spool now.
 
     def add(self, chunk: HeldChunk) -> None:

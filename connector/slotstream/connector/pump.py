@@ -264,17 +264,20 @@ class Pump:
         done = at = 0
         try:
             batch.gathered.wait()
+            copied_unix_ns = time.time_ns()
             if batch.mapping is not None:
                 batch.mapping.load()
             peaks = batch.gathered.peaks.float().numpy()
             for segment in batch.segments:
                 done += 1
-                self._segment(segment, batch.mapping, peaks[at : at + segment.rows])
+                self._segment(segment, batch.mapping, peaks[at : at + segment.rows], copied_unix_ns)
                 at += segment.rows
         finally:
             self._pool.release([*batch.scratch, *(s.slot for s in batch.segments[done:])])
 
-    def _segment(self, segment: Segment, mapping: StepMapping | None, peaks: npt.NDArray[np.float32]) -> None:
+    def _segment(
+        self, segment: Segment, mapping: StepMapping | None, peaks: npt.NDArray[np.float32], copied_unix_ns: int
+    ) -> None:
         sample = self._outbox.sample(segment.req_id)
         problem: SlotStreamError | None = None
         if sample is not None:
@@ -285,6 +288,7 @@ class Pump:
         if sample is None or problem is not None:
             self._pool.release([segment.slot])
             return
+        sample.rows_unix_ns = copied_unix_ns
         nbytes = segment.rows * self._row_bytes
         digest = xxh3(self._pool.buffer(segment.slot, nbytes))
         self._outbox.add(sample, HeldChunk(segment.first_row, segment.rows, nbytes, digest, segment.slot))
@@ -312,6 +316,7 @@ class Pump:
         if sample is None:
             return
         metadata = {**item.metadata, **(bad_rows.metadata if bad_rows is not None else {})}
+        metadata["last_rows_unix_ns"] = str(sample.rows_unix_ns)  # By this host's clock.
         self._outbox.finish(
             sample,
             ingest_pb2.CommitSample(row_count=len(item.token_ids), token_ids=item.token_ids, metadata=metadata),

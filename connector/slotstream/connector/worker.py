@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -117,8 +117,7 @@ class WorkerHalf:
             self._read(plan.rows)
         for finish in plan.finishes:
             self._first_position.pop(finish.req_id, None)
-            stamp = {"last_rows_unix_ns": str(time.time_ns())}  # When the last row was computed, as this host's clock has it.
-            self._pump.post(replace(finish, metadata={**finish.metadata, **stamp}))
+            self._pump.post(finish)
         for abort in plan.aborts:
             self._first_position.pop(abort.req_id, None)
             self._pump.post(abort)
