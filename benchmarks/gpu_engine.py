@@ -14,11 +14,12 @@ import statistics
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from slotstream.client import Client, SampleState, connect
+from slotstream.client import Client, SampleInfo, SampleNotFound, SampleState, SlotStreamError, connect
 
 _WATCHED_EVERY = 8  # One sample in so many has a reader that waits for it from the start.
 _WAIT_S = 120.0
@@ -98,8 +99,12 @@ class Runner:
         found: dict[str, Any] = {"tokens_per_s": computed / generated_s}
         stored_at = time.perf_counter()
         if ours:
+            said = [answer.kv_transfer_params["slotstream"] for answer in answers]
+            refused = [one["error"]["code"] for one in said if "error" in one]
+            names = [name for name, one in zip(names, said, strict=True) if "error" not in one]
             stored_at = self._wait(names)
             found |= self._stored(names, watch)
+            found["failed"] += refused
         elif self._options["kind"] == "example":
             stored_at = self._forget_files([answer.kv_transfer_params["hidden_states_path"] for answer in answers])
         found["all_stored_tokens_per_s"] = computed / (stored_at - began)
@@ -114,22 +119,23 @@ class Runner:
 
     def _stored(self, names: Sequence[str], watch: _Watch | None) -> dict[str, Any]:
         """What became of the samples, and how long after its last rows each was durable, and readable."""
-        committed, failed, durable_ms, nbytes = 0, [], [], 0
+        rows_at: dict[str, int] = {}  # of those committed
+        failed, durable_ms, nbytes = [], [], 0
         with connect(self._options["server"]) as client:
             for name in names:
                 info = client.stat(name)
                 if info.state is not SampleState.COMMITTED:
                     failed.append(info.error_code or str(info.state))
                 else:
-                    committed += 1
+                    rows_at[name] = int(info.metadata["last_rows_unix_ns"])
                     nbytes += info.file_bytes
-                    durable_ms.append((info.committed_unix_ns - int(info.metadata["last_rows_unix_ns"])) / 1e6)
-            rows_at = {name: int(client.stat(name).metadata.get("last_rows_unix_ns", 0)) for name in names[::_WATCHED_EVERY]}
-            readable_ms = [(at - rows_at[name]) / 1e6 for name, at in (watch.finish() if watch else {}).items()]
+                    durable_ms.append((info.committed_unix_ns - rows_at[name]) / 1e6)
+            seen = watch.finish(rows_at) if watch else {}
+            readable_ms = [(at - rows_at[name]) / 1e6 for name, at in seen.items()]
             for name in names:
                 client.delete(name)
         return {
-            "committed": committed,
+            "committed": len(rows_at),
             "failed": sorted(failed),
             "bytes": nbytes,
             "durable_ms": _percentiles(durable_ms),
@@ -153,29 +159,39 @@ class _Watch:
     def __init__(self, server: str, names: Sequence[str]) -> None:
         self._server = server
         self._at: dict[str, int] = {}
-        self._threads = [threading.Thread(target=self._wait, args=(name,), daemon=True) for name in names]
-        for thread in self._threads:
+        self._threads = {name: threading.Thread(target=self._wait, args=(name,), daemon=True) for name in names}
+        for thread in self._threads.values():
             thread.start()
 
     def _wait(self, name: str) -> None:
-        with connect(self._server) as client, client.read(name, start=0, stop=1, wait_s=_WAIT_S) as reader:
-            for _ in reader:
-                break
-        self._at[name] = time.time_ns()
+        with suppress(SlotStreamError), connect(self._server) as client:  # A sample that fails is counted elsewhere.
+            with client.read(name, start=0, stop=1, wait_s=_WAIT_S) as reader:
+                next(iter(reader))
+            self._at[name] = time.time_ns()
 
-    def finish(self) -> dict[str, int]:
-        """Sample id -> Unix ns at which its first row had been read."""
-        for thread in self._threads:
-            thread.join(_WAIT_S)
-        return self._at
+    def finish(self, committed: Collection[str]) -> dict[str, int]:
+        """Sample id -> Unix ns at which its first row had been read, of those that were watched and committed."""
+        for name in self._threads.keys() & set(committed):
+            self._threads[name].join(_WAIT_S)
+        return {name: at for name, at in self._at.items() if name in committed}
 
 
-def _ended(client: Client, name: str) -> Any:
+def _ended(client: Client, name: str) -> SampleInfo:
     """What is known of a sample once it is no longer on its way."""
     deadline = time.monotonic() + _WAIT_S
-    while (info := client.stat(name)).state is SampleState.ARRIVING and time.monotonic() < deadline:
+    while (info := _known(client, name)) is None or info.state is SampleState.ARRIVING:
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"sample {name} did not end within {_WAIT_S:.0f} s")
         time.sleep(0.002)
     return info
+
+
+def _known(client: Client, name: str) -> SampleInfo | None:
+    """What is known of a sample; None before the server has heard of it."""
+    try:
+        return client.stat(name)
+    except SampleNotFound:
+        return None
 
 
 def _percentiles(values: Sequence[float]) -> dict[str, float]:

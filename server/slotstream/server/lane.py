@@ -7,6 +7,7 @@ order, and nothing has to be read back at the commit. Commits wait for the disk,
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections import deque
@@ -22,21 +23,38 @@ from slotstream.store.upload import Upload
 from slotstream.wire.errors import InternalFault, SlotStreamError
 
 _log = logging.getLogger(__name__)
+_MANY_CORES = 8
 _TURN = 16  # Items a lane does before it lets another lane have the thread.
+
+
+def _chunk_threads(cores: int) -> int:
+    """How many threads write chunks."""
+    return min(4, cores // 4) if cores >= _MANY_CORES else 1
 
 
 @dataclass(slots=True)
 class Pools:
     """Threads that wait for the disk.
 
-    One opens samples and writes the chunks that the event loop leaves to it (see `pace`): mostly copies into the page
-    cache, and more threads would only take Python's lock from each other. Commits and reads wait for the disk itself.
+    On few cores one thread opens samples and writes the chunks that the event loop leaves to it (see `pace`): mostly copies
+    into the page cache, and more would only take the processor from the loop. On many, all chunks are written by several
+    threads, each sample's by one at a time: hashing and writing need no Python, and one core writes 3 GB/s at best. Commits
+    and reads wait for the disk itself.
     """
 
-    chunks: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "chunk"))
+    chunk_threads: int = field(default_factory=lambda: _chunk_threads(len(os.sched_getaffinity(0))))
+    chunks: ThreadPoolExecutor = field(init=False)
     commits: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(8, "commit"))
     pace: Pace = field(default_factory=Pace)
     reads: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(8, "read"))
+
+    def __post_init__(self) -> None:
+        self.chunks = ThreadPoolExecutor(self.chunk_threads, "chunk")
+
+    @property
+    def loop_writes(self) -> bool:
+        """Whether the event loop writes chunks itself."""
+        return self.chunk_threads == 1 and self.pace.is_fast
 
     def shutdown(self) -> None:
         """Let the threads finish what they have and end them."""
@@ -141,7 +159,7 @@ class Lane:
             if self._running:
                 return
             self._running = True
-        if isinstance(item, Chunk) and self._pools.pace.is_fast:
+        if isinstance(item, Chunk) and self._pools.loop_writes:
             self._run()
         else:
             self._pools.chunks.submit(self._run)
