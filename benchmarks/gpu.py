@@ -129,7 +129,7 @@ def make_model(directory: Path, shape: str) -> Path:
 
 
 @contextmanager
-def servers(work: Path, data: Path) -> Iterator[dict[bool, str]]:
+def servers(work: Path, data: Path, more: Sequence[str]) -> Iterator[dict[bool, str]]:
     """`slotstream serve` on TCP and on a Unix socket: unix or not -> address."""
     from slotstream.demo.processes import Running, free_port, listening
 
@@ -137,7 +137,7 @@ def servers(work: Path, data: Path) -> Iterator[dict[bool, str]]:
 
     def server(name: str, address: str) -> Running:
         command = [sys.executable, "-m", "slotstream.server.cli", "serve", "--listen", address, "--data", str(data / name)]
-        command += ["--appear-grace-s", "120"]  # Readers wait for samples that the engine has not begun.
+        command += ["--appear-grace-s", "120", *more]  # Readers wait for samples that the engine has not begun.
         return Running("slotstream serve", command, work / f"{name}.log")
 
     with server("tcp", f"127.0.0.1:{port}") as tcp, server("unix", f"unix:{socket}") as unix:
@@ -157,11 +157,12 @@ def all_rows(options: argparse.Namespace, work: Path, data: Path) -> Iterator[li
     else:
         engine_options = {"enforce_eager": True, "block_size": 32}
     with ExitStack() as stack:
-        at = stack.enter_context(servers(work, data))
+        at = stack.enter_context(servers(work, data, options.serve.split()))
         shared = {
             "model": str(model),
             "layers": options.layers,
             "staging_bytes": options.staging_mib << 20,
+            "chunk_bytes": options.chunk_mib << 20,
             "step_tokens": options.step_tokens,
             "engine": engine_options,
             "shared": str(data / "example"),
@@ -254,6 +255,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--rounds", type=int, default=5, metavar="N", help="interleaved rounds to take medians of (default: %(default)s)")
     add("--staging-mib", type=int, default=2048, metavar="N", help="the connector's staging (default: %(default)s)")
     add("--kv-cache-gib", type=int, default=8, metavar="N", help="KV cache of each engine (default: %(default)s)")
+    add("--serve", default="", metavar="OPTIONS", help="more options of `slotstream serve`, in one string")
+    add("--chunk-mib", type=int, default=2, metavar="N", help="the connector's chunk_bytes (default: %(default)s)")
     add("--work-dir", type=Path, default=Path("/dev/shm"), metavar="DIR", help="samples go here (default: %(default)s)")
     add("--logs", type=Path, metavar="DIR", help="keep the logs there")
     add("--json", type=Path, metavar="FILE", help="also write every figure there")

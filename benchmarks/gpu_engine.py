@@ -38,6 +38,7 @@ def make_engine(options: dict[str, Any]) -> Any:
             "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": options["layers"]}},
         }
         ours = {"server": options["server"], "staging_bytes": options["staging_bytes"], "capture": False}
+        ours["chunk_bytes"] = options["chunk_bytes"]
         ours |= options["connector"]
         example = {"shared_storage_path": options["shared"]}
         more["kv_transfer_config"] = {
