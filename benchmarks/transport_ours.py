@@ -16,7 +16,8 @@ from slotstream.v1 import ingest_pb2
 from slotstream.wire.hashing import xxh3
 from slotstream.wire.names import PROTOCOL_VERSION, WINDOW_BYTES
 
-_IN_FLIGHT_BYTES = WINDOW_BYTES  # The sink itself sends no more.
+# The sink sends no more than a window; as with a connector that is ahead, as much again waits there.
+_SUBMITTED_BYTES = 2 * WINDOW_BYTES
 _ANSWER_S = 60.0
 
 
@@ -46,6 +47,7 @@ class SinkStream:
         self._problem = ""
         self._up = False
         self._unacked: dict[int, float] = {}  # Chunk -> when it was submitted.
+        self._resume_at = 0
         self._taken: list[float] = []
         self._committed = 0
         self._chunks = self._samples = 0
@@ -69,6 +71,8 @@ class SinkStream:
         with self._changed:
             if isinstance(event, Acked):
                 self._taken.append(perf_counter() - self._unacked.pop(event.chunk))
+                if len(self._unacked) > self._resume_at:  # Nobody waits for this one.
+                    return
             elif isinstance(event, Committed):
                 self._committed += 1
             elif isinstance(event, LinkUp):
@@ -90,22 +94,22 @@ class SinkStream:
             raise RuntimeError(self._problem)
 
     def run(self) -> list[float]:
-        limit = max(1, _IN_FLIGHT_BYTES // self._load.chunk_bytes)
+        limit = max(1, _SUBMITTED_BYTES // self._load.chunk_bytes)
         return self._send([self._load.sample_chunks] * self._load.samples, limit)
 
     def alone(self, chunks: int) -> list[float]:
         return self._send([chunks], 1)
 
-    def _send(self, samples: list[int], in_flight_max: int) -> list[float]:
+    def _send(self, samples: list[int], unacked_max: int) -> list[float]:
         """Send samples of so many chunks, and wait until all are committed. Seconds from submit to Acked."""
         self._taken = []
         committed = self._committed + len(samples)
         for chunks in samples:
-            self._send_sample(chunks, in_flight_max)
+            self._send_sample(chunks, unacked_max)
         self._wait(lambda: self._committed >= committed)
         return self._taken
 
-    def _send_sample(self, chunks: int, in_flight_max: int) -> None:
+    def _send_sample(self, chunks: int, unacked_max: int) -> None:
         self._samples += 1
         rows = self._load.chunk_bytes // ROW_BYTES
         name = f"{threading.get_native_id()}-{perf_counter():.9f}-{self._samples}"
@@ -124,8 +128,9 @@ class SinkStream:
             )
         )
         for number in range(chunks):
-            if len(self._unacked) >= in_flight_max:
-                self._wait(lambda: len(self._unacked) < in_flight_max)
+            if len(self._unacked) >= unacked_max:
+                self._resume_at = unacked_max * 3 // 4
+                self._wait(lambda: len(self._unacked) <= self._resume_at)
             self._chunks += 1
             slot = self._chunks % len(self._slots)
             chunk = StagedChunk(self._samples, self._chunks, number * rows, rows, self._slots[slot], self._hashes[slot])

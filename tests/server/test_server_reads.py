@@ -47,7 +47,7 @@ def test_a_long_sample_comes_in_blocks(peer: Peer, reader: Reader) -> None:
     sample = Sample(rows=20_000)
     peer.put(sample, 1, chunk_rows=4096)
     assert reader.read("s")[1] == sample.data
-    assert len(list(reader.frames(sample_id="s"))) == 1 + 5
+    assert len(list(reader.frames(sample_id="s"))) == 1 + 3
 
 
 @pytest.mark.parametrize(
