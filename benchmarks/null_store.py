@@ -14,7 +14,8 @@ from children import questions
 
 from slotstream.server.app import Server
 from slotstream.server.config import ServerConfig
-from slotstream.store.records import Failure, SampleKey, SampleRecord, SampleSpec, State
+from slotstream.store.records import Failure
+from slotstream.store.samples import SampleStore
 from slotstream.wire.errors import HashMismatch, MissingRows
 from slotstream.wire.hashing import Buffer, xxh3
 
@@ -39,26 +40,11 @@ class NullUpload:
         return True
 
 
-class NullStore:
-    """What a server asks of a `SampleStore` while samples arrive."""
+class NullStore(SampleStore):
+    """A real store, in an empty directory that stays so."""
 
-    def open_upload(self, spec: SampleSpec) -> NullUpload:
+    def open_upload(self, *arguments: Any, **options: Any) -> Any:
         return NullUpload()
-
-    def record_failed(self, record: SampleRecord, failure: Failure) -> None:
-        return
-
-    def stat(self, key: SampleKey) -> None:
-        return
-
-    def totals(self) -> dict[State, tuple[int, int]]:
-        return {}
-
-    def free_bytes(self) -> int:
-        return 0
-
-    def close(self) -> None:
-        return
 
 
 def serve_nothing(connection: Connection, listen: str, transport: str) -> None:
@@ -67,9 +53,9 @@ def serve_nothing(connection: Connection, listen: str, transport: str) -> None:
 
 
 async def _serve(connection: Connection, listen: str, transport: str) -> None:
-    store: Any = NullStore()
     with tempfile.TemporaryDirectory(prefix="slotstream-") as nothing:
-        server = Server(ServerConfig(data_dir=Path(nothing), listen=listen, transport=transport), store=store)
+        config = ServerConfig(data_dir=Path(nothing), listen=listen, transport=transport)
+        server = Server(config, store=NullStore.open(nothing))
         await server.start()
         try:
             connection.send(server.address)
