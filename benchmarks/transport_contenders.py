@@ -13,7 +13,7 @@ from typing import Any
 import transport_mooncake as mooncake
 from children import Child, tree_cpu_seconds
 from contenders import Server
-from load import Load, Senders
+from load import SOURCE_BYTES, Load, Senders
 from null_store import serve_nothing
 from transport_others import CopyStream, FlightStream, PlainFileStream, SocketStream, receive_sockets, serve_flight
 from transport_ours import SinkStream
@@ -60,7 +60,8 @@ class Contender:
         before = sum(map(tree_cpu_seconds, pids))
         seconds, answers = self.senders.all("run")
         used = sum(map(tree_cpu_seconds, pids)) - before
-        alone = self.senders.one("alone", _ALONE)
+        self.senders.all("clear")
+        alone = self.senders.one("alone", max(1, min(_ALONE, SOURCE_BYTES // load.chunk_bytes)))
         self.senders.all("clear")
         self.senders.all("release")
         gb = load.total_bytes / _GB

@@ -140,7 +140,7 @@ class SinkStream:
 
     def clear(self) -> None:
         names, self._names = self._names, []
-        if not self._stored:
+        if not self._stored or not names:
             return
         with connect(self._address) as client:
             with client.read(names[-1]) as reader:  # The server checks every hash.
