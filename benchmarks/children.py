@@ -26,8 +26,16 @@ def cpu_seconds(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / _TICKS_PER_S
 
 
+def tree_cpu_seconds(pid: int) -> float:
+    """`cpu_seconds` of a process and of all that it started, those that it has waited for included."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    own = sum(map(int, fields[11:15])) / _TICKS_PER_S
+    started = (task.read_text().split() for task in Path(f"/proc/{pid}/task").glob("*/children"))
+    return own + sum(tree_cpu_seconds(int(child)) for children in started for child in children)
+
+
 @contextmanager
-def _environment(changes: Mapping[str, str | None]) -> Iterator[None]:
+def changed_environment(changes: Mapping[str, str | None]) -> Iterator[None]:
     """The environment with `changes`, for processes started meanwhile."""
     before = {name: os.environ.get(name) for name in changes}
     _set(changes)
@@ -46,13 +54,15 @@ def _set(variables: Mapping[str, str | None]) -> None:
 
 
 class Child:
-    """`main(connection, *arguments)` in a new Python, with the server's malloc settings if `tuned`."""
+    """`main(connection, *arguments)` in a new Python, with the server's malloc settings if `tuned`, and with `environment`."""
 
-    def __init__(self, name: str, main: Callable[..., None], *arguments: Any, tuned: bool) -> None:
+    def __init__(
+        self, name: str, main: Callable[..., None], *arguments: Any, tuned: bool, environment: Mapping[str, str] | None = None
+    ) -> None:
         context = multiprocessing.get_context("spawn")  # Not a fork: a fork would keep this process's allocator.
         self._connection, theirs = context.Pipe()
         self._process = context.Process(target=main, args=(theirs, *arguments), name=name, daemon=True)
-        with _environment({key: value if tuned else None for key, value in SETTINGS.items()}):
+        with changed_environment({**{key: value if tuned else None for key, value in SETTINGS.items()}, **(environment or {})}):
             self._process.start()
         theirs.close()
 
@@ -61,9 +71,13 @@ class Child:
         assert self._process.pid is not None
         return self._process.pid
 
+    def tell(self, *question: Any) -> None:
+        """Send a tuple."""
+        self._connection.send(question)
+
     def ask(self, *question: Any) -> Any:
         """Send a tuple, and wait for the answer."""
-        self._connection.send(question)
+        self.tell(*question)
         return self.answer()
 
     def answer(self) -> Any:

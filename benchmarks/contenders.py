@@ -5,11 +5,13 @@ A contender's `run(samples)` moves that many samples and returns the seconds it 
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import sys
 import threading
 from collections import deque
+from collections.abc import Mapping
 from multiprocessing.connection import Connection
 from pathlib import Path
 from time import perf_counter
@@ -106,7 +108,7 @@ class RawSocket:
         self._receiver.close()
 
 
-def _family(address: str) -> tuple[socket.AddressFamily, Any]:
+def family_of(address: str) -> tuple[socket.AddressFamily, Any]:
     if address.startswith("unix:"):
         return socket.AF_UNIX, address.removeprefix("unix:")
     host, _, port = address.rpartition(":")
@@ -114,7 +116,7 @@ def _family(address: str) -> tuple[socket.AddressFamily, Any]:
 
 
 def _socket_receiver(connection: Connection, shape: Shape, address: str) -> None:
-    family, where = _family(address)
+    family, where = family_of(address)
     with socket.socket(family, socket.SOCK_STREAM) as listener:
         listener.bind(where)
         listener.listen(1)
@@ -135,7 +137,7 @@ def _socket_receiver(connection: Connection, shape: Shape, address: str) -> None
 
 
 def _socket_sender(connection: Connection, shape: Shape, address: str) -> None:
-    family, where = _family(address)
+    family, where = family_of(address)
     data = memoryview(bytearray(b"\1" * shape.sample_bytes))
     frames = [data[start * shape.row_bytes : (start + rows) * shape.row_bytes] for start, rows in shape.frames()]
     with socket.socket(family, socket.SOCK_STREAM) as peer:
@@ -242,8 +244,6 @@ class PlainFile:
 
 
 def _plain_file(connection: Connection, shape: Shape, directory: Path) -> None:
-    import os
-
     data = memoryview(bytearray(b"\1" * shape.sample_bytes))
     frames = [
         (start * shape.row_bytes, data[start * shape.row_bytes :][: rows * shape.row_bytes]) for start, rows in shape.frames()
@@ -271,9 +271,15 @@ def _plain_file(connection: Connection, shape: Shape, directory: Path) -> None:
 class Server:
     """A `slotstream serve` as users start it. `address` is where it listens."""
 
-    def __init__(self, listen: str, data_dir: Path) -> None:
+    def __init__(self, listen: str, data_dir: Path, *options: str, environment: Mapping[str, str] | None = None) -> None:
         command = [sys.executable, "-m", "slotstream.server.cli", "serve", "--listen", listen, "--data", str(data_dir)]
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        self.process = subprocess.Popen(
+            [*command, *options],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={**os.environ, **(environment or {})},
+        )
         self._log: deque[str] = deque(maxlen=30)
         assert self.process.stdout is not None
         for line in self.process.stdout:
@@ -288,7 +294,11 @@ class Server:
     def log(self) -> str:
         return "".join(self._log)
 
-    def stop(self) -> None:
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    def close(self) -> None:
         self.process.terminate()
         try:
             self.process.wait(30)
@@ -308,9 +318,9 @@ class Slotstream:
             )
             self._sender.answer()
         except BaseException:
-            self._server.stop()
+            self._server.close()
             raise
-        self.sender_pid, self.receiver_pid = self._sender.pid, self._server.process.pid
+        self.sender_pid, self.receiver_pid = self._sender.pid, self._server.pid
 
     def run(self, samples: int) -> float:
         return self._ask("run", samples)
@@ -326,7 +336,7 @@ class Slotstream:
 
     def close(self) -> None:
         self._sender.close()
-        self._server.stop()
+        self._server.close()
 
 
 def _slotstream_sender(*arguments: Any) -> None:

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import signal
 import statistics
 import sys
@@ -20,12 +18,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from children import ChildFailed, cpu_seconds
 from contenders import Contender, GrpcFrames, Memcpy, PlainFile, RawSocket, Slotstream
+from machine import file_system, machine, progress
 from shape import Shape
 
 TARGET = 0.8  # Of the slower of the two that slotstream cannot be faster than.
@@ -97,41 +95,12 @@ def run(options: argparse.Namespace, shape: Shape, work: Path) -> list[Result]:
     with all_contenders(options, shape, work) as contenders:
         results = [Result(contender.name, contender.receiver_pid is not None) for contender in contenders]
         for number in range(options.rounds):
-            _progress(f"round {number + 1}/{options.rounds}:")
+            progress(f"round {number + 1}/{options.rounds}:")
             for contender, result in zip(contenders, results, strict=True):
                 result.rounds.append(measure(contender, options.samples, shape))
-                _progress(f"  {contender.name} {result.rounds[-1].gb_per_s:.2f}")
-            _progress("\n")
+                progress(f"  {contender.name} {result.rounds[-1].gb_per_s:.2f}")
+            progress("\n")
     return results
-
-
-def _progress(text: str) -> None:
-    print(text, end="", file=sys.stderr, flush=True)
-
-
-def file_system(path: Path) -> str:
-    """The type of the file system that holds `path`."""
-    mounts = (line.split()[1:3] for line in Path("/proc/self/mounts").read_text().splitlines())
-    holding = [(len(where), kind) for where, kind in mounts if path.is_relative_to(where)]
-    return max(holding, default=(0, "unknown"))[1]
-
-
-def machine() -> dict[str, Any]:
-    """What the figures were measured on."""
-    cpu = "unknown"
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            cpu = line.partition(":")[2].strip()
-            break
-    return {
-        "cpus": len(os.sched_getaffinity(0)),
-        "cpu": cpu,
-        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / (1 << 30)),
-        "python": platform.python_version(),
-        "grpcio": version("grpcio"),
-        "slotstream": version("slotstream"),
-        "load_average": os.getloadavg()[0],
-    }
 
 
 def report(results: Sequence[Result], verdict: dict[str, Any]) -> str:

@@ -20,7 +20,7 @@ from slotstream.wire.errors import BadLayers, BadTokenRange, Damaged, SlotStream
 from slotstream.wire.hashing import Buffer, to_hex, xxh3
 from slotstream.wire.layout import TOKEN_ID_BYTES
 
-BLOCK_BYTES = 1 << 20
+BLOCK_BYTES = 1 << 21  # A whole hash group: a message costs both ends as much as some hundred KiB of rows do.
 _PIECES_MAX = 4096  # Reads in one block of a layer subset.
 
 

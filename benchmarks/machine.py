@@ -1,0 +1,40 @@
+"""What a benchmark ran on, and what it says meanwhile."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+
+def progress(text: str) -> None:
+    """To stderr, without a newline: stdout is for the results."""
+    print(text, end="", file=sys.stderr, flush=True)
+
+
+def file_system(path: Path) -> str:
+    """The type of the file system that holds `path`."""
+    mounts = (line.split()[1:3] for line in Path("/proc/self/mounts").read_text().splitlines())
+    holding = [(len(where), kind) for where, kind in mounts if path.is_relative_to(where)]
+    return max(holding, default=(0, "unknown"))[1]
+
+
+def machine() -> dict[str, Any]:
+    """What the figures were measured on."""
+    cpu = "unknown"
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            cpu = line.partition(":")[2].strip()
+            break
+    return {
+        "cpus": len(os.sched_getaffinity(0)),
+        "cpu": cpu,
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / (1 << 30)),
+        "python": platform.python_version(),
+        "grpcio": version("grpcio"),
+        "slotstream": version("slotstream"),
+        "load_average": os.getloadavg()[0],
+    }

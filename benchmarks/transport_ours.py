@@ -1,0 +1,154 @@
+"""Senders of the transport benchmark: slotstream's own sink, without the connector before it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from time import perf_counter
+
+from load import HIDDEN, LAYERS, ROW_BYTES, Load, slots, source
+
+from slotstream.client import connect
+from slotstream.transport.base import Acked, Committed, LinkUp, SinkEvent, StagedChunk
+from slotstream.transport.grpc import GrpcSink
+from slotstream.transport.nixl import NixlPlane
+from slotstream.v1 import ingest_pb2
+from slotstream.wire.hashing import xxh3
+from slotstream.wire.names import PROTOCOL_VERSION, WINDOW_BYTES
+
+# The sink sends no more than a window; as with a connector that is ahead, as much again waits there.
+_SUBMITTED_BYTES = 2 * WINDOW_BYTES
+_ANSWER_S = 60.0
+
+
+class _NixlOnly(NixlPlane):
+    """NIXL, and a word where the server would take chunks as frames instead."""
+
+    def __init__(self, complain: Callable[[str], None]) -> None:
+        super().__init__(required=True)
+        self._complain = complain
+
+    def welcomed(self, welcome: ingest_pb2.Welcome) -> None:
+        super().welcomed(welcome)
+        if not welcome.nixl:
+            self._complain("the server does not take NIXL")
+
+
+class SinkStream:
+    """A `load.Stream` over a `GrpcSink`, with frames or NIXL, to a server that may store what it sends."""
+
+    def __init__(self, address: str, transport: str, stored: bool, memory: memoryview | None = None) -> None:
+        """`memory`: what to send from, where several share it."""
+        self._address = address
+        self._transport = transport
+        self._stored = stored
+        self._memory = memory or source()  # For good: what was registered with NIXL must stay mapped.
+        self._changed = threading.Condition()  # Guards what events change.
+        self._problem = ""
+        self._up = False
+        self._unacked: dict[int, float] = {}  # Chunk -> when it was submitted.
+        self._resume_at = 0
+        self._taken: list[float] = []
+        self._committed = 0
+        self._chunks = self._samples = 0
+        self._names: list[str] = []
+
+    def prepare(self, load: Load) -> None:
+        self._load = load
+        self._slots = slots(self._memory, load.chunk_bytes)
+        self._hashes = [xxh3(slot) for slot in self._slots]
+        self._up = False
+        hello = ingest_pb2.Hello(protocol=PROTOCOL_VERSION, engine_id="benchmark")
+        plane = _NixlOnly(self._fail) if self._transport == "nixl" else None
+        self._sink = GrpcSink(self._address, hello, plane=plane)
+        if self._transport == "nixl":
+            self._sink.use_staging(self._memory, load.chunk_bytes)
+        self._sink.start(self._take)
+        self._wait(lambda: self._up)
+
+    def _take(self, event: SinkEvent) -> None:
+        with self._changed:
+            if isinstance(event, Acked):
+                self._taken.append(perf_counter() - self._unacked.pop(event.chunk))
+                if len(self._unacked) > self._resume_at:  # Nobody waits for this one.
+                    return
+            elif isinstance(event, Committed):
+                self._committed += 1
+            elif isinstance(event, LinkUp):
+                self._up = True
+            else:
+                self._problem = event.message
+            self._changed.notify_all()
+
+    def _fail(self, problem: str) -> None:
+        with self._changed:
+            self._problem = problem
+            self._changed.notify_all()
+
+    def _wait(self, until: Callable[[], bool]) -> None:
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._problem or until(), _ANSWER_S):
+                raise RuntimeError("the server does not answer")
+        if self._problem:
+            raise RuntimeError(self._problem)
+
+    def run(self) -> list[float]:
+        limit = max(1, _SUBMITTED_BYTES // self._load.chunk_bytes)
+        return self._send([self._load.sample_chunks] * self._load.samples, limit)
+
+    def alone(self, chunks: int) -> list[float]:
+        return self._send([chunks], 1)
+
+    def _send(self, samples: list[int], unacked_max: int) -> list[float]:
+        """Send samples of so many chunks, and wait until all are committed. Seconds from submit to Acked."""
+        self._taken = []
+        committed = self._committed + len(samples)
+        for chunks in samples:
+            self._send_sample(chunks, unacked_max)
+        self._wait(lambda: self._committed >= committed)
+        return self._taken
+
+    def _send_sample(self, chunks: int, unacked_max: int) -> None:
+        self._samples += 1
+        rows = self._load.chunk_bytes // ROW_BYTES
+        name = f"{threading.get_native_id()}-{perf_counter():.9f}-{self._samples}"
+        self._names.append(name)
+        self._sink.open_sample(
+            ingest_pb2.OpenSample(
+                sample=self._samples,
+                namespace="default",
+                sample_id=name,
+                model="benchmark",
+                dtype="BF16",
+                layer_ids=range(LAYERS),
+                hidden_size=HIDDEN,
+                rows_max=chunks * rows,
+                rows_exact=True,
+            )
+        )
+        for number in range(chunks):
+            if len(self._unacked) >= unacked_max:
+                self._resume_at = unacked_max * 3 // 4
+                self._wait(lambda: len(self._unacked) <= self._resume_at)
+            self._chunks += 1
+            slot = self._chunks % len(self._slots)
+            chunk = StagedChunk(self._samples, self._chunks, number * rows, rows, self._slots[slot], self._hashes[slot])
+            self._unacked[chunk.chunk] = perf_counter()
+            self._sink.submit(chunk)
+        commit = ingest_pb2.CommitSample(sample=self._samples, row_count=chunks * rows, token_ids=range(chunks * rows))
+        self._sink.commit(commit)
+
+    def clear(self) -> None:
+        names, self._names = self._names, []
+        if not self._stored or not names:
+            return
+        with connect(self._address) as client:
+            with client.read(names[-1]) as reader:  # The server checks every hash.
+                if sum(block.data.nbytes for block in reader) != reader.nbytes:
+                    raise RuntimeError(f"sample {names[-1]} was not stored as it was sent")
+            for name in names:
+                client.delete(name)
+
+    def release(self) -> None:
+        self._sink.close(5.0)
+        self._chunks = self._samples = 0
