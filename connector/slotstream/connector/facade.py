@@ -86,7 +86,9 @@ class SlotStreamConnector(KVConnectorBase_V1, SupportsHMA):
         self._bound: StepPlan = EMPTY_PLAN
         self._group = _hidden_state_group(kv_cache_config)
         if role is KVConnectorRole.SCHEDULER:
-            self._watch = ServerWatch(self._config.options.server, self._config.options.access)
+            self._watch = ServerWatch(
+                self._config.options.server, self._config.options.access, patient=self._config.options.spool_dir is not None
+            )
             self._scheduler = SchedulerHalf(
                 self._config,
                 self._group,

@@ -22,13 +22,18 @@ _DETAILS_CHARS = 300
 
 
 class ServerWatch:
-    """Follows one server's health on a thread of its own. Until the first answer the server counts as there."""
+    """Follows one server's health on a thread of its own. Until the first answer the server counts as there.
 
-    def __init__(self, target: str, access: Access | None = None) -> None:
+    `patient`: a server that was never there counts as one that is away. Else its absence is a problem at once: nobody knows
+    whether there ever will be one, and an answer that promises a sample would promise too much.
+    """
+
+    def __init__(self, target: str, access: Access | None = None, *, patient: bool = False) -> None:
         self._target = target
         self._access = access or Access()
         self._problem: SlotStreamError | None = None
         self._since = 0.0  # monotonic; when the problem began
+        self._reached = patient
         self._closed = threading.Event()
         self._call: Any = None
         self._thread = threading.Thread(target=self._run, name="slotstream-watch", daemon=True)
@@ -37,7 +42,9 @@ class ServerWatch:
     def problem(self, longer_than_s: float = 0.0) -> SlotStreamError | None:
         """Why the server takes no samples now; None when it does, or has not done so for no longer than this."""
         problem = self._problem
-        return problem if problem is not None and time.monotonic() - self._since >= longer_than_s else None
+        if problem is None or (self._reached and time.monotonic() - self._since < longer_than_s):
+            return None
+        return problem
 
     def close(self, timeout_s: float = 1.0) -> None:
         """Stop watching, after at most `timeout_s`."""
@@ -81,10 +88,12 @@ class ServerWatch:
     def _set(self, problem: SlotStreamError | None) -> None:
         if self._problem is None:
             self._since = time.monotonic()
+        self._reached |= problem is None
         before, self._problem = self._problem, problem
         if self._closed.is_set() or (before is None) == (problem is None):
             return
         if problem is None:
             logger.info("slotstream: the server at %s takes samples again", self._target)
         else:
-            logger.warning("slotstream: %s; captures wait for it as long as there is room", problem)
+            then = "captures wait for it as long as there is room" if self._reached else "nothing is captured until it is there"
+            logger.warning("slotstream: %s; %s", problem, then)

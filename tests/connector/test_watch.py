@@ -1,0 +1,43 @@
+"""Whether the server counts as there: an outage is waited out, a server that never was there is not."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+
+from support.server import ServerProcess
+
+from slotstream.connector.watch import ServerWatch
+
+LONG_S = 3600.0
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline, "it never happened"
+        time.sleep(0.01)
+
+
+def nobody() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{probe.getsockname()[1]}"
+
+
+def test_a_server_that_was_never_there_is_a_problem_at_once() -> None:
+    with closing(ServerWatch(nobody())) as watch, closing(ServerWatch(nobody(), patient=True)) as patient:
+        wait_until(lambda: watch.problem() is not None and patient.problem() is not None)
+        assert watch.problem(LONG_S) is not None
+        assert patient.problem(LONG_S) is None
+
+
+def test_a_server_that_was_there_may_be_away_for_a_while(tmp_path: Path) -> None:
+    with ServerProcess(tmp_path) as server, closing(ServerWatch(server.address)) as watch:
+        wait_until(lambda: watch._reached)
+        server.stop()
+        wait_until(lambda: watch.problem() is not None)
+        assert watch.problem(LONG_S) is None
