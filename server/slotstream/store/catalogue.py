@@ -223,6 +223,10 @@ class Catalogue:
 
     def list_page(self, query: ListQuery) -> tuple[list[SampleRecord], str]:
         """One page, newest first, and the next page's token ("" on the last). Raises BadPage."""
+        with self._asked:
+            lingering = bool(self._operations)
+        if lingering:  # Who lists sees what was opened before.
+            self.submit(lambda db: None).result()
         with self._reader() as db:
             return sql.list_page(db, query)
 
