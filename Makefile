@@ -32,7 +32,7 @@ demo: $(VENV)/.runs  ## Real vLLM and a real server on this machine; every row c
 	$(BIN)/slotstream demo
 
 test: check  ## Everything that CI runs.
-	$(BIN)/python -m pytest -m "not extended" --numprocesses 2 --dist loadfile
+	$(BIN)/python -m pytest -m "not extended" --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 extended: $(VENV)/.installed  ## The tests that CI leaves out: parallel engines, pauses, other connectors, 1,000 hang-ups.
 	SLOTSTREAM_HANG_UPS=1000 $(BIN)/python -m pytest -m extended tests/engine tests/server tests/endurance tests/packaging

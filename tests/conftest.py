@@ -44,3 +44,8 @@ def ingest(server: ServerProcess) -> Iterator[IngestClient]:
 def namespace() -> str:
     """A namespace that no other test of the session uses."""
     return next(_namespaces)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Engines first: they take longest, and two processes that share the files then end at about the same time."""
+    items.sort(key=lambda item: item.get_closest_marker("vllm") is None)
