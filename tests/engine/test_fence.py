@@ -24,7 +24,9 @@ def _asks(seed: int, namespace: str) -> list[Ask]:
     ]
 
 
-@pytest.mark.parametrize("probability", [1.0, 0.2], ids=["every call of every hook", "one call in five"])
+@pytest.mark.parametrize(
+    "probability", [1.0, pytest.param(0.2, marks=pytest.mark.extended)], ids=["every call of every hook", "one call in five"]
+)
 def test_the_engine_serves_on_whatever_the_hooks_do(probability: float, truth_models: dict[str, Path], tmp_path: Path) -> None:
     faults = dict.fromkeys(HOOKS, probability)
     env = support_importable() | {"SLOTSTREAM_TEST_FAULTS": json.dumps(faults)}

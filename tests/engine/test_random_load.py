@@ -25,7 +25,7 @@ REQUESTS = int(os.environ.get("SLOTSTREAM_LOAD_REQUESTS", "100"))
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("mode", ["sync-dense", "async-swa"])
+@pytest.mark.parametrize("mode", ["sync-dense", pytest.param("async-swa", marks=pytest.mark.extended)])
 def test_every_stored_row_is_right_and_every_missing_one_explained(
     seed: int, mode: str, truth_models: dict[str, Path], tmp_path: Path
 ) -> None:

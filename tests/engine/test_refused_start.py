@@ -36,6 +36,7 @@ _NO_LAYERS = {"method": "extract_hidden_states", "num_speculative_tokens": 1}
             connector_options(server="127.0.0.1:50151"),
             'slotstream needs vLLM to extract hidden states: add --speculative-config \'{"method": "extract_hidden_states"',
             id="no extraction",
+            marks=pytest.mark.extended,
         ),
     ],
 )

@@ -69,9 +69,10 @@ def test_a_reader_that_takes_nothing_is_let_go(tmp_path: Path) -> None:
                 list(frames)
 
 
-def test_a_commit_of_more_ids_than_a_sample_has_rows_is_dropped(running: RunningServer, peer: Peer) -> None:
-    peer.say(S.open(1), S.chunk(1, 1, 0, 40), S.commit(1, token_ids=[1] * (ROWS_MAX + 1)))
-    assert peer.failed().code == "TOO_LARGE"
+def test_a_commit_of_more_than_any_sample_has_is_dropped(running: RunningServer, peer: Peer) -> None:
+    with Peer(running.address) as rude:
+        rude.say(S.open(1), S.chunk(1, 1, 0, 40), S.commit(1, token_ids=[1] * (ROWS_MAX + 1)))
+        assert rude.ending() == (grpc.StatusCode.FAILED_PRECONDITION, "PROTOCOL")
     peer.say(S.open(2), S.chunk(2, 2, 0, 40), S.commit(2, metadata={str(n): "" for n in range(20_000)}))
     assert peer.failed().code == "TOO_LARGE"
     peer.put(S, 3)

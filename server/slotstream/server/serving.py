@@ -46,7 +46,9 @@ from slotstream.wire.names import CONTROL_BYTES_MAX, DEFAULT_NAMESPACE, check_na
 _log = logging.getLogger(__name__)
 WAIT_S_MAX = 3600.0
 USAGE_PAGE = 1000
-_WAITING_SHARE = 0.75  # Of reads_max: whoever waits for samples that never come must not keep others from those that are there.
+_WAITING_SHARE = (
+    0.75  # Of the reads of one peer: whoever waits for samples that never come must not keep others from those that are there.
+)
 _Context = grpc.aio.ServicerContext[Any, Any]
 _PEERS_ASSUMED = 4  # So many peers may each have all the requests that one may have.
 _PAGE_BYTES_MAX = 8 << 20
@@ -191,7 +193,8 @@ class SamplesService:
 
     @contextmanager
     def _one_wait(self) -> Iterator[None]:
-        if self._waiting >= max(1, int(self._config.reads_max * _WAITING_SHARE)):
+        most = min(self._config.reads_max, self._config.peer_reads_max)
+        if self._waiting >= max(1, int(most * _WAITING_SHARE)):
             raise TooMany(f"{self._waiting} reads are waiting for samples, as many as this server allows")
         self._waiting += 1
         self._metrics.waiting_reads.set(self._waiting)
