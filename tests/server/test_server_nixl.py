@@ -170,6 +170,7 @@ def test_unreadable_memory_is_asked_for_in_frames(running: RunningServer, owner:
         peer.committed()  # Read over NIXL again.
     assert running.metric("nixl_fallbacks_total") == 1
     assert running.metric("chunks_total", transport="nixl") == 1
+    wait_until(lambda: running.metric("held_bytes") == 0)
 
 
 def test_an_abort_waits_no_longer_than_its_chunks(running: RunningServer, owner: Owner) -> None:
@@ -201,6 +202,7 @@ def test_a_stream_that_ends_while_a_chunk_is_awaited_fails_its_sample(
         peer.half_close()
         assert peer.failed().code == "INTERRUPTED"
     wait_until(lambda: running.metric("open_samples") == 0)
+    wait_until(lambda: running.metric("held_bytes") == 0)
 
 
 # Offers and announcements that cannot be meant.

@@ -410,8 +410,7 @@ class _Stream:
             self._arrived(lane, pull.chunk)
             return
         self._announced.free(pulled)
-        self._held_bytes -= pull.nbytes
-        self._held_items -= 1
+        self._let_go(pull.nbytes)
         self._chunks_held -= 1
         if lane is None:
             self._ack(pull.chunk, pull.nbytes)
@@ -512,6 +511,12 @@ class _Stream:
         self._held_items += 1
         self._service.hold(nbytes)
 
+    def _let_go(self, nbytes: int) -> None:
+        """An item that was held, and its bytes, are done with."""
+        self._held_bytes -= nbytes
+        self._held_items -= 1
+        self._service.hold(-nbytes)
+
     # What the lanes say.
 
     def _post(self, done: Done) -> None:
@@ -533,9 +538,7 @@ class _Stream:
             self._take_pulled(self._announced.results.popleft())
         while self._results:
             done = self._results.popleft()
-            self._held_bytes -= done.nbytes
-            self._held_items -= 1
-            self._service.hold(-done.nbytes)
+            self._let_go(done.nbytes)
             if done.acked is not None:
                 self._chunks_held -= 1
                 self._ack(done.acked, done.nbytes)
@@ -578,8 +581,7 @@ class _Stream:
         if self._due.pop(lane.number, None) is not None:
             self._service.open_shares.give_back(self._session.name)
         for _, nbytes in self._announced.forget(lane.number):
-            self._held_bytes -= nbytes
-            self._held_items -= 1
+            self._let_go(nbytes)
         self._send_acks()  # The verdict comes after the acks of the sample's chunks.
         self._service.ended(lane, ended)
         failure = ended.failure
