@@ -21,33 +21,32 @@ class Account:
     wrong: list[str] = field(default_factory=list)
 
 
-def settle(address: str, promised: Iterable[Promise], *, strict: bool) -> Account:
+def settle(address: str, promised: Iterable[Promise], *, spool: bool) -> Account:
     """Holds each promise to its rule.
 
         the sender heard       the server must have
         --------------------   ------------------------------------------------------------------------------------------
         committed              the sample, with exactly its rows and token ids: always
-        failed                 FAILED with a reason; or the sample, whole and right (its Committed was lost on the way); or,
-                               unless `strict`, nothing (the server was away)
+        failed, or nothing as  FAILED with a reason; or the sample, whole and right (its Committed was lost on the way); or,
+        it was told to end     without a `spool`, nothing (the server was away, and its sender ended before it was back)
         nothing, as it was     FAILED with a reason; or the sample, whole and right; or nothing, as it died before it could
-        killed or told to end  say a word
+        killed                 say a word
         nothing, and it lived  never
 
-    `strict` is for a connector that replays after outages and tells the server of every failure: then a failure of which
-    the server knows nothing is wrong too. Nobody's sample is there, none is arriving, and all that is stored is sound.
+    Nobody's sample is there, none is arriving, and all that is stored is sound.
     """
     account = Account()
     with connect(address) as client:
         listed = {info.sample_id: info for info in client.list(namespace=NAMESPACE)}
         for promise in promised:
             info = listed.pop(promise.sample_id, None)
-            _settle_one(client, promise, info, account, strict)
+            _settle_one(client, promise, info, account, spool)
         account.wrong += [f"{sample_id}: nobody promised it" for sample_id in listed]
         account.wrong += [f"{v.sample_id}: {v.damage}: {v.message}" for v in client.verify(namespace=NAMESPACE) if not v.sound]
     return account
 
 
-def _settle_one(client: Client, promise: Promise, info: SampleInfo | None, account: Account, strict: bool) -> None:
+def _settle_one(client: Client, promise: Promise, info: SampleInfo | None, account: Account, spool: bool) -> None:
     heard = promise.outcome or f"nothing ({promise.sender_end})"
     has = "nothing" if info is None else str(info.state).lower()
     account.cases[f"{heard}, server has {has}"] += 1
@@ -58,7 +57,7 @@ def _settle_one(client: Client, promise: Promise, info: SampleInfo | None, accou
     if info is None:
         if promise.outcome == "committed":
             wrong("it is not there")
-        elif promise.outcome == "failed" and strict:
+        elif spool and (promise.outcome == "failed" or promise.sender_end == "closed"):
             wrong("the server never heard of its failure")
     elif info.state is SampleState.ARRIVING:
         wrong("it is still arriving")

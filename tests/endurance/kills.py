@@ -1,7 +1,8 @@
-"""Kill rounds: `python tests/endurance/kills.py [--rounds 200] [--seed N] [--strict]`; `make kills` calls it.
+"""Kill rounds: `python tests/endurance/kills.py [--rounds 200] [--seed N] [--no-spool]`; `make kills` calls it.
 
 A real server and real senders; in each round one of them, chosen by the seed, gets SIGKILL, SIGTERM or SIGSTOP at some moment,
-and comes back some moments later. From time to time everything is counted: see `accounts.settle` for what must hold.
+and comes back some moments later. From time to time everything is counted: see `accounts.settle` for what must hold, with a
+spool and without one.
 """
 
 from __future__ import annotations
@@ -29,12 +30,12 @@ _ACTIONS = (signal.SIGKILL, signal.SIGKILL, signal.SIGSTOP, signal.SIGSTOP, sign
 
 
 def run_rounds(
-    rounds: int, seed: int, *, senders: int = 2, strict: bool = False, say: Callable[[str], None] = lambda line: None
+    rounds: int, seed: int, *, senders: int = 2, spool: bool = True, say: Callable[[str], None] = lambda line: None
 ) -> Account:
     """Does the rounds; everything that was found. Raises AssertionError where a process does what it must not."""
     rng = random.Random(seed)
     total = Account()
-    with World(senders, rng.randrange(1000)) as world:
+    with World(senders, rng.randrange(1000), spool=spool) as world:
         for number in range(1, rounds + 1):
             world.wait_for_traffic()
             time.sleep(rng.random() * _MOMENT_S)
@@ -44,7 +45,7 @@ def run_rounds(
             total.cases[f"rounds: {action.name} of the {victim.name.rstrip('0123456789')}"] += 1
             _strike(world, victim, action, rng)
             if number % _SETTLE_EVERY == 0 or number == rounds:
-                _settle(world, total, strict)
+                _settle(world, total, spool)
                 say(f"{number} rounds, {sum(total.cases.values()) - number} samples, {len(total.wrong)} wrong")
                 if total.wrong or number == rounds:
                     break
@@ -71,8 +72,8 @@ def _strike(world: World, victim: Process, action: signal.Signals, rng: random.R
         world.wait_for_server()
 
 
-def _settle(world: World, total: Account, strict: bool) -> None:
-    """Ends the senders, restarts the server, counts, and begins with an empty directory again."""
+def _settle(world: World, total: Account, spool: bool) -> None:
+    """Ends the senders, restarts the server, sends what is spooled, counts, and begins with an empty directory again."""
     for sender in world.senders:
         allowed = world.may_end_with(sender)
         code = sender.end(signal.SIGTERM)
@@ -80,7 +81,8 @@ def _settle(world: World, total: Account, strict: bool) -> None:
     world.server.end(signal.SIGKILL)
     world.server.start()
     world.wait_for_server()
-    found = settle(world.address, world.promises(), strict=strict)
+    world.inherit()
+    found = settle(world.address, world.promises(), spool=spool)
     total.cases += found.cases
     total.wrong += found.wrong
     if found.wrong:
@@ -106,7 +108,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0, help="0: any, and it is printed")
     parser.add_argument("--senders", type=int, default=2)
-    parser.add_argument("--strict", action="store_true", help="the server must know of every failure")
+    parser.add_argument("--no-spool", action="store_true", help="senders without a spool: see the rules of accounts.py")
     arguments = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # In order: the processes end with us.
     seed = arguments.seed or random.SystemRandom().randrange(1, 1 << 31)
@@ -115,7 +117,7 @@ def main() -> int:
         arguments.rounds,
         seed,
         senders=arguments.senders,
-        strict=arguments.strict,
+        spool=not arguments.no_spool,
         say=lambda line: print(line, flush=True),
     )
     print(report(found.cases, found.wrong))

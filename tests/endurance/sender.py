@@ -1,7 +1,8 @@
 """A sender as a process: the connector's worker half, pump, staging and gRPC sink over a cache on the CPU, without vLLM.
 
-`python sender.py ADDRESS LEDGER NAME SEED [--pause-ms N]`: begins samples, each in a few engine steps, until SIGTERM or until
-its standard input ends; writes every promise to the ledger before it is made, and every outcome when it is heard.
+`python sender.py ADDRESS LEDGER NAME SEED [--pause-ms N] [--spool DIR] [--heir]`: begins samples, each in a few engine steps,
+until SIGTERM or until its standard input ends; writes every promise to the ledger before it is made, and every outcome when it
+is heard. An heir begins nothing: it sends what others left in the spool.
 """
 
 from __future__ import annotations
@@ -72,8 +73,9 @@ class _Request:
 class Sender:
     """An engine that runs nothing: each step writes rows into the cache, as a device would, and has them captured."""
 
-    def __init__(self, address: str, ledger: Ledger, name: str, seed: int) -> None:
+    def __init__(self, address: str, ledger: Ledger, name: str, seed: int, spool: Path | None, running_max: int) -> None:
         self._rng = random.Random(seed)
+        self._running_max = running_max
         self._ledger = ledger
         self._numbers = itertools.count()
         self._prefix = f"{name}-{seed}"
@@ -83,18 +85,24 @@ class Sender:
         self._unanswered: set[str] = set()
         self._lock = threading.Lock()  # Outcomes come from the sink's thread, and from the pump by way of ours.
         options = ConnectorOptions(
-            server=address, namespace=NAMESPACE, staging_bytes=4 << 20, chunk_bytes=16 << 10, wait_s_max=0.2, ack_timeout_s=5.0
+            server=address,
+            namespace=NAMESPACE,
+            staging_bytes=4 << 20,
+            chunk_bytes=16 << 10,
+            wait_s_max=0.2,
+            ack_timeout_s=5.0,
+            spool_dir=None if spool is None else str(spool),
         )
         config = ConnectorConfig(options, self._prefix, "synthetic", LAYER_IDS, HIDDEN, "BF16", {"engine_id": self._prefix})
         hello = ingest_pb2.Hello(protocol=PROTOCOL_VERSION, engine_id=self._prefix)
-        self._watch = ServerWatch(address)
+        self._watch = ServerWatch(address, patient=spool is not None)
         sink = _Sink(address, hello, options.ack_timeout_s, lambda sample_id: self._ended(sample_id, "committed"))
         self._worker = WorkerHalf(config, self._cache, sink, _STEP_TOKENS_MAX)
 
     def step(self) -> None:
         """One engine step: some requests begin, some go on, some are aborted."""
         opens: list[SampleOpen] = []
-        while len(self._running) < _RUNNING_MAX and self._rng.random() < 0.5 and (opened := self._begin()):
+        while len(self._running) < self._running_max and self._rng.random() < 0.5 and (opened := self._begin()):
             opens.append(opened)
         rows: list[RowPlan] = []
         finishes: list[SampleFinish] = []
@@ -177,6 +185,8 @@ def main() -> None:
     parser.add_argument("name")
     parser.add_argument("seed", type=int)
     parser.add_argument("--pause-ms", type=float, default=10.0)
+    parser.add_argument("--spool", type=Path)
+    parser.add_argument("--heir", action="store_true")
     arguments = parser.parse_args()
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
@@ -185,7 +195,8 @@ def main() -> None:
     torch.set_num_threads(1)
     ledger = Ledger(arguments.ledger)
     ledger.write("started", seed=arguments.seed, pid=os.getpid())  # From here on SIGTERM ends us in order.
-    sender = Sender(arguments.address, ledger, arguments.name, arguments.seed)
+    running_max = 0 if arguments.heir else _RUNNING_MAX
+    sender = Sender(arguments.address, ledger, arguments.name, arguments.seed, arguments.spool, running_max)
     while not stop.is_set():
         sender.step()
         time.sleep(arguments.pause_ms / 1000)

@@ -17,8 +17,9 @@ from support.synthetic import SyntheticSample
 
 
 @pytest.mark.timeout(600)
-def test_a_few_kill_rounds() -> None:
-    found = run_rounds(4, seed=1)
+@pytest.mark.parametrize("spool", [True, False], ids=["with a spool", "without"])
+def test_a_few_kill_rounds(spool: bool) -> None:
+    found = run_rounds(4, seed=1, spool=spool)
     assert not found.wrong, found
     assert found.cases["committed, server has committed"] > 0
 
@@ -65,14 +66,18 @@ _EXPECTED = {"arriving": "it is still arriving", "wrong": "its rows or token ids
 
 
 @pytest.mark.parametrize(
-    ("promise", "strict", "verdict"),
+    ("promise", "spool", "verdict"),
     [
         pytest.param(Promise("gone", 10, "committed"), False, "it is not there", id="a committed sample is lost"),
         pytest.param(Promise("gone", 10, "failed", "INTERRUPTED"), False, "", id="a failure while the server was away"),
         pytest.param(
-            Promise("gone", 10, "failed", "INTERRUPTED"), True, "never heard of its failure", id="strictly, it is told"
+            Promise("gone", 10, "failed", "INTERRUPTED"), True, "never heard of its failure", id="with a spool, it is told"
         ),
         pytest.param(Promise("gone", 10, sender_end="killed"), True, "", id="killed before it could say a word"),
+        pytest.param(Promise("gone", 10, sender_end="closed"), False, "", id="told to end while the server was away"),
+        pytest.param(
+            Promise("gone", 10, sender_end="closed"), True, "never heard of its failure", id="with a spool, its heir tells"
+        ),
         pytest.param(Promise("gone", 10), False, "nothing was ever heard", id="no outcome, and its sender lived"),
         pytest.param(Promise("failed", 10, "committed"), False, "says that it failed", id="committed here, failed there"),
         pytest.param(Promise("failed", 10, sender_end="killed"), True, "", id="its sender was killed, and the server says so"),
@@ -80,10 +85,10 @@ _EXPECTED = {"arriving": "it is still arriving", "wrong": "its rows or token ids
         pytest.param(Promise("right", 11, "committed"), False, "are not those that were sent", id="a row is missing"),
     ],
 )
-def test_what_is_not_accounted_for(address: str, promise: Promise, strict: bool, verdict: str) -> None:
+def test_what_is_not_accounted_for(address: str, promise: Promise, spool: bool, verdict: str) -> None:
     others = [p for p in _SOUND if p.sample_id != promise.sample_id]
     others += [Promise("arriving", 10, sender_end="killed"), Promise("wrong", 10, "committed")]
-    found = settle(address, [*others, promise], strict=strict)
+    found = settle(address, [*others, promise], spool=spool)
     by_sample = {line.partition(" ")[0]: line for line in found.wrong}
     assert by_sample.keys() == {*_EXPECTED, *({promise.sample_id} if verdict else ())}
     for sample_id, said in _EXPECTED.items():
@@ -92,7 +97,7 @@ def test_what_is_not_accounted_for(address: str, promise: Promise, strict: bool,
 
 
 def test_a_sample_that_nobody_promised(address: str) -> None:
-    found = settle(address, _SOUND, strict=False)
+    found = settle(address, _SOUND, spool=False)
     assert sorted(found.wrong) == ["arriving: nobody promised it", "wrong: nobody promised it"]
 
 

@@ -68,14 +68,18 @@ class Process:
 
 
 class World:
-    """A server in a directory of its own, `senders` senders, and their ledgers. Ends everything on leaving."""
+    """A server in a directory of its own, `senders` senders, their ledgers, and a spool that they share, if `spool`.
 
-    def __init__(self, senders: int, seed: int, *, pause_ms: float = 10.0) -> None:
+    Ends everything on leaving.
+    """
+
+    def __init__(self, senders: int, seed: int, *, pause_ms: float = 10.0, spool: bool = False) -> None:
         self._dir = tempfile.TemporaryDirectory(prefix="slotstream-endurance-")
         self.work = Path(self._dir.name)
         self.data_dir = self.work / "data"
         self.address = f"unix:{self.work}/s"
         self._pause_ms = pause_ms
+        self._spool = self.work / "spool" if spool else None
         self._seeds = iter(range(seed * 1_000_000, (seed + 1) * 1_000_000))
         self.server = Process("server", self._server_command, self.work / "server.log")
         self.wait_for_server()
@@ -85,21 +89,28 @@ class World:
         options = ["--listen", self.address, "--data", str(self.data_dir), "--drain-s", "2", "--metrics", "127.0.0.1:0"]
         return [sys.executable, "-m", "slotstream.server.cli", "serve", *options, "--log-level", "info"]
 
-    def _sender(self, name: str) -> Process:
+    def _sender(self, name: str, *more: str) -> Process:
         def command() -> list[str]:  # Each start has a seed, and so samples, of its own.
             ledger = str(self.work / f"{name}.ledger")
-            return [
-                sys.executable,
-                str(_SENDER),
-                self.address,
-                ledger,
-                name,
-                str(next(self._seeds)),
-                "--pause-ms",
-                str(self._pause_ms),
-            ]
+            options = ["--pause-ms", str(self._pause_ms), *more]
+            if self._spool is not None:
+                options += ["--spool", str(self._spool)]
+            return [sys.executable, str(_SENDER), self.address, ledger, name, str(next(self._seeds)), *options]
 
         return Process(name, command, self.work / f"{name}.log")
+
+    def inherit(self) -> None:
+        """Returns once a last sender brought the server what the others left in the spool, if anything."""
+        if self._spool is None:
+            return
+        heir = self._sender("heir", "--heir")
+        deadline = time.monotonic() + _START_S
+        while (left := list(self._spool.glob("*/*.spool"))) and heir.alive:
+            assert time.monotonic() < deadline, f"{left} stayed in the spool:\n{heir.log()[-4000:]}"
+            time.sleep(0.05)
+        allowed = self.may_end_with(heir)
+        code = heir.end(signal.SIGTERM)
+        assert code in allowed, f"the heir ended with {code}:\n{heir.log()[-4000:]}"
 
     def wait_for_server(self) -> None:
         """Returns once the server answers. Raises AssertionError, with its log, when it does not."""
