@@ -19,6 +19,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from support.idle import assert_idle
 from support.outage import metric, scrape
+from support.outage_rig import wait_until
 from support.random_load import check, random_requests, run
 from support.stack import Stack, stack
 from support.workload import LAYER_IDS, MODEL_NAME, Ask, assert_rows_are_true, send, text_tokens
@@ -165,7 +166,12 @@ def test_several_prompts_in_one_request_get_a_sample_each(engine: Stack, stored:
     prompts = [text_tokens(random.Random(3 + i), 40 + i) for i in range(3)]
     params = {"namespace": "batch", "tags": {"batch": "1"}}
     _post(engine, "completions", {"prompt": prompts, "max_tokens": 2, "kv_transfer_params": {"slotstream": params}})
-    samples = [stored.get(info.sample_id, namespace="batch") for info in stored.list(namespace="batch", tags={"batch": "1"})]
+
+    def listed() -> list[str]:  # Their ids are vLLM's own; the answer may be here before the last one is.
+        return [info.sample_id for info in stored.list(namespace="batch", tags={"batch": "1"})]
+
+    wait_until(lambda: len(listed()) == len(prompts), "a sample for each prompt")
+    samples = [stored.get(sample_id, namespace="batch") for sample_id in listed()]
     assert sorted(s.token_ids.tolist() for s in samples) == sorted(prompts)
     for sample in samples:
         assert_rows_are_true(sample)

@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from slotstream.server.app import Server
 from slotstream.server.config import ServerConfig
@@ -281,8 +282,17 @@ class Reader:
         self.channel.close()
 
 
+SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
 ARRIVING, COMMITTED, FAILED = (
     sample_pb2.SAMPLE_STATE_ARRIVING,
     sample_pb2.SAMPLE_STATE_COMMITTED,
     sample_pb2.SAMPLE_STATE_FAILED,
 )
+
+
+def health(server: RunningServer, service: str = "") -> int:
+    """What the health service says of `service`, asked on a connection of its own."""
+    options = (("grpc.use_local_subchannel_pool", 1),)
+    with grpc.insecure_channel(server.address, options=options) as channel:
+        answer = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(service=service), timeout=30)
+        return int(answer.status)

@@ -261,6 +261,28 @@ def test_json_logs(tmp_path: Path) -> None:
     assert any(line["level"] == "INFO" and "default/bad failed: BAD_PARAMS" in line["message"] for line in logged)
 
 
+def test_a_peer_that_left_is_no_fault_of_ours(tmp_path: Path) -> None:
+    script = """
+import logging
+from pathlib import Path
+from slotstream.server.config import ServerConfig
+from slotstream.server.logs import configure_logging
+
+class ExecuteBatchError(Exception):  # As in grpc._cython.cygrpc, where it cannot be had on demand.
+    pass
+
+configure_logging(ServerConfig(data_dir=Path(".")))
+for error in (ExecuteBatchError("left"), KeyError("broken")):
+    try:
+        raise error
+    except Exception:
+        logging.getLogger("grpc._cython.cygrpc").exception("raised by a method")
+"""
+    logged = subprocess.run([sys.executable, "-c", script], stderr=subprocess.PIPE, text=True, check=True).stderr
+    assert logged.count("Traceback") == 1
+    assert "KeyError: 'broken'" in logged
+
+
 def _malloc_settings(server: Process) -> dict[str, str]:
     raw = Path(f"/proc/{server.process.pid}/environ").read_bytes().decode()
     entries = dict(entry.split("=", 1) for entry in raw.split("\0") if "=" in entry)

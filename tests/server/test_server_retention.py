@@ -9,8 +9,19 @@ from pathlib import Path
 
 import grpc
 import pytest
-from grpc_health.v1 import health_pb2, health_pb2_grpc
-from server_kit import COMMITTED, FAILED, Peer, Reader, RunningServer, Sample, status, wait_until
+from server_kit import (
+    COMMITTED,
+    FAILED,
+    NOT_SERVING,
+    SERVING,
+    Peer,
+    Reader,
+    RunningServer,
+    Sample,
+    health,
+    status,
+    wait_until,
+)
 
 from slotstream.client import Client, Leased, SampleFailed, SampleNotFound, connect
 from slotstream.server import cli
@@ -18,7 +29,6 @@ from slotstream.store.retention import Policy, Rule
 from slotstream.v1 import samples_pb2 as read_pb
 from slotstream.wire.errors import BadParams
 
-SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
 Start = Callable[..., RunningServer]
 
 
@@ -231,12 +241,6 @@ def test_verify_can_quarantine(
     assert cli.main(["verify", "--data", str(tmp_path / "data"), "--quarantine"]) == 1
 
 
-def _health(server: RunningServer, service: str) -> int:
-    with grpc.insecure_channel(server.address) as channel:
-        answer = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(service=service), timeout=30)
-        return int(answer.status)
-
-
 def test_a_disk_that_goes_away_is_noticed_and_nothing_is_taken_until_it_is_back(start: Start) -> None:
     server = start()
     _put(server, "old")
@@ -245,7 +249,7 @@ def test_a_disk_that_goes_away_is_noticed_and_nothing_is_taken_until_it_is_back(
     data_dir.rename(away)
     data_dir.mkdir()
     services = ("", "slotstream.v1.Ingest", "slotstream.v1.Samples")
-    wait_until(lambda: all(_health(server, service) == NOT_SERVING for service in services))
+    wait_until(lambda: all(health(server, service) == NOT_SERVING for service in services))
     with Peer(server.address) as peer:
         peer.say(Sample("new").open(1))
         failed = peer.failed()
@@ -255,7 +259,7 @@ def test_a_disk_that_goes_away_is_noticed_and_nothing_is_taken_until_it_is_back(
     assert list(data_dir.iterdir()) == []
     data_dir.rmdir()
     away.rename(data_dir)
-    wait_until(lambda: all(_health(server, service) == SERVING for service in services))
+    wait_until(lambda: all(health(server, service) == SERVING for service in services))
     _put(server, "new")
     with connect(server.address) as client:
         assert client.get("old").token_ids.tolist() == Sample("old").token_ids

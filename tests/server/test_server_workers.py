@@ -7,12 +7,24 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 
 import grpc
 import pytest
-from server_kit import ARRIVING, COMMITTED, FAILED, Peer, Reader, RunningServer, Sample, wait_until
+from server_kit import (
+    ARRIVING,
+    COMMITTED,
+    FAILED,
+    NOT_SERVING,
+    SERVING,
+    Peer,
+    Reader,
+    RunningServer,
+    Sample,
+    health,
+    wait_until,
+)
 
 from slotstream.store.samples import SampleStore
 from slotstream.wire.errors import ConfigError
@@ -25,9 +37,10 @@ def children(pid: int) -> list[int]:
     """Processes that `pid` started and that live."""
     found = []
     for task in Path(f"/proc/{pid}/task").iterdir():
-        for child in (task / "children").read_text().split():
-            if b"slotstream.server.worker" in Path(f"/proc/{child}/cmdline").read_bytes():
-                found.append(int(child))
+        with suppress(FileNotFoundError, ProcessLookupError):  # A thread, or a process, that ended meanwhile.
+            for child in (task / "children").read_text().split():
+                if b"slotstream.server.worker" in Path(f"/proc/{child}/cmdline").read_bytes():
+                    found.append(int(child))
     return found
 
 
@@ -123,6 +136,22 @@ def test_a_worker_that_dies_fails_what_it_had_open_and_nothing_else(peers: list[
     for index in range(PEERS):  # Each lands where the kernel puts it.
         with Peer(running.address) as peer:
             assert not peer.put(Sample(f"again-{index}"), 1).duplicate
+
+
+def test_every_process_says_when_the_data_directory_is_away(tmp_path: Path) -> None:
+    others = set(children(os.getpid()))
+    with RunningServer(tmp_path / "data", workers=3) as server:
+        away = tmp_path / "unmounted"
+        server.config.data_dir.rename(away)
+        wait_until(lambda: {health(server) for _ in range(PEERS)} == {NOT_SERVING})
+        os.kill((set(children(os.getpid())) - others).pop(), signal.SIGKILL)
+        wait_until(lambda: len(server.server._books._orders) == 1)
+        wait_until(lambda: len(server.server._books._orders) == 2)  # The new one learns it too.
+        wait_until(lambda: {health(server) for _ in range(PEERS)} == {NOT_SERVING})
+        away.rename(server.config.data_dir)
+        wait_until(lambda: {health(server) for _ in range(PEERS)} == {SERVING})
+        with Peer(server.address) as peer:
+            peer.put(Sample("back"), 1)
 
 
 def test_a_server_that_drains_lets_workers_finish(tmp_path: Path) -> None:

@@ -40,9 +40,13 @@ class WorkerOrder(_message.Message):
         UNKNOWN: _ClassVar[WorkerOrder.Kind]
         DRAIN: _ClassVar[WorkerOrder.Kind]
         END_STREAMS: _ClassVar[WorkerOrder.Kind]
+        NOT_SERVING: _ClassVar[WorkerOrder.Kind]
+        SERVING: _ClassVar[WorkerOrder.Kind]
     UNKNOWN: WorkerOrder.Kind
     DRAIN: WorkerOrder.Kind
     END_STREAMS: WorkerOrder.Kind
+    NOT_SERVING: WorkerOrder.Kind
+    SERVING: WorkerOrder.Kind
     KIND_FIELD_NUMBER: _ClassVar[int]
     kind: WorkerOrder.Kind
     def __init__(self, kind: _Optional[_Union[WorkerOrder.Kind, str]] = ...) -> None: ...

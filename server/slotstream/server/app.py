@@ -120,6 +120,7 @@ class Server:
         self._keeping = Housekeeping(config, store, metrics, self._directory_changed)
         self._ingest = IngestService(config, store, pools, metrics, self._arrivals, gate, self._keeping.touch, puller)
         self._samples = SamplesService(config, store, pools, metrics, self._arrivals, gate, self._keeping)
+        self._books = WorkerBooks(store, pools, metrics, self._arrivals, self._keeping.touch)
         self._loop = asyncio.get_running_loop()
         self._health = HealthService()
         self._grpc = make_server(config)
@@ -135,7 +136,6 @@ class Server:
         self._keeping.start()
         self._closing.push_async_callback(asyncio.to_thread, self._keeping.stop)
         self._closing.push_async_callback(self._stop_grpc)
-        self._books = WorkerBooks(store, pools, metrics, self._arrivals, self._keeping.touch)
         if config.workers > 1:
             pool = WorkerPool(config, self.address, self._books, self._samples.handler())
             self._closing.push_async_callback(pool.stop)
@@ -146,6 +146,7 @@ class Server:
     def _directory_changed(self, healthy: bool) -> None:
         with contextlib.suppress(RuntimeError):  # The loop is closed: the process is ending.
             self._loop.call_soon_threadsafe(self._health.change, healthy)
+            self._loop.call_soon_threadsafe(self._books.change, healthy)
 
     def _open_store(self) -> SampleStore:
         return SampleStore.open(self.config.data_dir, free_bytes_min=self.config.free_bytes_min)

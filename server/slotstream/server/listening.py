@@ -14,6 +14,8 @@ from slotstream.wire.errors import ConfigError
 from slotstream.wire.names import MESSAGE_BYTES_MAX
 
 SERVICES = ("slotstream.v1.Ingest", "slotstream.v1.Samples")
+# Between the processes of a server, which limited what comes from peers already.
+LOCAL_OPTIONS = (("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", MESSAGE_BYTES_MAX * 2))
 _FRAME_SPARE_BYTES = 64 << 10
 _HANDSHAKE_MS = 20_000
 _CONNECTION_CALLS_MAX = 1024

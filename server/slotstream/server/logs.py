@@ -22,3 +22,14 @@ def configure_logging(config: ServerConfig) -> None:
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(config.log_level_number)
+    logging.getLogger("grpc._cython.cygrpc").addFilter(_is_news)
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    """Whether what gRPC reports is more than a peer that left before the end of its call could be told to it.
+
+    gRPC keeps silent of that itself, unless it notices the departure a moment later than the failure (grpcio 1.76,
+    _cython/_cygrpc/aio/server.pyx.pxi, _handle_exceptions): then it logs a traceback.
+    """
+    kind = record.exc_info[0] if record.exc_info else None
+    return kind is None or kind.__name__ != "ExecuteBatchError"

@@ -28,7 +28,7 @@ from slotstream.server.gate import Gate
 from slotstream.server.healthcheck import HealthService
 from slotstream.server.ingest import IngestService
 from slotstream.server.lane import Pools
-from slotstream.server.listening import SERVICES, add_port, make_server
+from slotstream.server.listening import LOCAL_OPTIONS, SERVICES, add_port, make_server
 from slotstream.server.logs import configure_logging
 from slotstream.server.metrics import Metrics
 from slotstream.server.nixl_puller import start_puller
@@ -38,13 +38,11 @@ from slotstream.v1 import workers_pb2 as pb
 from slotstream.v1 import workers_pb2_grpc
 from slotstream.wire.access import AUTHORIZATION_KEY
 from slotstream.wire.errors import ConfigError
-from slotstream.wire.names import MESSAGE_BYTES_MAX
 
 _log = logging.getLogger(__name__)
 _REPORT_S = 1.0
 _LAST_CALLS_S = 1.0
 _CENTURIES_S = 1e9
-_LOCAL_OPTIONS = (("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", MESSAGE_BYTES_MAX * 2))
 _RAW: Any = None  # No serializer: messages pass through as bytes.
 
 
@@ -72,8 +70,8 @@ class Worker:
 
     async def run(self) -> None:
         """Serve until the primary says otherwise, or is gone."""
-        channel = grpc.aio.insecure_channel(self._primary, options=_LOCAL_OPTIONS)
-        with grpc.insecure_channel(self._primary, options=_LOCAL_OPTIONS) as blocking:
+        channel = grpc.aio.insecure_channel(self._primary, options=LOCAL_OPTIONS)
+        with grpc.insecure_channel(self._primary, options=LOCAL_OPTIONS) as blocking:
             pools, gate = Pools(), Gate(self._config)
             certificates = Certificates(self._config) if self._config.tls_cert is not None else None
             store = RemoteStore(blocking, self._number, self._config.data_dir, self._config.free_bytes_min)
@@ -109,6 +107,8 @@ class Worker:
                     ingest.drain()
                 elif order.kind == pb.WorkerOrder.END_STREAMS:
                     return
+                else:
+                    health.change(order.kind == pb.WorkerOrder.SERVING)
             _log.error("worker %d: the primary process ended the stream", self._number)
         except grpc.aio.AioRpcError as error:
             _log.error("worker %d: the primary process is gone: %s", self._number, error.details())

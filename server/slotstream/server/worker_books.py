@@ -46,6 +46,7 @@ class WorkerBooks(workers_pb2_grpc.WorkersServicer):
         self._uploads: dict[int, tuple[int, RemoteUpload]] = {}  # number -> worker, upload
         self._numbers = itertools.count(1)
         self._orders: dict[int, asyncio.Queue[pb.WorkerOrder]] = {}  # of the workers that are there
+        self._serving = True
         self._idle = asyncio.Event()
         self._idle.set()
         self._attending = asyncio.Condition()
@@ -60,6 +61,11 @@ class WorkerBooks(workers_pb2_grpc.WorkersServicer):
         for orders in self._orders.values():
             orders.put_nowait(pb.WorkerOrder(kind=kind))
 
+    def change(self, serving: bool) -> None:
+        """The data directory is back, or away: what every worker's health service says from now on."""
+        self._serving = serving
+        self.order(pb.WorkerOrder.SERVING if serving else pb.WorkerOrder.NOT_SERVING)
+
     async def idle(self) -> None:
         """Returns once no worker has a sample open."""
         await self._idle.wait()
@@ -68,6 +74,8 @@ class WorkerBooks(workers_pb2_grpc.WorkersServicer):
         first = await anext(requests)
         worker = first.worker
         orders = self._orders[worker] = asyncio.Queue()
+        if not self._serving:
+            orders.put_nowait(pb.WorkerOrder(kind=pb.WorkerOrder.NOT_SERVING))
         async with self._attending:
             self._attending.notify_all()
 

@@ -14,12 +14,12 @@ import grpc
 import grpc.aio
 
 from slotstream.server.config import ServerConfig
+from slotstream.server.listening import LOCAL_OPTIONS
 from slotstream.server.worker import parameters
 from slotstream.server.worker_books import WorkerBooks
 from slotstream.v1 import workers_pb2 as pb
 from slotstream.v1 import workers_pb2_grpc
 from slotstream.wire.errors import ConfigError
-from slotstream.wire.names import MESSAGE_BYTES_MAX
 
 _log = logging.getLogger(__name__)
 _START_S = 30.0
@@ -46,12 +46,7 @@ class WorkerPool:
         # A directory of our own, 0700: nobody else can reach the socket, and it needs no other guard.
         directory = Path(self._closing.enter_context(tempfile.TemporaryDirectory(prefix="slotstream-")))
         private = f"unix:{directory}/primary"
-        server = grpc.aio.server(
-            options=(
-                ("grpc.max_receive_message_length", -1),
-                ("grpc.max_send_message_length", MESSAGE_BYTES_MAX * 2),
-            )
-        )
+        server = grpc.aio.server(options=LOCAL_OPTIONS)
         server.add_generic_rpc_handlers((self._samples,))
         workers_pb2_grpc.add_WorkersServicer_to_server(self._books, server)  # type: ignore[no-untyped-call]
         server.add_insecure_port(private)
