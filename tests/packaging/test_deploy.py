@@ -358,6 +358,7 @@ def test_what_an_image_copies_makes_a_whole_wheel(name: str, tmp_path: Path) -> 
     (wheel,) = tmp_path.glob("slotstream-*.whl")
     installed = tmp_path / "installed"
     shutil.unpack_archive(wheel, installed, "zip")
+    assert list(installed.glob("*.dist-info/licenses/LICENSE"))
     code = "import slotstream.server.app, slotstream.connector.config as c; print(c.__file__)"
     found = subprocess.run(
         [sys.executable, "-c", code],
@@ -404,6 +405,20 @@ def test_alerts_ask_for_metrics_labels_and_codes_that_exist(tmp_path: Path) -> N
         assert rule["annotations"].keys() == {"summary"}
 
 
+def test_a_directory_that_is_gone_takes_the_series_with_it_that_its_alert_looks_for(tmp_path: Path) -> None:
+    (rule,) = [rule for group in RULES["groups"] for rule in group["rules"] if rule["alert"] == "SlotstreamStoreGone"]
+    assert "unless on (job, instance) slotstream_free_bytes" in rule["expr"]
+    store = SampleStore.open(tmp_path / "data")
+    try:
+        registry = Metrics(store).registry
+        assert "slotstream_free_bytes" in {family.name for family in registry.collect()}
+        (tmp_path / "data").rename(tmp_path / "away")
+        assert "slotstream_free_bytes" not in {family.name for family in registry.collect()}
+        (tmp_path / "away").rename(tmp_path / "data")
+    finally:
+        store.close()
+
+
 def test_vllm_counts_the_tokens_that_an_alert_asks_for() -> None:
     vllm = importlib.util.find_spec("vllm")
     assert vllm is not None
@@ -422,3 +437,14 @@ def test_the_readme_names_files_options_and_commands_that_exist() -> None:
         assert any(rule["alert"] == alert for group in RULES["groups"] for rule in group["rules"]), alert
     for command in re.findall(r"^slotstream (\w+)", README, re.M):
         assert run_cli(command, "--help").returncode == 0, command
+
+
+def test_the_readme_makes_a_prometheus_rule_of_the_rules() -> None:
+    (block,) = [block for block in re.findall(r"```sh\n(.*?)```", README, re.S) if "PrometheusRule" in block]
+    made = subprocess.run(block.rpartition(" | ")[0], shell=True, cwd=ROOT, check=True, capture_output=True, timeout=30).stdout
+    assert yaml.safe_load(made) == {
+        "apiVersion": "monitoring.coreos.com/v1",
+        "kind": "PrometheusRule",
+        "metadata": {"name": "slotstream"},
+        "spec": RULES,
+    }
