@@ -122,6 +122,7 @@ def test_the_sdist_can_be_built_and_tested(built: dict[str, Path]) -> None:
         "Makefile",
         "proto/slotstream/v1/ingest.proto",
         "tests/conftest.py",
+        "deploy/Dockerfile",
     ):
         assert wanted in names
 
