@@ -308,13 +308,21 @@ class Server:
 
 
 class Slotstream:
-    name = "slotstream"
-
-    def __init__(self, shape: Shape, listen: str, data_dir: Path, staging_bytes: int, *, tuned_sender: bool) -> None:
+    def __init__(
+        self, shape: Shape, listen: str, data_dir: Path, staging_bytes: int, transport: str, *, tuned_sender: bool
+    ) -> None:
+        """`transport`: "grpc" or "nixl"."""
+        self.name = "slotstream, gRPC" if transport == "grpc" else "slotstream, NIXL"
         self._server = Server(listen, data_dir)
         try:
             self._sender = Child(
-                "slotstream sender", _slotstream_sender, shape, self._server.address, staging_bytes, tuned=tuned_sender
+                "slotstream sender",
+                _slotstream_sender,
+                shape,
+                self._server.address,
+                staging_bytes,
+                transport,
+                tuned=tuned_sender,
             )
             self._sender.answer()
         except BaseException:

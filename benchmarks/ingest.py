@@ -21,19 +21,22 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from children import ChildFailed, cpu_seconds
+from children import ChildFailed, tree_cpu_seconds
 from contenders import Contender, GrpcFrames, Memcpy, PlainFile, RawSocket, Slotstream
 from machine import file_system, machine, progress
 from shape import Shape
 
+from slotstream.wire.nixl import INSTALL, is_installed
+
 TARGET = 0.8  # Of the slower of the two that slotstream cannot be faster than.
 _MIB = 1 << 20
 _GB = 1e9
+_TRANSPORTS = ("grpc", "nixl") if is_installed() else ("grpc",)
 
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """One contender's figures of one round. CPU: seconds that each process used, a GB moved."""
+    """One contender's figures of one round. CPU: seconds that each process and its children used, a GB moved."""
 
     gb_per_s: float
     sender_cpu: float
@@ -61,9 +64,9 @@ def measure(contender: Contender, samples: int, shape: Shape) -> Round:
     contender.run(samples)
     contender.clear()
     pids = [contender.sender_pid, *([contender.receiver_pid] if contender.receiver_pid is not None else [])]
-    before = [cpu_seconds(pid) for pid in pids]
+    before = [tree_cpu_seconds(pid) for pid in pids]
     seconds = contender.run(samples)
-    used = [cpu_seconds(pid) - then for pid, then in zip(pids, before, strict=True)]
+    used = [tree_cpu_seconds(pid) - then for pid, then in zip(pids, before, strict=True)]
     contender.clear()
     gb = samples * shape.sample_bytes / _GB
     return Round(gb / seconds, used[0] / gb, used[1] / gb if len(used) > 1 else 0.0)
@@ -80,13 +83,17 @@ def all_contenders(options: argparse.Namespace, shape: Shape, work: Path) -> Ite
         def started(contender: Contender) -> Contender:
             return stack.enter_context(closing(contender))
 
+        def slotstream(transport: str) -> Contender:
+            data_dir, staging_bytes = work / f"data-{transport}", options.staging_mib * _MIB
+            return started(Slotstream(shape, address(transport), data_dir, staging_bytes, transport, tuned_sender=tuned))
+
         tuned = options.tuned_sender
         yield [
             started(Memcpy(shape)),
             started(RawSocket(shape, address("raw"))),
             started(GrpcFrames(shape, address("grpc"), tuned_sender=tuned)),
             started(PlainFile(shape, work / "plain")),
-            started(Slotstream(shape, address("slotstream"), work / "data", options.staging_mib * _MIB, tuned_sender=tuned)),
+            *map(slotstream, options.transports),
         ]
 
 
@@ -103,7 +110,7 @@ def run(options: argparse.Namespace, shape: Shape, work: Path) -> list[Result]:
     return results
 
 
-def report(results: Sequence[Result], verdict: dict[str, Any]) -> str:
+def report(results: Sequence[Result], verdicts: Sequence[dict[str, Any]]) -> str:
     """The table, and how slotstream stands to its target."""
     lines = [f"{'':20}{'GB/s':>7}{'min':>8}{'max':>7}{'CPU s/GB:':>13}{'sender':>9}{'receiver':>10}"]
     for result in results:
@@ -113,28 +120,32 @@ def report(results: Sequence[Result], verdict: dict[str, Any]) -> str:
             f"{result.name:20}{result.median('gb_per_s'):>7.2f}{min(speeds):>8.2f}{max(speeds):>7.2f}"
             f"{'':13}{result.median('sender_cpu'):>9.2f}{receiver}"
         )
-    met = "met" if verdict["ratio"] >= TARGET else "NOT met"
     lines.append("")
-    lines.append(
-        f"slotstream / {verdict['slower']}, the slower of the two that bound it: {verdict['ratio']:.2f}, the median of "
-        f"{', '.join(f'{ratio:.2f}' for ratio in verdict['ratio_of_rounds'])} "
-        f"(of the medians: {verdict['ratio_of_medians']:.2f}); target {TARGET}: {met}"
-    )
+    for verdict in verdicts:
+        met = "met" if verdict["ratio"] >= TARGET else "NOT met"
+        lines.append(
+            f"{verdict['name']} / {verdict['slower']}, the slower of the two that bound it: {verdict['ratio']:.2f}, the median "
+            f"of {', '.join(f'{ratio:.2f}' for ratio in verdict['ratio_of_rounds'])} "
+            f"(of the medians: {verdict['ratio_of_medians']:.2f}); target {TARGET}: {met}"
+        )
     return "\n".join(lines)
 
 
-def judge(results: Sequence[Result]) -> dict[str, Any]:
-    """slotstream's ratio to the slower of gRPC alone and a plain file write: round by round, and of the medians.
+def judge(results: Sequence[Result]) -> list[dict[str, Any]]:
+    """Each slotstream's ratio to the slower of gRPC alone and a plain file write: round by round, and of the medians.
 
     The rounds decide: what ran within seconds of each other met the same machine, which is never quite the same for long.
     """
-    by_name = {result.name: result for result in results}
-    ours = by_name[Slotstream.name]
-    bounds = [by_name[GrpcFrames.name], by_name[PlainFile.name]]
+    bounds = [result for result in results if result.name in (GrpcFrames.name, PlainFile.name)]
+    return [_judge(result, bounds) for result in results if result.name.startswith("slotstream")]
+
+
+def _judge(ours: Result, bounds: Sequence[Result]) -> dict[str, Any]:
     slower = min(bounds, key=lambda result: result.median("gb_per_s"))
     by_round = zip(ours.rounds, *(bound.rounds for bound in bounds), strict=True)
     of_rounds = [one.gb_per_s / min(other.gb_per_s for other in others) for one, *others in by_round]
     return {
+        "name": ours.name,
         "slower": slower.name,
         "ratio": statistics.median(of_rounds),
         "ratio_of_rounds": of_rounds,
@@ -153,6 +164,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--layers", type=_positive, default=4, metavar="N", help="captured layers (default: %(default)s)")
     add("--hidden", type=_positive, default=4096, metavar="N", help="bf16 elements a layer (default: %(default)s)")
     add("--staging-mib", type=_positive, default=512, metavar="N", help="the connector's staging (default: %(default)s)")
+    add(
+        "--transports", nargs="+", choices=("grpc", "nixl"), default=_TRANSPORTS, help="what rows take (default: all installed)"
+    )
     add("--unix", action="store_true", help="Unix sockets instead of TCP on the loopback interface")
     add(
         "--tuned-sender",
@@ -206,15 +220,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 1
         except KeyboardInterrupt:
             return 130
-    verdict = judge(results)
-    print(report(results, verdict))
+    verdicts = judge(results)
+    print(report(results, verdicts))
+    if not is_installed():
+        print(f"without NIXL, which a server on the same host would use: {INSTALL}")
     if options.json is not None:
         figures = {
             "machine": {**host, "file_system": disk},
             "options": {key: str(value) if isinstance(value, Path) else value for key, value in vars(options).items()},
             "shape": asdict(shape),
             "results": [asdict(result) for result in results],
-            "verdict": verdict,
+            "verdicts": verdicts,
         }
         options.json.write_text(json.dumps(figures, indent=2) + "\n")
     return 0

@@ -1,4 +1,4 @@
-"""The sender of the ingest benchmark: the connector's own staging pool, pump and gRPC sink, without an engine before them."""
+"""The sender of the ingest benchmark: the connector's own staging pool, pump and sink, without an engine before them."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from children import questions
 from shape import Shape
+from transport_ours import NixlOnly
 
 from slotstream.client import connect
 from slotstream.connector.config import ConnectorConfig, ConnectorOptions
@@ -21,7 +22,7 @@ from slotstream.connector.plan import SampleFinish, SampleOpen
 from slotstream.connector.pump import Pump, Segment, StagedBatch
 from slotstream.connector.staging import StagingPool
 from slotstream.transport.base import Committed, Failed, LinkDown, LinkUp, SinkEvent
-from slotstream.transport.grpc import GrpcSink
+from slotstream.transport.grpc import Frames, GrpcSink
 from slotstream.v1 import ingest_pb2
 from slotstream.wire.names import PROTOCOL_VERSION
 
@@ -53,6 +54,11 @@ class _Outcome:
                 self.problem = event.message
             self.changed.notify_all()
 
+    def fail(self, problem: str) -> None:
+        with self.changed:
+            self.problem = problem
+            self.changed.notify_all()
+
     def wait(self, committed: int) -> None:
         with self.changed:
             self.changed.wait_for(lambda: self.problem or self.committed >= committed)
@@ -63,8 +69,8 @@ class _Outcome:
 class _WatchedSink(GrpcSink):
     """The sink, with somebody who listens in."""
 
-    def __init__(self, address: str, hello: ingest_pb2.Hello, outcome: _Outcome) -> None:
-        super().__init__(address, hello)
+    def __init__(self, address: str, hello: ingest_pb2.Hello, outcome: _Outcome, transport: str) -> None:
+        super().__init__(address, hello, plane=NixlOnly(outcome.fail) if transport == "nixl" else Frames())
         self._outcome = outcome
 
     def start(self, on_event: Callable[[SinkEvent], None]) -> None:
@@ -79,7 +85,7 @@ class _WatchedSink(GrpcSink):
 class Sender:
     """Sends samples whose rows lie in staging already, as fast as staging comes free."""
 
-    def __init__(self, shape: Shape, address: str, staging_bytes: int) -> None:
+    def __init__(self, shape: Shape, address: str, staging_bytes: int, transport: str) -> None:
         self._shape = shape
         self._address = address
         config = ConnectorConfig(
@@ -95,7 +101,9 @@ class Sender:
         # Written once, and different in every slot: a sample is what its slots hold.
         self._pool.memory.random_(generator=torch.Generator().manual_seed(0))
         self._outcome = _Outcome()
-        sink = _WatchedSink(address, ingest_pb2.Hello(protocol=PROTOCOL_VERSION, engine_id="benchmark"), self._outcome)
+        hello = ingest_pb2.Hello(protocol=PROTOCOL_VERSION, engine_id="benchmark")
+        sink = _WatchedSink(address, hello, self._outcome, transport)
+        sink.use_staging(self._pool.memory_view, shape.frame_bytes)
         self._pump = Pump(config, self._pool, sink, shape.row_bytes, Counters())
         self._pump.start()
         self._runs = 0
@@ -147,9 +155,9 @@ class Sender:
         self._pump.close(5.0)
 
 
-def send_samples(connection: Connection, shape: Shape, address: str, staging_bytes: int) -> None:
+def send_samples(connection: Connection, shape: Shape, address: str, staging_bytes: int, transport: str) -> None:
     """Main function of the sending process: answers ("run", samples) with the seconds it took, and ("check",) with 0."""
-    sender = Sender(shape, address, staging_bytes)
+    sender = Sender(shape, address, staging_bytes, transport)
     connection.send("ready")
     for what, *arguments in questions(connection):
         began = time.perf_counter()

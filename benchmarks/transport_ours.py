@@ -21,7 +21,7 @@ _SUBMITTED_BYTES = 2 * WINDOW_BYTES
 _ANSWER_S = 60.0
 
 
-class _NixlOnly(NixlPlane):
+class NixlOnly(NixlPlane):
     """NIXL, and a word where the server would take chunks as frames instead."""
 
     def __init__(self, complain: Callable[[str], None]) -> None:
@@ -59,7 +59,7 @@ class SinkStream:
         self._hashes = [xxh3(slot) for slot in self._slots]
         self._up = False
         hello = ingest_pb2.Hello(protocol=PROTOCOL_VERSION, engine_id="benchmark")
-        plane = _NixlOnly(self._fail) if self._transport == "nixl" else None
+        plane = NixlOnly(self._fail) if self._transport == "nixl" else None
         self._sink = GrpcSink(self._address, hello, plane=plane)
         if self._transport == "nixl":
             self._sink.use_staging(self._memory, load.chunk_bytes)
