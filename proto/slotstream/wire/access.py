@@ -32,15 +32,21 @@ def bearer_token(value: str) -> str | None:
     return token.strip() if scheme.lower() == "bearer" else None
 
 
+def _shown(path: str | Path) -> str:
+    """A path, for a message: as it is where it can be printed, else quoted, as bytes that are no text have no other form."""
+    text = str(path)
+    return text if text.isprintable() else repr(text)
+
+
 def read_pem(path: str | Path, what: str) -> bytes:
     """The bytes of a certificate or key file. Raises ConfigError naming `what`."""
     try:
         with Path(path).open("rb") as file:
             pem = file.read(_PEM_BYTES_MAX)
     except (OSError, ValueError) as error:  # ValueError: a name that no file can have.
-        raise ConfigError(f"{what}: cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
+        raise ConfigError(f"{what}: cannot read {_shown(path)}: {getattr(error, 'strerror', None) or error}") from error
     if b"-----BEGIN " not in pem:
-        raise ConfigError(f"{what}: {path} is not a PEM file")
+        raise ConfigError(f"{what}: {_shown(path)} is not a PEM file")
     return pem
 
 
@@ -124,10 +130,10 @@ class Access:
             return None
         try:
             with Path(self.token_file).open(encoding="utf-8", errors="replace") as file:
-                return check_token(file.read(_TOKEN_FILE_BYTES_MAX), f"token_file {self.token_file}")
+                return check_token(file.read(_TOKEN_FILE_BYTES_MAX), f"token_file {_shown(self.token_file)}")
         except (OSError, ValueError) as error:
             raise ConfigError(
-                f"token_file: cannot read {self.token_file}: {getattr(error, 'strerror', None) or error}"
+                f"token_file: cannot read {_shown(self.token_file)}: {getattr(error, 'strerror', None) or error}"
             ) from error
 
 

@@ -41,8 +41,9 @@ class Keeping:
         catalogue: Catalogue,
         opened: OpenedDirectory,
         id_lock: Callable[[SampleKey], AbstractContextManager[object]],
+        clock: Clock,
     ) -> None:
-        self.clock = Clock(catalogue.ask(retention_sql.latest_stamp))
+        self.clock = clock
         self._files = files
         self._data_dir = data_dir
         self._catalogue = catalogue

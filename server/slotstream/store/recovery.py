@@ -28,9 +28,11 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from slotstream.store.catalogue import FILE_NAME, Catalogue, CatalogueCorrupt, CatalogueDamaged
+from slotstream.store.clock import Clock
 from slotstream.store.files import Files
 from slotstream.store.quarantine import holds
 from slotstream.store.records import PARTIAL_SUFFIX, SampleKey, SampleRecord, State
+from slotstream.store.retention_sql import latest_stamp
 from slotstream.store.sample_file import SampleFile, read_sample_file
 from slotstream.store.verifying import key_of_path, tree_files
 from slotstream.wire.errors import BadNamespace, BadSampleId, ConfigError, Damaged, Interrupted
@@ -54,19 +56,28 @@ class Recovered:
         return ", ".join(f"{f.name} {getattr(self, f.name)}" for f in fields(self))
 
 
-def open_recovered(files: Files, data_dir: Path) -> tuple[Catalogue, Recovered]:
-    """The directory's catalogue, with every case above worked through. Raises ConfigError, OSError and SlotStreamError."""
+def open_recovered(files: Files, data_dir: Path) -> tuple[Catalogue, Clock, Recovered]:
+    """The directory's catalogue, with every case above worked through, and a clock that goes on from its stamps.
+
+    Raises ConfigError, OSError and SlotStreamError.
+    """
     catalogue = open_catalogue(data_dir)
     try:
         try:
-            return catalogue, recover(files, data_dir, catalogue)
-        except CatalogueDamaged as error:  # Sound to SQLite, and not to us.
+            done = recover(files, data_dir, catalogue)
+            return catalogue, _clock(catalogue), done
+        except CatalogueDamaged as error:  # Sound to SQLite as far as it looked, or to SQLite and not to us.
             catalogue.close(clean=False)
             catalogue = _begin_anew(data_dir / FILE_NAME, error)
-            return catalogue, recover(files, data_dir, catalogue)
+            done = recover(files, data_dir, catalogue)
+            return catalogue, _clock(catalogue), done
     except BaseException:
         catalogue.close(clean=False)
         raise
+
+
+def _clock(catalogue: Catalogue) -> Clock:
+    return Clock(catalogue.ask(latest_stamp))
 
 
 def open_catalogue(data_dir: Path) -> Catalogue:

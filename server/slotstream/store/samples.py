@@ -15,6 +15,7 @@ from slotstream.store import verifying
 from slotstream.store.catalogue import Catalogue
 from slotstream.store.catalogue_sql import ListQuery
 from slotstream.store.catalogue_sql import get as get_record
+from slotstream.store.clock import Clock
 from slotstream.store.directory import LOCK_NAME, OpenedDirectory
 from slotstream.store.files import DIR_MODE, Files, store_error
 from slotstream.store.keeping import Keeping
@@ -53,7 +54,14 @@ class SampleStore:
     """
 
     def __init__(
-        self, data_dir: Path, files: Files, lock_fd: int, catalogue: Catalogue, free_bytes_min: int, uploads_max: int
+        self,
+        data_dir: Path,
+        files: Files,
+        lock_fd: int,
+        catalogue: Catalogue,
+        clock: Clock,
+        free_bytes_min: int,
+        uploads_max: int,
     ) -> None:
         self.data_dir = data_dir
         self._files = files
@@ -67,7 +75,7 @@ class SampleStore:
         # One at a time publishes or deletes an id. Striped, so that the locks do not grow with the ids.
         self._id_locks = [threading.Lock() for _ in range(_STRIPES)]
         self._opened = OpenedDirectory(files, data_dir, lock_fd)
-        self.keeping = Keeping(files, data_dir, catalogue, self._opened, self._id_lock)
+        self.keeping = Keeping(files, data_dir, catalogue, self._opened, self._id_lock, clock)
         self._dirs: set[Path] = set()
         self._dirs_lock = threading.Lock()
         self._unrecorded = False  # Something on disk differs from its row: the next start has to look.
@@ -95,7 +103,7 @@ class SampleStore:
             lock_fd = _lock(files, directory)
             if files.free_bytes(directory) < free_bytes_min:
                 raise ConfigError(f"the disk of {directory} is full: less than {free_bytes_min} bytes are free")
-            catalogue, recovered = open_recovered(files, directory)
+            catalogue, clock, recovered = open_recovered(files, directory)
         except (OSError, SlotStreamError, ConfigError) as error:
             if lock_fd >= 0:
                 files.close(lock_fd)
@@ -106,7 +114,7 @@ class SampleStore:
         looked = "partials only" if catalogue.was_shut_down_cleanly else "all files"
         _log.info("opened %s; looked at %s and recovered: %s", directory, looked, recovered)
         limit = _uploads_max() if uploads_max is None else uploads_max
-        return cls(directory, files, lock_fd, catalogue, free_bytes_min, limit)
+        return cls(directory, files, lock_fd, catalogue, clock, free_bytes_min, limit)
 
     def close(self) -> None:
         """Fail what is still arriving and give the directory back."""
