@@ -24,19 +24,21 @@ OUTPUT_TOKENS = 48
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """Which engine. `runner` is vLLM's model runner, 1 or 2."""
+    """Which engine. `runner` is vLLM's model runner, 1 or 2; one that `sleeps` frees its caches between the two passes."""
 
     runner: int
     eager: bool
     kind: truth_model.Kind
     prefix_caching: bool
     chunked: bool
+    sleeps: bool = False
 
     @property
     def name(self) -> str:
         """Also the namespace of its samples."""
         parts = (f"V{self.runner}", "eager" if self.eager else "graphs", self.kind)
-        return "-".join((*parts, "prefix" if self.prefix_caching else "noprefix", "chunked" if self.chunked else "whole"))
+        parts = (*parts, "prefix" if self.prefix_caching else "noprefix", "chunked" if self.chunked else "whole")
+        return "-".join((*parts, "sleep") if self.sleeps else parts)
 
 
 def make_engine(cell: Cell, model: str, server: str) -> Any:
@@ -50,6 +52,7 @@ def make_engine(cell: Cell, model: str, server: str) -> Any:
         "dtype": "bfloat16",
         "max_model_len": 2048,
         "max_num_seqs": 32,
+        "enable_sleep_mode": cell.sleeps,
         "gpu_memory_utilization": 0.08,
         "kv_cache_memory_bytes": 2 << 30,
         "speculative_config": {
@@ -95,6 +98,9 @@ def run(cell: Cell, model: str, server: str) -> dict[str, Any]:
     problems: list[str] = []
     with connect(server) as client:
         for turn in range(2):
+            if turn and cell.sleeps:
+                engine.sleep(level=1)  # Weights wait in host memory; the caches, hidden states among them, are given back.
+                engine.wake_up()
             captures_output = [i % 2 == 1 for i in range(len(prompts))]
             params = [
                 SamplingParams(

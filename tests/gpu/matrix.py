@@ -36,6 +36,7 @@ def cells(only: Sequence[str]) -> list[Cell]:
             ("gdn", "swa", "dense"), (2, 1), (False, True), (True, False), (True, False)
         )
     ]
+    every += [Cell(runner, eager, "dense", True, True, sleeps=True) for runner in (2, 1) for eager in (False, True)]
     return [c for c in every if not only or any(text in c.name for text in only)]
 
 
@@ -84,7 +85,7 @@ def as_markdown(found: Sequence[dict[str, Any]], device: str) -> str:
     ]
     for f in sorted(found, key=lambda f: f["name"]):
         mode, caching = "eager" if f["eager"] else "graphs", "on" if f["prefix_caching"] else "off"
-        prompts = "chunked" if f["chunked"] else "whole"
+        prompts = ("chunked" if f["chunked"] else "whole") + (", asleep in between" if f["sleeps"] else "")
         verdict = "right" if is_green(f) else "; ".join(f["problems"]) or "wrong rows"
         lines.append(
             f"| {f['kind']} | V{f['runner']} | {mode} | {caching} | {prompts} | {f['rows']:,} | "
