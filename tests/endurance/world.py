@@ -11,6 +11,7 @@ import tempfile
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -61,7 +62,12 @@ class Process:
         return int(found[1]) << 10 if found else 0
 
     def descriptors(self) -> int:
-        return len(list(Path(f"/proc/{self.process.pid}/fd").iterdir()))
+        """Open ones, but for those of samples that are arriving: how many that are is a matter of the moment."""
+        found = 0
+        for descriptor in Path(f"/proc/{self.process.pid}/fd").iterdir():
+            with suppress(FileNotFoundError):  # Closed just now.
+                found += not str(descriptor.readlink()).endswith(".partial")
+        return found
 
     def threads(self) -> int:
         return len(list(Path(f"/proc/{self.process.pid}/task").iterdir()))

@@ -44,4 +44,5 @@ def test_scale(tmp_path: Path) -> None:
 
 def test_ingest(tmp_path: Path) -> None:
     figures = _figures(tmp_path, "ingest.py", "--samples", "2", "--rounds", "1")
-    assert figures["verdict"]["ratio"] > 0
+    assert {verdict["name"] for verdict in figures["verdicts"]} == {"slotstream, gRPC", "slotstream, NIXL"}
+    assert all(verdict["ratio"] > 0 for verdict in figures["verdicts"])
