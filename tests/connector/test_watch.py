@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import socket
 import time
 from collections.abc import Callable
@@ -41,3 +42,16 @@ def test_a_server_that_was_there_may_be_away_for_a_while(tmp_path: Path) -> None
         server.stop()
         wait_until(lambda: watch.problem() is not None)
         assert watch.problem(LONG_S) is None
+
+
+def test_a_server_that_takes_a_moment_to_answer_is_there(tmp_path: Path) -> None:
+    with ServerProcess(tmp_path) as server:
+        server.process.send_signal(signal.SIGSTOP)
+        try:
+            with closing(ServerWatch(server.address)) as watch:
+                time.sleep(1.0)  # As an engine that loads a model leaves the processor to nobody else.
+                assert watch.problem() is None
+                server.process.send_signal(signal.SIGCONT)
+                wait_until(lambda: watch._reached)
+        finally:
+            server.process.send_signal(signal.SIGCONT)

@@ -11,9 +11,10 @@ from slotstream.wire.names import MESSAGE_BYTES_MAX
 CHANNEL_OPTIONS = (
     ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
     ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
-    # A reconnect must not wait for gRPC's own back-off, which grows to two minutes.
+    # A reconnect must not wait for gRPC's own back-off, which grows to two minutes. The second is how long an attempt may
+    # take at least (Subchannel::StartConnectingLocked): on a host that is busy loading a model a moment is not enough.
     ("grpc.initial_reconnect_backoff_ms", 200),
-    ("grpc.min_reconnect_backoff_ms", 200),
+    ("grpc.min_reconnect_backoff_ms", 5000),
     ("grpc.max_reconnect_backoff_ms", 1000),
     # A host that vanishes without a word is noticed by unanswered pings.
     ("grpc.keepalive_time_ms", 20_000),
