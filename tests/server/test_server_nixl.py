@@ -23,7 +23,7 @@ from support.server import ServerProcess
 from slotstream.client import connect
 from slotstream.v1 import ingest_pb2 as pb
 from slotstream.wire.hashing import xxh3
-from slotstream.wire.nixl import NixlAgent, is_installed, memory_address
+from slotstream.wire.nixl import ANNOUNCEMENTS_MAX, NixlAgent, is_installed, memory_address
 
 pytestmark = pytest.mark.skipif(not is_installed(), reason="NIXL is not installed")
 
@@ -60,9 +60,14 @@ class Owner:
         self.memory[slot * SLOT_BYTES :][: len(data)] = data
         header = pb.ChunkHeader(sample=number, chunk=chunk, first_row=start, rows=stop - start, xxh3=xxh3(data))
         address = self.address + slot * SLOT_BYTES
-        return pb.IngestRequest(
-            announce=pb.Announce(header=header, slot=slot, generation=chunk, address=address, length=len(data))
-        )
+        announce = pb.Announce(header=header, slot=slot, generation=chunk, address=address, length=len(data))
+        return pb.IngestRequest(announcements=pb.Announcements(chunks=[announce]))
+
+
+def chunk_of(request: pb.IngestRequest) -> pb.Announce:
+    """The one chunk that a request announces."""
+    (announce,) = request.announcements.chunks
+    return announce
 
 
 @pytest.fixture
@@ -113,7 +118,7 @@ def test_announced_and_sent_chunks_make_one_sample(
 def test_a_wrong_hash_fails_the_sample(offering: Peer, owner: Owner) -> None:
     sample = Sample(rows=8)
     announce = owner.announce(sample, 1, 1, 0, 8)
-    announce.announce.header.xxh3 ^= 1
+    chunk_of(announce).header.xxh3 ^= 1
     offering.say(sample.open(1), announce, sample.commit(1))
     assert offering.failed().code == "HASH_MISMATCH"
 
@@ -131,6 +136,35 @@ def test_a_half_closed_stream_still_gets_its_committed_samples(offering: Peer, o
     assert reader.read("whole")[1] == whole.data
 
 
+def test_chunks_announced_together_are_read_like_those_announced_alone(
+    running: RunningServer, offering: Peer, owner: Owner, reader: Reader
+) -> None:
+    samples = [Sample(f"together-{number}", rows=24, seed=number) for number in (1, 2)]
+    chunks = [
+        chunk_of(owner.announce(sample, number, number * 3 + part, part * 8, part * 8 + 8, slot=number * 3 + part - 3))
+        for number, sample in enumerate(samples, 1)
+        for part in range(3)
+    ]
+    offering.say(*(sample.open(number) for number, sample in enumerate(samples, 1)))
+    before = running.metric("chunks_total", transport="nixl")
+    offering.say(pb.IngestRequest(announcements=pb.Announcements(chunks=chunks)))
+    offering.say(*(sample.commit(number) for number, sample in enumerate(samples, 1)))
+    for _ in samples:
+        offering.committed()
+    assert running.metric("chunks_total", transport="nixl") == before + 6
+    for sample in samples:
+        assert reader.read(sample.sample_id)[1] == sample.data
+
+
+@pytest.mark.parametrize("count", [0, ANNOUNCEMENTS_MAX + 1])
+def test_so_many_chunks_at_a_time_are_a_violation(shared: RunningServer, owner: Owner, count: int) -> None:
+    sample = Sample(rows=8)
+    announce = chunk_of(owner.announce(sample, 1, 1, 0, 8))
+    with greeted(shared.address, owner.offer) as peer:
+        peer.say(sample.open(1), pb.IngestRequest(announcements=pb.Announcements(chunks=[announce] * count)))
+        assert peer.ending()[1] == "PROTOCOL"
+
+
 def test_pulls_wait_for_slots(tmp_path: Path, owner: Owner) -> None:
     """Far more chunks than the pool has slots, all at once."""
     sample = Sample(rows=256)
@@ -139,7 +173,8 @@ def test_pulls_wait_for_slots(tmp_path: Path, owner: Owner) -> None:
         requests = [owner.announce(sample, 1, 1 + at, at * 32, (at + 1) * 32, slot=at) for at in range(8)]
         for again in range(8):
             for at, request in enumerate(requests):
-                request.announce.header.chunk = request.announce.generation = 1 + at + 8 * again
+                announce = chunk_of(request)
+                announce.header.chunk = announce.generation = 1 + at + 8 * again
                 peer.say(request)
         peer.say(sample.commit(1))
         assert peer.acks(64) == list(range(1, 65))
@@ -155,8 +190,8 @@ def test_unreadable_memory_is_asked_for_in_frames(running: RunningServer, owner:
     sample = Sample(rows=16)
     with greeted(running.address, owner.offer) as peer:
         announce = owner.announce(sample, 1, 1, 0, 8)
-        announce.announce.slot = SLOTS
-        announce.announce.address = owner.address + SLOTS * SLOT_BYTES
+        chunk_of(announce).slot = SLOTS
+        chunk_of(announce).address = owner.address + SLOTS * SLOT_BYTES
         peer.say(sample.open(1), announce, sample.commit(1))
         assert peer.hear_until("resend", "failed", "committed").resend.chunks == [1]
         peer.say(sample.chunk(1, 2, 8, 16))
@@ -178,8 +213,8 @@ def test_an_abort_waits_no_longer_than_its_chunks(running: RunningServer, owner:
     sample = Sample(rows=16)
     with greeted(running.address, owner.offer) as peer:
         announce = owner.announce(sample, 1, 1, 0, 8)
-        announce.announce.slot = SLOTS
-        announce.announce.address = owner.address + SLOTS * SLOT_BYTES
+        chunk_of(announce).slot = SLOTS
+        chunk_of(announce).address = owner.address + SLOTS * SLOT_BYTES
         peer.say(sample.open(1), announce, pb.IngestRequest(abort=pb.AbortSample(sample=1, code="BAD_ROWS", message="m")))
         assert peer.hear_until("resend").resend.chunks == [1]
         peer.say(sample.chunk(1, 1, 0, 8))
@@ -194,8 +229,8 @@ def test_a_stream_that_ends_while_a_chunk_is_awaited_fails_its_sample(
     sample = Sample(rows=16)
     with greeted(running.address, owner.offer) as peer:
         announce = owner.announce(sample, 1, 1, 0, 8)
-        announce.announce.slot = SLOTS
-        announce.announce.address = owner.address + SLOTS * SLOT_BYTES
+        chunk_of(announce).slot = SLOTS
+        chunk_of(announce).address = owner.address + SLOTS * SLOT_BYTES
         peer.say(sample.open(1), announce, sample.commit(1))
         if asked:
             peer.hear_until("resend")
@@ -266,9 +301,9 @@ def test_an_announcement_outside_of_the_offer_is_a_violation(
 ) -> None:
     sample = Sample(rows=8)
     request = owner.announce(sample, 1, 1, 0, 8)
-    named = {"below": owner.address - 1, "above": owner.address + SLOT_BYTES - request.announce.length + 1}
+    named = {"below": owner.address - 1, "above": owner.address + SLOT_BYTES - chunk_of(request).length + 1}
     for name, value in changes.items():
-        setattr(request.announce, name, named.get(value, value))
+        setattr(chunk_of(request), name, named.get(value, value))
     with greeted(shared.address, owner.offer) as peer:
         peer.say(sample.open(1), request)
         assert peer.ending()[1] == "PROTOCOL"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
+from collections import deque
 from collections.abc import Iterator
 from concurrent import futures
 from typing import Any
@@ -27,6 +28,7 @@ class Peer:
         self._inbox: queue.SimpleQueue[ingest_pb2.IngestRequest | None] = queue.SimpleQueue()
         self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._seen: list[ingest_pb2.IngestRequest] = []
+        self._announced: deque[ingest_pb2.Announce] = deque()
         if not context.add_callback(self.end):
             self.end()
         threading.Thread(target=self._read, name=THREADS, daemon=True).start()
@@ -49,6 +51,12 @@ class Peer:
         self._seen.append(request)
         assert request.WhichOneof("kind") == kind, f"expected {kind}, got {request}"
         return request if kind == "chunk" else getattr(request, kind)
+
+    def next_announced(self) -> ingest_pb2.Announce:
+        """The next chunk that is announced, alone or with others."""
+        if not self._announced:
+            self._announced.extend(self.next("announcements").chunks)
+        return self._announced.popleft()
 
     def rest(self) -> list[ingest_pb2.IngestRequest]:
         """What else came, once the stream has ended."""

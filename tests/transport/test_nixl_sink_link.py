@@ -103,7 +103,7 @@ def test_every_sender_offers_its_staging_under_a_name_of_its_own(server: FakeIng
 def test_an_announcement_says_where_the_rows_are(server: FakeIngest, worker: Worker) -> None:
     peer = welcomed(server)
     worker.submit(1, slot=3, at=64)
-    said: ingest_pb2.Announce = peer.next("announce")
+    said = peer.next_announced()
     assert said.header == ingest_pb2.ChunkHeader(sample=1, chunk=1, first_row=1, rows=1, xxh3=1)
     assert (said.slot, said.generation, said.length) == (3, 1, 100)
     assert ctypes.string_at(said.address, said.length) == b"\1" * 100
@@ -111,7 +111,34 @@ def test_an_announcement_says_where_the_rows_are(server: FakeIngest, worker: Wor
     assert worker.recorder.wait(Acked) == [Acked(1)]
     worker.submit(2, slot=3)
     worker.submit(3, slot=0)
-    assert [(a.slot, a.generation) for a in (peer.next("announce"), peer.next("announce"))] == [(3, 2), (0, 1)]
+    assert [(a.slot, a.generation) for a in (peer.next_announced(), peer.next_announced())] == [(3, 2), (0, 1)]
+
+
+@needs_nixl
+def test_chunks_that_wait_are_announced_together(server: FakeIngest, worker: Worker) -> None:
+    peer = server.accept()
+    peer.next("hello")
+    for number in range(1, 5):
+        worker.submit(number, slot=number, at=SLOT_BYTES - 50 if number == 2 else 0)  # The second lies across two slots.
+    worker.sink.commit(ingest_pb2.CommitSample(sample=1))
+    worker.submit(5, slot=5)
+    peer.say(welcome=ingest_pb2.Welcome(protocol=1, server_version="fake", window_bytes=1 << 20, nixl=True))
+    assert [announce.header.chunk for announce in peer.next("announcements").chunks] == [1, 3, 4]
+    assert peer.next("chunk").chunk.chunk == 2
+    peer.next("commit")  # Nothing that was said after it goes before it.
+    assert [announce.header.chunk for announce in peer.next("announcements").chunks] == [5]
+
+
+@needs_nixl
+def test_chunks_announced_together_leave_room_in_the_window(server: FakeIngest, worker: Worker) -> None:
+    peer = server.accept()
+    peer.next("hello")
+    for number in range(1, 6):
+        worker.submit(number, slot=number)
+    peer.say(welcome=ingest_pb2.Welcome(protocol=1, server_version="fake", window_bytes=250, nixl=True))
+    assert [announce.header.chunk for announce in peer.next("announcements").chunks] == [1, 2]
+    peer.ack(1)
+    assert [announce.header.chunk for announce in peer.next("announcements").chunks] == [3]
 
 
 @needs_nixl
@@ -135,7 +162,7 @@ def test_refused_chunks_follow_as_frames_and_so_does_what_comes_after(server: Fa
     peer = welcomed(server)
     for number in (1, 2, 3):
         worker.submit(number, slot=number)
-        peer.next("announce")
+        peer.next_announced()
     peer.ack(1)
     refuse(peer, 1, 2, 77, 3)
     frames = [peer.next("chunk"), peer.next("chunk")]
@@ -153,7 +180,7 @@ def test_after_a_while_one_chunk_tries_nixl_again(server: FakeIngest, worker: Wo
     monkeypatch.setattr("slotstream.transport.nixl._now", lambda: clock[0])
     peer = welcomed(server)
     worker.submit(1, slot=1)
-    peer.next("announce")
+    peer.next_announced()
     for pause_s in (5, 10, 20):  # Each try that is refused makes the next pause longer.
         refuse(peer, 1)
         peer.next("chunk")
@@ -162,20 +189,20 @@ def test_after_a_while_one_chunk_tries_nixl_again(server: FakeIngest, worker: Wo
         peer.next("chunk")
         clock[0] += 0.2
         worker.submit(1, slot=1)
-        peer.next("announce")
+        peer.next_announced()
         worker.submit(3, slot=3)
         peer.next("chunk")
     peer.ack(1)
     worker.recorder.wait(Acked)
     worker.submit(4, slot=4)
     worker.submit(5, slot=5)
-    assert [peer.next("announce").header.chunk for _ in range(2)] == [4, 5]
+    assert [peer.next_announced().header.chunk for _ in range(2)] == [4, 5]
     assert len(worker.recorder.of(FellBack)) == 3
     refuse(peer, 4, 5)
     assert [peer.next("chunk").chunk.chunk for _ in range(2)] == [4, 5]
     clock[0] += 5.1  # The pause is short again.
     worker.submit(6, slot=6)
-    peer.next("announce")
+    peer.next_announced()
 
 
 @needs_nixl
@@ -184,7 +211,7 @@ def test_a_new_stream_offers_the_same_memory_again(server: FakeIngest, worker: W
     first = peer.next("hello").nixl
     peer.say(welcome=ingest_pb2.Welcome(protocol=1, server_version="fake", window_bytes=1 << 20, nixl=True))
     worker.submit(1, slot=1)
-    peer.next("announce")
+    peer.next_announced()
     peer.end()
     worker.recorder.wait(LinkDown)
     worker.sink.reset()
@@ -192,7 +219,7 @@ def test_a_new_stream_offers_the_same_memory_again(server: FakeIngest, worker: W
     assert peer.next("hello").nixl == first
     worker.submit(2, slot=1)
     peer.say(welcome=ingest_pb2.Welcome(protocol=1, server_version="fake", window_bytes=1 << 20, nixl=True))
-    assert peer.next("announce").generation == 2
+    assert peer.next_announced().generation == 2
     worker.recorder.wait(LinkUp, 2)
 
 

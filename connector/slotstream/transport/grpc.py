@@ -46,8 +46,10 @@ class DataPlane(Protocol):
     def welcomed(self, welcome: ingest_pb2.Welcome) -> None:
         """The server's answer to it."""
 
-    def encode(self, chunk: StagedChunk) -> bytes:
-        """The request that gets a chunk across."""
+    batch_max: int  # Chunks that `encode` takes at a time.
+
+    def encode(self, chunks: Sequence[StagedChunk]) -> Iterator[bytes]:
+        """The requests that get chunks across; 1 to `batch_max` of them, taken while the stream lasts."""
 
     def acked(self, chunk: int) -> None:
         """The server has the chunk, however it got it."""
@@ -65,6 +67,8 @@ class DataPlane(Protocol):
 class Frames:
     """Every chunk as a raw frame: the gRPC data plane."""
 
+    batch_max = 1
+
     def use_staging(self, memory: memoryview, slot_bytes: int) -> None:
         return
 
@@ -77,8 +81,9 @@ class Frames:
     def welcomed(self, welcome: ingest_pb2.Welcome) -> None:
         return
 
-    def encode(self, chunk: StagedChunk) -> bytes:
-        return encode_chunk(chunk_header(chunk), chunk.buffer)
+    def encode(self, chunks: Sequence[StagedChunk]) -> Iterator[bytes]:
+        for chunk in chunks:
+            yield encode_chunk(chunk_header(chunk), chunk.buffer)
 
     def acked(self, chunk: int) -> None:
         return
@@ -309,38 +314,45 @@ class GrpcSink:
 
     def _requests(self, ended: threading.Event) -> Iterator[bytes]:
         yield ingest_pb2.IngestRequest(hello=self._plane.hello(self._hello)).SerializeToString()
-        while (next_one := self._next(ended)) is not None:
-            item, plane = next_one
-            yield plane.encode(item) if isinstance(item, StagedChunk) else _encode(item)
+        while (request := self._next(ended)) is not None:
+            yield from request
 
-    def _next(self, ended: threading.Event) -> tuple[ingest_pb2.OpenSample | _Item, DataPlane] | None:
-        """What to send next, once it may be sent, and the way it goes if it is a chunk; None when the stream is over."""
+    def _next(self, ended: threading.Event) -> Iterator[bytes] | None:
+        """What to send next, once it may be sent; None when the stream is over."""
         with self._changed:
             while not (ended.is_set() or self._closed):
                 if self._was_up:
                     if self._opens:
-                        return self._opens.popleft(), self._plane
+                        return iter((_encode(self._opens.popleft()),))
                     while self._resends:
                         chunk = self._resends.popleft()
                         if chunk.chunk in self._in_flight:  # Not acked meanwhile: its buffer is still ours.
-                            return chunk, self._frames
-                    if self._items and self._fits(self._items[0]):
-                        return self._sent(self._items.popleft()), self._plane
+                            return self._frames.encode((chunk,))
+                    if chunks := self._chunks_that_fit():
+                        return self._plane.encode(chunks)
+                    if self._items and not isinstance(item := self._items[0], StagedChunk):
+                        self._awaited.add(item.sample)
+                        self._items.popleft()
+                        return iter((_encode(item),))
                 self._changed.wait()
             return None
+
+    def _chunks_that_fit(self) -> list[StagedChunk]:
+        """The next chunks, as many as may be sent at once; they are in flight from here on."""
+        chunks: list[StagedChunk] = []
+        while self._items and len(chunks) < self._plane.batch_max and self._fits(item := self._items[0]):
+            if not isinstance(item, StagedChunk):
+                break
+            self._in_flight[item.chunk] = item
+            self._in_flight_bytes += item.buffer.nbytes
+            chunks.append(item)
+            self._items.popleft()
+        return chunks
 
     def _fits(self, item: _Item) -> bool:
         if not isinstance(item, StagedChunk):
             return True
         return not self._in_flight or self._in_flight_bytes + item.buffer.nbytes <= self._window_bytes
-
-    def _sent(self, item: _Item) -> _Item:
-        if isinstance(item, StagedChunk):
-            self._in_flight[item.chunk] = item
-            self._in_flight_bytes += item.buffer.nbytes
-        else:
-            self._awaited.add(item.sample)
-        return item
 
 
 def _encode(item: ingest_pb2.OpenSample | ingest_pb2.CommitSample | ingest_pb2.AbortSample) -> bytes:

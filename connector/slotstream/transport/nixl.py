@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 
 import numpy as np
@@ -21,6 +21,7 @@ from slotstream.v1 import ingest_pb2
 from slotstream.wire.address import is_local
 from slotstream.wire.errors import ConfigError
 from slotstream.wire.nixl import (
+    ANNOUNCEMENTS_MAX,
     INSTALL,
     METADATA_BYTES_MAX,
     SLOTS_MAX,
@@ -100,6 +101,8 @@ class NixlPlane:
     `required`: what keeps NIXL from working on this side is a ConfigError, not a line in the log.
     """
 
+    batch_max = ANNOUNCEMENTS_MAX
+
     def __init__(self, *, required: bool = False) -> None:
         self._required = required
         self._frames = Frames()
@@ -155,11 +158,13 @@ class NixlPlane:
                 "slotstream: rows go over gRPC: the server does not take NIXL",
             )
 
-    def encode(self, chunk: StagedChunk) -> bytes:
-        announce = self._announce(chunk)
-        if announce is None:
-            return self._frames.encode(chunk)
-        return ingest_pb2.IngestRequest(announce=announce).SerializeToString()
+    def encode(self, chunks: Sequence[StagedChunk]) -> Iterator[bytes]:
+        said = [(chunk, self._announce(chunk)) for chunk in chunks]
+        # One message for all of them: what a message costs, on both sides, is more than all else that a chunk does.
+        if announcements := [announce for _, announce in said if announce is not None]:
+            request = ingest_pb2.IngestRequest(announcements=ingest_pb2.Announcements(chunks=announcements))
+            yield request.SerializeToString()
+        yield from self._frames.encode([chunk for chunk, announce in said if announce is None])
 
     def _announce(self, chunk: StagedChunk) -> ingest_pb2.Announce | None:
         """What is said of a chunk that the server is to read; None where it has to be sent."""

@@ -7,22 +7,22 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class IngestRequest(_message.Message):
-    __slots__ = ("hello", "open", "chunk", "commit", "abort", "announce", "data")
+    __slots__ = ("hello", "open", "chunk", "commit", "abort", "announcements", "data")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     OPEN_FIELD_NUMBER: _ClassVar[int]
     CHUNK_FIELD_NUMBER: _ClassVar[int]
     COMMIT_FIELD_NUMBER: _ClassVar[int]
     ABORT_FIELD_NUMBER: _ClassVar[int]
-    ANNOUNCE_FIELD_NUMBER: _ClassVar[int]
+    ANNOUNCEMENTS_FIELD_NUMBER: _ClassVar[int]
     DATA_FIELD_NUMBER: _ClassVar[int]
     hello: Hello
     open: OpenSample
     chunk: ChunkHeader
     commit: CommitSample
     abort: AbortSample
-    announce: Announce
+    announcements: Announcements
     data: bytes
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., open: _Optional[_Union[OpenSample, _Mapping]] = ..., chunk: _Optional[_Union[ChunkHeader, _Mapping]] = ..., commit: _Optional[_Union[CommitSample, _Mapping]] = ..., abort: _Optional[_Union[AbortSample, _Mapping]] = ..., announce: _Optional[_Union[Announce, _Mapping]] = ..., data: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., open: _Optional[_Union[OpenSample, _Mapping]] = ..., chunk: _Optional[_Union[ChunkHeader, _Mapping]] = ..., commit: _Optional[_Union[CommitSample, _Mapping]] = ..., abort: _Optional[_Union[AbortSample, _Mapping]] = ..., announcements: _Optional[_Union[Announcements, _Mapping]] = ..., data: _Optional[bytes] = ...) -> None: ...
 
 class Hello(_message.Message):
     __slots__ = ("protocol", "engine_id", "worker_rank", "vllm_version", "slotstream_version", "nixl")
@@ -53,6 +53,12 @@ class NixlOffer(_message.Message):
     slot_bytes: int
     slots: int
     def __init__(self, agent: _Optional[str] = ..., metadata: _Optional[bytes] = ..., address: _Optional[int] = ..., slot_bytes: _Optional[int] = ..., slots: _Optional[int] = ...) -> None: ...
+
+class Announcements(_message.Message):
+    __slots__ = ("chunks",)
+    CHUNKS_FIELD_NUMBER: _ClassVar[int]
+    chunks: _containers.RepeatedCompositeFieldContainer[Announce]
+    def __init__(self, chunks: _Optional[_Iterable[_Union[Announce, _Mapping]]] = ...) -> None: ...
 
 class Announce(_message.Message):
     __slots__ = ("header", "slot", "generation", "address", "length")

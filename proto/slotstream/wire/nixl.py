@@ -22,6 +22,7 @@ from slotstream.wire.errors import ConfigError
 NAME_BYTES_MAX = 128
 METADATA_BYTES_MAX = 64 << 10
 SLOTS_MAX = 1 << 18
+ANNOUNCEMENTS_MAX = 256  # In one message.
 INSTALL = "pip install 'slotstream[nixl]'"
 
 # The wheels of one CUDA version each, then the name of a build of one's own. `nixl` from PyPI brings both wheels.

@@ -11,7 +11,7 @@ import logging
 import math
 import sys
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
 from importlib import metadata as packages
 from typing import Any
@@ -45,6 +45,7 @@ from slotstream.wire.errors import (
 from slotstream.wire.frames import decode_request
 from slotstream.wire.logtext import log_text
 from slotstream.wire.names import CHUNK_BYTES_MAX, PROTOCOL_VERSION
+from slotstream.wire.nixl import ANNOUNCEMENTS_MAX
 from slotstream.wire.throttle import Throttle
 
 _log = logging.getLogger(__name__)
@@ -373,8 +374,8 @@ class _Stream:
             raise ProtocolViolation("only a chunk may carry data")
         if kind == "open":
             self._take_open(request.open)
-        elif kind == "announce":
-            self._take_announce(request.announce)
+        elif kind == "announcements":
+            self._take_announcements(request.announcements.chunks)
         elif kind == "commit":
             self._take_commit(request.commit, len(frame))
         elif kind == "abort":
@@ -388,6 +389,12 @@ class _Stream:
         self._hold(nbytes)
         if not self._announced.park(lane.number, item, nbytes):
             lane.push(item, nbytes)
+
+    def _take_announcements(self, announcements: Sequence[pb.Announce]) -> None:
+        if not 1 <= len(announcements) <= ANNOUNCEMENTS_MAX:
+            raise ProtocolViolation(f"{len(announcements)} chunks cannot be announced at a time")
+        for announce in announcements:
+            self._take_announce(announce)
 
     def _take_announce(self, announce: pb.Announce) -> None:
         pull = self._announced.take(announce)

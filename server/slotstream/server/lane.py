@@ -1,7 +1,8 @@
 """One sample's disk work, in the order it was asked for, off the event loop but for what takes no time (see `pace`).
 
 Samples of a stream run side by side, the chunks of one sample one after another: written in order they are hashed in
-order, and nothing has to be read back at the commit. Commits wait for the disk, so they have threads of their own.
+order, and nothing has to be read back at the commit. Chunks of whole hash groups need no order, so that where there are threads
+for it those of one sample are written side by side too. Commits wait for the disk, so they have threads of their own.
 """
 
 from __future__ import annotations
@@ -38,8 +39,7 @@ class Pools:
 
     On few cores one thread opens samples and writes the chunks that the event loop leaves to it (see `pace`): mostly copies
     into the page cache, and more would only take the processor from the loop. On many, all chunks are written by several
-    threads, each sample's by one at a time: hashing and writing need no Python, and one core writes 3 GB/s at best. Commits
-    and reads wait for the disk itself.
+    threads: hashing and writing need no Python, and one core writes 3 GB/s at best. Commits and reads wait for the disk itself.
     """
 
     chunk_threads: int = field(default_factory=lambda: _chunk_threads(len(os.sched_getaffinity(0))))
@@ -50,6 +50,11 @@ class Pools:
 
     def __post_init__(self) -> None:
         self.chunks = ThreadPoolExecutor(self.chunk_threads, "chunk")
+
+    @property
+    def side_by_side(self) -> bool:
+        """Whether chunks of one sample are worth a thread each."""
+        return self.chunk_threads > 1
 
     @property
     def loop_writes(self) -> bool:
@@ -145,12 +150,12 @@ class Lane:
         self._post = post
         self._opened_at = time.monotonic()
         self._items: deque[tuple[Item, int]] = deque()
-        self._lock = threading.Lock()  # Guards _items and _running.
-        self._running = False
-        self._abandoned = False
-        # Only the thread whose turn it is touches these.
-        self._upload: Upload | None = None
+        self._lock = threading.Lock()  # Guards the four below.
+        self._running = False  # A thread has its turn: it alone takes items.
+        self._writing = 0  # Chunks that are written beside it.
         self._ended = False
+        self._abandoned = False
+        self._upload: Upload | None = None  # Set once, by the thread whose turn it is.
 
     def push(self, item: Item, nbytes: int = 0) -> None:
         """Do `item` after those pushed before. `nbytes` of memory are held until its Done."""
@@ -172,10 +177,16 @@ class Lane:
     def _run(self) -> None:
         for _ in range(_TURN):
             with self._lock:
-                if not self._items:
+                # All else waits for the chunks before it; the last of them goes on from here.
+                if not self._items or (self._writing and not isinstance(self._items[0][0], Chunk)):
                     self._running = False
                     return
                 item, nbytes = self._items.popleft()
+                aside = isinstance(item, Chunk) and self._needs_no_order(item)
+                self._writing += aside
+            if aside:
+                self._pools.chunks.submit(self._write_aside, item, nbytes)
+                continue
             # A refusal waits for its row: many of them side by side share a transaction, and keep nobody's chunks waiting.
             if isinstance(item, Commit | Refuse) and not self._ended:
                 self._pools.commits.submit(self._run_commit, item, nbytes)
@@ -191,6 +202,20 @@ class Lane:
                 return
         self._pools.chunks.submit(self._run)
 
+    def _needs_no_order(self, chunk: Chunk) -> bool:
+        if self._upload is None or not self._pools.side_by_side:
+            return False
+        return not (chunk.first_row % self._upload.hash_rows or chunk.rows % self._upload.hash_rows)
+
+    def _write_aside(self, item: Item, nbytes: int) -> None:
+        self._guarded(item, nbytes)
+        with self._lock:
+            self._writing -= 1
+            if self._writing or self._running or not self._items:
+                return
+            self._running = True
+        self._run()
+
     def _guarded(self, item: Item, nbytes: int) -> None:
         """Does one item. Whatever goes wrong fails this sample and nothing else."""
         ended: Ended | None = None
@@ -198,13 +223,18 @@ class Lane:
             try:
                 ended = self._do(item)
             except SlotStreamError as error:
-                ended = Ended(Failure.of(error))
+                # Of chunks written side by side the first that failed says why: the others find the sample closed.
+                first = None if self._upload is None else self._upload.failure
+                ended = Ended(first or Failure.of(error))
             except Exception:
                 _log.exception("a fault in the server failed sample %s", self.key)
                 failure = Failure.of(InternalFault("the server failed; its log says how"))
                 self._give_up(failure)
                 ended = Ended(failure)
-        self._ended = self._ended or ended is not None
+        if ended is not None:
+            with self._lock:
+                ended = None if self._ended else ended  # Its last word was said.
+                self._ended = True
         acked, slot = (item.chunk, item.slot) if isinstance(item, Chunk) else (None, None)
         self._post(Done(self, nbytes, acked, slot, isinstance(item, Open) and ended is None, ended))
 

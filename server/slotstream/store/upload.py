@@ -114,6 +114,7 @@ class Upload:
         self._first_chunk_unix_ns = 0
         self._writing = 0
         self._finished = False
+        self.failure: Failure | None = None  # Why it failed, once it has.
         self._preallocated = False
         name = partial or f"{spec.sample_id}.{secrets.token_hex(8)}{PARTIAL_SUFFIX}"
         self.partial = spec.key.directory(data_dir) / name
@@ -291,6 +292,7 @@ class Upload:
             if self._finished:
                 return False
             self._finished = True
+            self.failure = failure
         self._discard()
         self._ended(self, failure)
         return True
