@@ -294,7 +294,7 @@ def _rewrite(path: Path, source: Source) -> None:
         with closing(sqlite3.connect(path, isolation_level=None)) as db:
             column, value = source.pick((*_COLUMNS, "created_unix_ns", "error_code", "header_xxh3")), source.pick(_VALUES)
             db.execute(f"UPDATE samples SET {column} = ? WHERE id = ?", (value, source.below(4)))
-    except sqlite3.Error:
+    except (sqlite3.Error, UnicodeDecodeError):  # The latter: a message that quotes a damaged schema.
         pass
 
 

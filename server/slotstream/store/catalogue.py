@@ -34,6 +34,9 @@ _BUSY_TIMEOUT_S = 10.0  # A person's `sqlite3` shell may hold the write lock for
 _MESSAGE_CHARS_MAX = 1024
 # Damage of the file itself, as opposed to a full disk or a lock.
 _CORRUPT_CODES = frozenset({sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB})
+# What a database can raise. ValueError: a message of SQLite's that quotes a damaged schema, or what a column of a damaged row
+# holds, is no text, number or state.
+_ERRORS = (sqlite3.Error, ValueError)
 
 _TABLES = {
     1: {"samples", "tags", "totals", "meta"},
@@ -53,7 +56,7 @@ class CatalogueDamaged(InternalFault):
     """Damage that only came to light when its rows were read. While opening it means: rebuild."""
 
 
-def catalogue_error(error: sqlite3.Error) -> SlotStreamError:
+def catalogue_error(error: Exception) -> SlotStreamError:
     """The expected failure that `error` is: StoreFull where the disk is full, CatalogueDamaged, else InternalFault."""
     code = getattr(error, "sqlite_errorcode", 0)
     if isinstance(error, sql.MalformedRow) or is_corrupt(error):
@@ -63,8 +66,8 @@ def catalogue_error(error: sqlite3.Error) -> SlotStreamError:
     return InternalFault(f"the catalogue failed: {error}")
 
 
-def is_corrupt(error: sqlite3.Error) -> bool:
-    return getattr(error, "sqlite_errorcode", 0) & 0xFF in _CORRUPT_CODES
+def is_corrupt(error: Exception) -> bool:
+    return isinstance(error, ValueError) or getattr(error, "sqlite_errorcode", 0) & 0xFF in _CORRUPT_CODES
 
 
 class Catalogue:
@@ -195,7 +198,7 @@ class Catalogue:
                     db.execute("ROLLBACK")
             if len(batch) > 1:
                 return False
-            batch[0][1].set_exception(catalogue_error(error) if isinstance(error, sqlite3.Error) else error)
+            batch[0][1].set_exception(catalogue_error(error) if isinstance(error, _ERRORS) else error)
             return True
         finally:
             if durable:
@@ -212,7 +215,7 @@ class Catalogue:
         db = self._readers.get()
         try:
             yield db
-        except sqlite3.Error as error:
+        except _ERRORS as error:
             raise catalogue_error(error) from error
         finally:
             self._readers.put(db)
@@ -261,7 +264,7 @@ class Catalogue:
         """State -> (samples, bytes)."""
         with self._reader() as db:
             rows = db.execute("SELECT state, samples, bytes FROM totals").fetchall()
-        return {State(state): (samples, nbytes) for state, samples, nbytes in rows}
+            return {State(state): (int(samples), int(nbytes)) for state, samples, nbytes in rows}
 
 
 def _failed(record: SampleRecord, code: str, message: str) -> SampleRecord:
@@ -288,10 +291,10 @@ def _open_writer(path: Path) -> sqlite3.Connection:
         _check_schema(db, path)
         sql.make_page_key(db)
         return db
-    except (sqlite3.Error, CatalogueCorrupt, ConfigError) as error:
+    except (*_ERRORS, CatalogueCorrupt, ConfigError) as error:
         if db is not None:
             db.close()
-        if not isinstance(error, sqlite3.Error):
+        if not isinstance(error, _ERRORS):
             raise
         if is_corrupt(error):
             raise CatalogueCorrupt(str(error)) from error
@@ -329,7 +332,7 @@ def _begin_unclean(db: sqlite3.Connection) -> bool:
             if verdict != "ok":
                 raise CatalogueCorrupt(verdict)
         return clean
-    except (sqlite3.Error, CatalogueCorrupt) as error:
+    except (*_ERRORS, CatalogueCorrupt) as error:
         db.close()
         if isinstance(error, CatalogueCorrupt) or is_corrupt(error):
             raise CatalogueCorrupt(str(error)) from error
