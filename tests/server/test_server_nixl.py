@@ -23,6 +23,7 @@ from support.server import ServerProcess
 from slotstream.client import connect
 from slotstream.v1 import ingest_pb2 as pb
 from slotstream.wire.hashing import xxh3
+from slotstream.wire.names import CHUNK_BYTES_MAX
 from slotstream.wire.nixl import ANNOUNCEMENTS_MAX, NixlAgent, is_installed, memory_address
 
 pytestmark = pytest.mark.skipif(not is_installed(), reason="NIXL is not installed")
@@ -162,6 +163,18 @@ def test_so_many_chunks_at_a_time_are_a_violation(shared: RunningServer, owner: 
     announce = chunk_of(owner.announce(sample, 1, 1, 0, 8))
     with greeted(shared.address, owner.offer) as peer:
         peer.say(sample.open(1), pb.IngestRequest(announcements=pb.Announcements(chunks=[announce] * count)))
+        assert peer.ending()[1] == "PROTOCOL"
+
+
+def test_more_at_a_time_than_the_window_holds_is_a_violation(tmp_path: Path, owner: Owner) -> None:
+    sample = Sample(rows=8)
+    chunks = []
+    for number in range(1, CHUNK_BYTES_MAX // SLOT_BYTES + 2):
+        announce = chunk_of(owner.announce(sample, 1, number, 0, 8))
+        announce.length = SLOT_BYTES
+        chunks.append(announce)
+    with RunningServer(tmp_path, window_bytes=CHUNK_BYTES_MAX) as running, greeted(running.address, owner.offer) as peer:
+        peer.say(sample.open(1), pb.IngestRequest(announcements=pb.Announcements(chunks=chunks)))
         assert peer.ending()[1] == "PROTOCOL"
 
 

@@ -393,6 +393,8 @@ class _Stream:
     def _take_announcements(self, announcements: Sequence[pb.Announce]) -> None:
         if not 1 <= len(announcements) <= ANNOUNCEMENTS_MAX:
             raise ProtocolViolation(f"{len(announcements)} chunks cannot be announced at a time")
+        if sum(announce.length for announce in announcements) > self._service.config.window_bytes:
+            raise ProtocolViolation("more was announced at a time than may be in flight")
         for announce in announcements:
             self._take_announce(announce)
 
