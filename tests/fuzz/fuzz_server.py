@@ -7,7 +7,6 @@ that in. A model beside the server, which parses with an ordinary protobuf libra
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections import Counter, deque
 from dataclasses import dataclass, field
 from functools import cache
@@ -95,7 +94,6 @@ class _Harness:
     """Both services over one store, and the loop that they run on."""
 
     def __init__(self) -> None:
-        logging.getLogger("slotstream").setLevel(logging.CRITICAL)
         self.loop = asyncio.new_event_loop()
         self.store = SampleStore.open(scratch("server"))
         config = ServerConfig(data_dir=self.store.data_dir, appear_grace_s=0.0, open_samples_max=4)
