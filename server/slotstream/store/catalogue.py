@@ -34,9 +34,8 @@ _BUSY_TIMEOUT_S = 10.0  # A person's `sqlite3` shell may hold the write lock for
 _MESSAGE_CHARS_MAX = 1024
 # Damage of the file itself, as opposed to a full disk or a lock.
 _CORRUPT_CODES = frozenset({sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB})
-# What a database can raise. ValueError: a message of SQLite's that quotes a damaged schema, or what a column of a damaged row
-# holds, is no text, number or state.
-_ERRORS = (sqlite3.Error, ValueError)
+# What a database can raise: the sqlite3 module cannot decode a message that quotes a damaged schema.
+_ERRORS = (sqlite3.Error, UnicodeDecodeError)
 
 _TABLES = {
     1: {"samples", "tags", "totals", "meta"},
@@ -67,7 +66,7 @@ def catalogue_error(error: Exception) -> SlotStreamError:
 
 
 def is_corrupt(error: Exception) -> bool:
-    return isinstance(error, ValueError) or getattr(error, "sqlite_errorcode", 0) & 0xFF in _CORRUPT_CODES
+    return isinstance(error, UnicodeDecodeError) or getattr(error, "sqlite_errorcode", 0) & 0xFF in _CORRUPT_CODES
 
 
 class Catalogue:
@@ -263,8 +262,7 @@ class Catalogue:
     def totals(self) -> dict[State, tuple[int, int]]:
         """State -> (samples, bytes)."""
         with self._reader() as db:
-            rows = db.execute("SELECT state, samples, bytes FROM totals").fetchall()
-            return {State(state): (int(samples), int(nbytes)) for state, samples, nbytes in rows}
+            return sql.totals(db)
 
 
 def _failed(record: SampleRecord, code: str, message: str) -> SampleRecord:

@@ -249,6 +249,15 @@ def list_page(db: sqlite3.Connection, query: ListQuery) -> tuple[list[SampleReco
     return [record_from_row(row[2:]) for row in page], token
 
 
+def totals(db: sqlite3.Connection) -> dict[State, tuple[int, int]]:
+    """State -> (samples, bytes)."""
+    rows = db.execute("SELECT state, samples, bytes FROM totals").fetchall()
+    try:
+        return {State(state): (int(samples), int(nbytes)) for state, samples, nbytes in rows}
+    except (ValueError, TypeError) as error:
+        raise MalformedRow("a total of the catalogue is malformed") from error
+
+
 def make_page_key(db: sqlite3.Connection) -> None:
     """Give the catalogue the key of its page tokens, unless it has one."""
     db.execute("INSERT OR IGNORE INTO meta VALUES ('page_key', ?)", (secrets.token_hex(page_token.KEY_BYTES),))

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+from slotstream.store.catalogue_sql import MalformedRow
 from slotstream.store.records import SampleKey, State
 
 UPGRADE = """
@@ -136,17 +137,23 @@ def largest(db: sqlite3.Connection, limit: int) -> list[Usage]:
 
 
 def latest_stamp(db: sqlite3.Connection) -> int:
-    """The latest time that any row was created or committed at; 0 when there is none."""
+    """The latest time that any row was created or committed at; 0 when there is none. Raises MalformedRow."""
     (created,) = db.execute("SELECT max(created_unix_ns) FROM samples").fetchone()
-    latest = int(created or 0)
+    latest = _stamp(created)
     for (namespace,) in db.execute("SELECT namespace FROM namespaces").fetchall():
         (committed,) = db.execute(
             "SELECT max(committed_unix_ns) FROM samples INDEXED BY samples_committed "
             "WHERE namespace = ? AND state = 'committed'",
             (namespace,),
         ).fetchone()
-        latest = max(latest, int(committed or 0))
+        latest = max(latest, _stamp(committed))
     return latest
+
+
+def _stamp(value: object) -> int:
+    if value is not None and not isinstance(value, int):
+        raise MalformedRow("a time in the catalogue is none")
+    return value or 0
 
 
 # Reads, acks and leases.
