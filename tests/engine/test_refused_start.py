@@ -24,6 +24,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 _NO_LAYERS = {"method": "extract_hidden_states", "num_speculative_tokens": 1}
 
 
+@pytest.mark.extended  # A whole vLLM each, up to the point where it refuses; the sentences themselves are held below.
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
@@ -36,7 +37,6 @@ _NO_LAYERS = {"method": "extract_hidden_states", "num_speculative_tokens": 1}
             connector_options(server="127.0.0.1:50151"),
             'slotstream needs vLLM to extract hidden states: add --speculative-config \'{"method": "extract_hidden_states"',
             id="no extraction",
-            marks=pytest.mark.extended,
         ),
     ],
 )
