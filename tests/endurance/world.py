@@ -111,12 +111,16 @@ class World:
             return
         heir = self._sender("heir", "--heir")
         deadline = time.monotonic() + _START_S
-        while (left := list(self._spool.glob("*/*.spool"))) and heir.alive:
-            assert time.monotonic() < deadline, f"{left} stayed in the spool:\n{heir.log()[-4000:]}"
-            time.sleep(0.05)
-        allowed = self.may_end_with(heir)
-        code = heir.end(signal.SIGTERM)
-        assert code in allowed, f"the heir ended with {code}:\n{heir.log()[-4000:]}"
+        try:
+            while (left := list(self._spool.glob("*/*.spool"))) and heir.alive:
+                assert time.monotonic() < deadline, f"{left} stayed in the spool:\n{heir.log()[-4000:]}"
+                time.sleep(0.05)
+            allowed = self.may_end_with(heir)
+            code = heir.end(signal.SIGTERM)
+            assert code in allowed, f"the heir ended with {code}:\n{heir.log()[-4000:]}"
+        finally:
+            if heir.alive:
+                heir.end(signal.SIGKILL)
 
     def wait_for_server(self) -> None:
         """Returns once the server answers. Raises AssertionError, with its log, when it does not."""

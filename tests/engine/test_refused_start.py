@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 _NO_LAYERS = {"method": "extract_hidden_states", "num_speculative_tokens": 1}
 
 
-@pytest.mark.extended  # A whole vLLM each, up to the point where it refuses; the sentences themselves are held below.
+@pytest.mark.extended  # A whole vLLM each, up to the point where it refuses.
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [

@@ -59,7 +59,7 @@ class Pools:
     @property
     def loop_writes(self) -> bool:
         """Whether the event loop writes chunks itself."""
-        return self.chunk_threads == 1 and self.pace.is_fast
+        return not self.side_by_side and self.pace.is_fast
 
     def shutdown(self) -> None:
         """Let the threads finish what they have and end them."""

@@ -64,20 +64,19 @@ def open_recovered(files: Files, data_dir: Path) -> tuple[Catalogue, Clock, Reco
     catalogue = open_catalogue(data_dir)
     try:
         try:
-            done = recover(files, data_dir, catalogue)
-            return catalogue, _clock(catalogue), done
+            return _recovered(files, data_dir, catalogue)
         except CatalogueDamaged as error:  # Sound to SQLite as far as it looked, or to SQLite and not to us.
             catalogue.close(clean=False)
             catalogue = _begin_anew(data_dir / FILE_NAME, error)
-            done = recover(files, data_dir, catalogue)
-            return catalogue, _clock(catalogue), done
+            return _recovered(files, data_dir, catalogue)
     except BaseException:
         catalogue.close(clean=False)
         raise
 
 
-def _clock(catalogue: Catalogue) -> Clock:
-    return Clock(catalogue.ask(latest_stamp))
+def _recovered(files: Files, data_dir: Path, catalogue: Catalogue) -> tuple[Catalogue, Clock, Recovered]:
+    done = recover(files, data_dir, catalogue)
+    return catalogue, Clock(catalogue.ask(latest_stamp)), done
 
 
 def open_catalogue(data_dir: Path) -> Catalogue:
