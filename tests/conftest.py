@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,6 +30,15 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     # A slow machine may take its time between a test's read and its upload: the read waits for it.
     with ServerProcess(tmp_path_factory.mktemp("data"), "--appear-grace-s", "60") as process:
         yield process
+
+
+@pytest.fixture(autouse=True)
+def _log_as_it_was() -> Iterator[None]:
+    """A test that leaves the log switched off fails itself, not one that reads the log after it."""
+    before = logging.root.manager.disable
+    yield
+    left, logging.root.manager.disable = logging.root.manager.disable, before
+    assert left == before, "this test left logging.disable() in force"
 
 
 @pytest.fixture

@@ -253,7 +253,6 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = _arguments(argv)
-    logging.disable(logging.CRITICAL)  # Every refused input would say so.
     if arguments.worker:
         (_work_atheris if arguments.worker == "atheris" else _work_hypothesis)(arguments)
         return 0
@@ -286,4 +285,5 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    logging.disable(logging.CRITICAL)  # Every refused input would say so.
     sys.exit(main())
