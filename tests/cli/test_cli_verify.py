@@ -8,6 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 from support.ingest_client import IngestClient
 from support.server import ServerProcess
 from support.synthetic import SyntheticSample
@@ -119,3 +121,17 @@ def test_one_sample(where: list[str], path: Path, namespace: str, capsys: pytest
 def test_an_id_alone_is_of_the_default_namespace(where: list[str], path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["verify", "bad", *where]) == 1
     assert "default/bad" in capsys.readouterr().err
+
+
+def test_a_read_of_one_layer_is_checked_unless_told_otherwise(
+    server: ServerProcess, path: Path, namespace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What is damaged is layer 4; only who asks not to verify gets layer 2 of these rows."""
+    flip_a_byte(path)
+    out = tmp_path / "two.safetensors"
+    words = ["get", "bad", "--layers", "2", "-o", str(out), "--server", server.address, "--namespace", namespace]
+    assert cli.main(words) == 1
+    assert "do not match their hash" in capsys.readouterr().err
+    assert not out.exists()
+    assert cli.main([*words, "--no-verify"]) == 0
+    assert load_file(out)["hidden_states"].view(torch.uint8).numpy().tobytes() == SyntheticSample("bad").rows(layers=(2,))

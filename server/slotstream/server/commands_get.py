@@ -43,6 +43,12 @@ def add_get_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--wait", metavar="SECONDS", type=float, default=30.0, help="wait for a sample still arriving (default: %(default)s)"
     )
+    parser.add_argument(
+        "--no-verify",
+        dest="verify",
+        action="store_false",
+        help="have fewer than half of the layers read alone, not checked against their hashes (default: all rows are checked)",
+    )
     parser.add_argument("--force", action="store_true", help="replace FILE when it exists (default: refuse)")
     add_server_argument(parser)
     add_access_arguments(parser)
@@ -68,6 +74,7 @@ def run_get(arguments: argparse.Namespace) -> int:
             stop=arguments.stop,
             layers=arguments.layers,
             wait_s=arguments.wait,
+            verify=arguments.verify,
         ) as reader,
     ):
         shape = f"{reader.num_rows} rows x {len(reader.layer_ids)} layers x {reader.info.hidden_size} of {reader.info.dtype}"

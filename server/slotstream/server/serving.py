@@ -381,7 +381,7 @@ def _frames(reader: SampleReader, request: pb.ReadRequest) -> Iterator[bytes]:
         token_ids=reader.token_ids(start, stop),
     )
     yield pb.ReadReply(header=header).SerializeToString()
-    for block in reader.blocks(start, stop, positions):
+    for block in reader.blocks(start, stop, positions, verify=not request.unverified):
         yield _rows_frame(block)
 
 

@@ -94,18 +94,20 @@ class SampleReader:
             raise Damaged("the token ids do not match their hash")
         return unpack_token_ids(memoryview(raw)[start * TOKEN_ID_BYTES : stop * TOKEN_ID_BYTES])
 
-    def blocks(self, start: int, stop: int, positions: Sequence[int] | None = None) -> Iterator[RowBlock]:
-        """Rows [start, stop) in blocks of about BLOCK_BYTES, of the layers at `positions` (None: whole rows).
+    def blocks(
+        self, start: int, stop: int, positions: Sequence[int] | None = None, *, verify: bool = True
+    ) -> Iterator[RowBlock]:
+        """Rows [start, stop) in blocks of at most about BLOCK_BYTES, of the layers at `positions` (None: whole rows).
 
-        Rows are checked against their hashes before they are handed out, also where at least half of the layers are wanted:
-        whole groups are read then, which costs no more than picking. Fewer layers are read alone, and cannot be checked.
+        Rows are checked against their hashes before they are handed out; for that, whole groups of rows are read whatever
+        the layers. Not `verify`: fewer than half of the layers are read alone, and nothing says whether they are damaged.
         Raises Damaged.
         """
         if positions is None or list(positions) == list(range(self.file.header.num_layers)):
             return self._whole_rows(start, stop)
-        if 2 * len(positions) >= self.file.header.num_layers:
-            return self._most_layers(start, stop, positions)
-        return self._some_layers(start, stop, positions)
+        if verify or 2 * len(positions) >= self.file.header.num_layers:  # Picking half of them costs no less.
+            return self._picked_layers(start, stop, positions)
+        return self._layers_alone(start, stop, positions)
 
     def _whole_rows(self, start: int, stop: int) -> Iterator[RowBlock]:
         row_bytes, hash_rows = self.file.header.row_bytes, self.file.hash_rows
@@ -130,7 +132,7 @@ class SampleReader:
             raise Damaged(f"rows [{start}, {start + rows}) do not match their hash")
         return data
 
-    def _most_layers(self, start: int, stop: int, positions: Sequence[int]) -> Iterator[RowBlock]:
+    def _picked_layers(self, start: int, stop: int, positions: Sequence[int]) -> Iterator[RowBlock]:
         header = self.file.header
         layer_bytes = ELEMENT_BYTES[header.dtype] * header.hidden_size
         runs = [(first * layer_bytes, (first + count) * layer_bytes) for first, count in _runs(positions)]
@@ -142,7 +144,7 @@ class SampleReader:
                 pieces = [whole[row * header.row_bytes :][begin:end] for row in rows for begin, end in runs]
                 yield RowBlock(block.first_row + first, len(rows), pieces)
 
-    def _some_layers(self, start: int, stop: int, positions: Sequence[int]) -> Iterator[RowBlock]:
+    def _layers_alone(self, start: int, stop: int, positions: Sequence[int]) -> Iterator[RowBlock]:
         header = self.file.header
         layer_bytes = ELEMENT_BYTES[header.dtype] * header.hidden_size
         runs = [(first * layer_bytes, count * layer_bytes) for first, count in _runs(positions)]
