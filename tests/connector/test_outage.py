@@ -270,7 +270,8 @@ def _outage_cycles(server: Restarting, tmp_path: Path, cycles: int, **options: o
     try:
         engine.work(5)
         wait_until(lambda: engine.settled)
-        threads, descriptors = own_threads(), own_descriptors()
+        lock = int("spool_dir" in options)  # Of the spool, from its first use on.
+        threads, descriptors = own_threads(), own_descriptors() + lock
         for _ in range(cycles):
             _cycle(server, engine, rng)
         wait_until(lambda: engine.settled)
