@@ -14,7 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.outage_rig import SMALL, Engine, Restarting, account, own_descriptors, own_threads, wait_until
+from support.outage_rig import SMALL, Engine, Restarting, account, own_descriptors, own_threads
+from support.waiting import wait_until
 from support.worker_rig import opened
 
 from slotstream.client import connect

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.outage_rig import wait_until
+from support.waiting import wait_until
 from support.worker_rig import BLOCKS, Rig, WatchedSink, make_rig, opened
 
 from slotstream.connector import reports

@@ -5,22 +5,15 @@ from __future__ import annotations
 import signal
 import socket
 import time
-from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
 from support.server import ServerProcess
+from support.waiting import wait_until
 
 from slotstream.connector.watch import ServerWatch
 
 LONG_S = 3600.0
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline, "it never happened"
-        time.sleep(0.01)
 
 
 def nobody() -> str:

@@ -19,9 +19,9 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from support.idle import assert_idle
 from support.outage import metric, scrape
-from support.outage_rig import wait_until
 from support.random_load import check, random_requests, run
 from support.stack import Stack, stack
+from support.waiting import wait_until
 from support.workload import LAYER_IDS, MODEL_NAME, Ask, assert_rows_are_true, send, text_tokens
 
 from slotstream.client import Client, connect

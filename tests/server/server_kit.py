@@ -7,7 +7,6 @@ import functools
 import queue
 import random
 import threading
-import time
 from collections.abc import Callable, Coroutine, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,13 +29,6 @@ from slotstream.wire.hashing import xxh3
 TIMEOUT_S = 60.0
 Metadata = tuple[tuple[str, str], ...]
 _T = TypeVar("_T")
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + TIMEOUT_S
-    while not condition():
-        assert time.monotonic() < deadline, "it never happened"
-        time.sleep(0.005)
 
 
 class RunningServer:

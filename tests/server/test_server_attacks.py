@@ -20,8 +20,9 @@ from typing import Any
 
 import grpc
 import pytest
-from server_kit import FAILED, Peer, Reader, Sample, hello, status, wait_until
+from server_kit import FAILED, Peer, Reader, Sample, hello, status
 from support.server import ServerProcess
+from support.waiting import wait_until
 
 from slotstream.demo.processes import free_port
 from slotstream.v1 import ingest_pb2 as pb

@@ -10,8 +10,9 @@ from typing import Any
 
 import grpc
 import pytest
-from server_kit import COMMITTED, Metadata, Peer, Reader, RunningServer, Sample, status, wait_until
+from server_kit import COMMITTED, Metadata, Peer, Reader, RunningServer, Sample, status
 from support.secure import bearer, entry, health_of, token, write_tokens
+from support.waiting import wait_until
 
 from slotstream.v1 import ingest_pb2 as pb
 from slotstream.v1 import samples_pb2 as read_pb

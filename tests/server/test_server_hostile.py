@@ -9,7 +9,8 @@ import grpc
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from server_kit import FAILED, Peer, Reader, RunningServer, Sample, hello, wait_until
+from server_kit import FAILED, Peer, Reader, RunningServer, Sample, hello
+from support.waiting import wait_until
 
 from slotstream.v1 import ingest_pb2 as pb
 from slotstream.wire.frames import encode_chunk

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import grpc
 import pytest
-from server_kit import ARRIVING, COMMITTED, FAILED, Peer, Reader, RunningServer, Sample, hello, wait_until
+from server_kit import ARRIVING, COMMITTED, FAILED, Peer, Reader, RunningServer, Sample, hello
+from support.waiting import wait_until
 
 from slotstream.store.files import Files
 from slotstream.store.samples import SampleStore

@@ -16,9 +16,10 @@ from types import TracebackType
 from typing import Any, Self
 
 import pytest
-from server_kit import TIMEOUT_S, Peer, Reader, RunningServer, Sample, wait_until
+from server_kit import TIMEOUT_S, Peer, Reader, RunningServer, Sample
 from support.nixl_sender import sample_of
 from support.server import ServerProcess
+from support.waiting import wait_until
 
 from slotstream.client import connect
 from slotstream.v1 import ingest_pb2 as pb

@@ -6,8 +6,9 @@ import threading
 from pathlib import Path
 
 import pytest
-from server_kit import Peer, Reader, RunningServer, Sample, wait_until
+from server_kit import Peer, Reader, RunningServer, Sample
 from support.outage_rig import SMALL, Engine, account
+from support.waiting import wait_until
 
 from slotstream.store.files import Files
 from slotstream.store.samples import SampleStore

@@ -11,7 +11,8 @@ from typing import Any
 
 import grpc
 import pytest
-from server_kit import ARRIVING, COMMITTED, FAILED, Peer, Reader, RunningServer, Sample, status, wait_until
+from server_kit import ARRIVING, COMMITTED, FAILED, Peer, Reader, RunningServer, Sample, status
+from support.waiting import wait_until
 
 from slotstream.v1 import ingest_pb2 as pb
 from slotstream.v1 import samples_pb2 as read_pb

@@ -9,19 +9,8 @@ from pathlib import Path
 
 import grpc
 import pytest
-from server_kit import (
-    COMMITTED,
-    FAILED,
-    NOT_SERVING,
-    SERVING,
-    Peer,
-    Reader,
-    RunningServer,
-    Sample,
-    health,
-    status,
-    wait_until,
-)
+from server_kit import COMMITTED, FAILED, NOT_SERVING, SERVING, Peer, Reader, RunningServer, Sample, health, status
+from support.waiting import wait_until
 
 from slotstream.client import Client, Leased, SampleFailed, SampleNotFound, connect
 from slotstream.server import cli

@@ -12,19 +12,8 @@ from pathlib import Path
 
 import grpc
 import pytest
-from server_kit import (
-    ARRIVING,
-    COMMITTED,
-    FAILED,
-    NOT_SERVING,
-    SERVING,
-    Peer,
-    Reader,
-    RunningServer,
-    Sample,
-    health,
-    wait_until,
-)
+from server_kit import ARRIVING, COMMITTED, FAILED, NOT_SERVING, SERVING, Peer, Reader, RunningServer, Sample, health
+from support.waiting import wait_until
 
 from slotstream.store.samples import SampleStore
 from slotstream.wire.errors import ConfigError

@@ -13,8 +13,6 @@ import signal
 import sys
 import tempfile
 import threading
-import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -29,17 +27,10 @@ from slotstream.transport.grpc import GrpcSink
 from slotstream.v1 import ingest_pb2
 from slotstream.wire.names import PROTOCOL_VERSION
 from support.server import ServerProcess
+from support.waiting import WAIT_S, wait_until
 from support.worker_rig import Rig, make_rig
 
-WAIT_S = 60.0
 SMALL = {"staging_bytes": 1 << 20, "chunk_bytes": 64 << 10}  # 16 slots.
-
-
-def wait_until(condition: Callable[[], bool], what: str = "it") -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline, f"{what} never happened"
-        time.sleep(0.01)
 
 
 @dataclass

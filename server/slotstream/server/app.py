@@ -21,7 +21,7 @@ from slotstream.server.config import ServerConfig
 from slotstream.server.gate import Gate
 from slotstream.server.healthcheck import HealthService
 from slotstream.server.housekeeping import Housekeeping
-from slotstream.server.ingest import IngestService, server_version
+from slotstream.server.ingest import IngestService
 from slotstream.server.lane import Pools
 from slotstream.server.listening import SERVICES, add_port, make_server
 from slotstream.server.logs import configure_logging
@@ -29,6 +29,7 @@ from slotstream.server.metrics import Metrics, serve_metrics
 from slotstream.server.nixl_puller import start_puller
 from slotstream.server.serving import SamplesService
 from slotstream.server.tls import Certificates
+from slotstream.server.version import server_version
 from slotstream.server.worker_books import WorkerBooks
 from slotstream.server.worker_pool import WorkerPool
 from slotstream.store.samples import SampleStore
