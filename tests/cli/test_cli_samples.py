@@ -187,11 +187,13 @@ def test_rm_does_not_ask_a_script(stored: SyntheticSample, capsys: pytest.Captur
     assert capsys.readouterr().err == ""
 
 
+@pytest.mark.parametrize("in_place", [False, True], ids=["sent", "in place"])
 def test_get_writes_a_file_that_safetensors_reads(
-    stored: SyntheticSample, server: ServerProcess, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    stored: SyntheticSample, server: ServerProcess, tmp_path: Path, capsys: pytest.CaptureFixture[str], in_place: bool
 ) -> None:
     path = tmp_path / "one.safetensors"
-    assert cli.main(["get", "one", "--namespace", stored.namespace, "-o", str(path)]) == 0
+    where = ["--data", str(server.data_dir)] if in_place else []
+    assert cli.main(["get", "one", "--namespace", stored.namespace, "-o", str(path), *where]) == 0
     with connect(server.address) as client:
         sample = client.get("one", namespace=stored.namespace)
     tensors = load_file(path)

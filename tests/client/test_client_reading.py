@@ -34,9 +34,9 @@ from slotstream.client import (
 TORCH_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 
 
-@pytest.fixture
-def client(server: ServerProcess) -> Iterator[Client]:
-    with connect(server.address) as connected:
+@pytest.fixture(params=[False, True], ids=["sent", "in place"])
+def client(server: ServerProcess, request: pytest.FixtureRequest) -> Iterator[Client]:
+    with connect(server.address, data_dir=server.data_dir if request.param else None) as connected:
         yield connected
 
 

@@ -35,6 +35,7 @@ class RunningServer:
     """A server on a port of its own, in a thread of this process. Options are those of ServerConfig."""
 
     def __init__(self, data_dir: Path, *, store: SampleStore | None = None, **options: Any) -> None:
+        self.data_dir = data_dir
         self.config = ServerConfig(data_dir=data_dir, **{"listen": "127.0.0.1:0", "appear_grace_s": 60.0} | options)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
@@ -227,6 +228,7 @@ class Reader:
         self.list = method(unary, "List", read_pb.ListRequest, read_pb.ListReply)
         self.delete = method(unary, "Delete", read_pb.DeleteRequest, read_pb.DeleteReply)
         self.ack = method(unary, "Ack", read_pb.AckRequest, read_pb.AckReply)
+        self.count_read = method(unary, "CountRead", read_pb.CountReadRequest, read_pb.CountReadReply)
         self.lease = method(unary, "Lease", read_pb.LeaseRequest, read_pb.LeaseReply)
         self.usage = method(unary, "Usage", read_pb.UsageRequest, read_pb.UsageReply)
 

@@ -76,7 +76,13 @@ def test_a_sample_goes_after_its_reads_of_every_row(start: Start) -> None:
         client.get("a")
         wait_until(lambda: _gone(client, "a"))
         assert client.stat("b").reads == 0
-    wait_until(lambda: server.metric("deleted_samples_total", reason="reads") == 1)
+    with connect(server.address, data_dir=server.data_dir) as client:
+        client.get("b", stop=10)
+        client.get("b")
+        assert client.stat("b").reads == 1  # It was told before `get` returned.
+        client.get("b")
+        wait_until(lambda: _gone(client, "b"))
+    wait_until(lambda: server.metric("deleted_samples_total", reason="reads") == 2)
     wait_until(lambda: server.metric("deleted_bytes_total", reason="reads") > 10_000)
 
 

@@ -182,7 +182,7 @@ def test_reads_and_acks(store: SampleStore) -> None:
         record = store.stat(Sample(name).key)
         assert record is not None
         for _ in range(times):
-            store.keeping.count_read(record).result()
+            store.keeping.count_read(record.key, record.committed_unix_ns).result()
     store.keeping.ack(Sample("c").key)
     store.keeping.ack(Sample("c").key)
     assert [store.keeping.standing(Sample(name).key).reads for name in "abc"] == [1, 2, 0]

@@ -4,21 +4,32 @@ from __future__ import annotations
 
 import builtins
 import datetime
+import logging
 import math
 import operator
 import os
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 from slotstream.client.info import NamespaceUsage, SampleInfo, Usage, Verdict, unix_ns, wire_state
+from slotstream.client.placed import NotInPlaceError
 from slotstream.client.reading import RowReader
 from slotstream.client.rpc import Rpc
 from slotstream.client.tensors import Sample, receive_sample, require_torch
 from slotstream.v1 import samples_pb2
 from slotstream.wire.access import Access, token_from_environment
-from slotstream.wire.errors import BadLayers, BadPage, BadParams, BadTags, BadTokenRange, ConfigError
+from slotstream.wire.errors import (
+    BadLayers,
+    BadPage,
+    BadParams,
+    BadTags,
+    BadTokenRange,
+    ConfigError,
+    SlotStreamError,
+)
 from slotstream.wire.names import (
     DEFAULT_ADDRESS,
     DEFAULT_NAMESPACE,
@@ -30,6 +41,7 @@ from slotstream.wire.names import (
     check_tags,
 )
 
+_log = logging.getLogger(__name__)
 SERVER_VARIABLE = "SLOTSTREAM_SERVER"
 TOKEN_FILE_VARIABLE = "SLOTSTREAM_TOKEN_FILE"
 TLS_VARIABLES = ("SLOTSTREAM_TLS_CA", "SLOTSTREAM_TLS_CERT", "SLOTSTREAM_TLS_KEY")
@@ -49,6 +61,7 @@ def connect(
     tls_ca: str | os.PathLike[str] | None = None,
     tls_cert: str | os.PathLike[str] | None = None,
     tls_key: str | os.PathLike[str] | None = None,
+    data_dir: str | os.PathLike[str] | None = None,
     connect_timeout_s: float = 10.0,
     call_timeout_s: float = 30.0,
     stall_timeout_s: float = 60.0,
@@ -60,6 +73,8 @@ def connect(
     tls_ca: PEM file of the authorities that signed the server's certificate; turns TLS on. tls_cert, tls_key: PEM files of
     this client's own certificate. By default `$SLOTSTREAM_TLS_CA`, `$SLOTSTREAM_TLS_CERT` and `$SLOTSTREAM_TLS_KEY`; what is
     given here, whichever of the three, replaces them all.
+    data_dir: where this machine has the server's data directory, for `get` and `read` to take rows out of the files: several
+    times as fast, and checked all the same. Everything else is asked of the server, as are rows that cannot be read there.
     connect_timeout_s: how long to wait for the server to take the connection; 0: do not wait, let the first call find out.
     call_timeout_s: the deadline of `stat`, of `delete` and of each page of `list`.
     stall_timeout_s: how long a transfer may stand still. A transfer that progresses has no deadline, however large it is.
@@ -80,7 +95,7 @@ def connect(
         except BaseException:
             rpc.close()
             raise
-    return Client(rpc, stall_timeout_s=stall_timeout_s)
+    return Client(rpc, stall_timeout_s=stall_timeout_s, data_dir=None if data_dir is None else Path(data_dir))
 
 
 def _access(token: str | None, *paths: str | os.PathLike[str] | None) -> Access:
@@ -103,8 +118,10 @@ class Client:
     every exception is a SlotStreamError with a stable `code` and a `retryable` flag.
     """
 
-    def __init__(self, rpc: Rpc, *, stall_timeout_s: float) -> None:
+    def __init__(self, rpc: Rpc, *, stall_timeout_s: float, data_dir: Path | None = None) -> None:
         self._rpc = rpc
+        self.data_dir = data_dir
+        self._said_not_in_place = False
         self._stall_timeout_s = stall_timeout_s
         self._holder = f"client-{secrets.token_hex(8)}"
 
@@ -180,13 +197,38 @@ class Client:
             layer_ids=_checked_layers(layers),
             wait_s=wait_s,
             unverified=not verify,
+            in_place=self.data_dir is not None,
         )
+        reader = self._reader(request)
+        if self.data_dir is None:
+            return reader
+        try:
+            reader.take_from(self.data_dir, lambda: self._count_read(reader.info))
+        except NotInPlaceError as error:
+            if not self._said_not_in_place:
+                self._said_not_in_place = True
+                _log.warning("rows come from the server, not out of %s: %s", self.data_dir, error)
+            request.in_place = False
+            reader = self._reader(request)
+        return reader
+
+    def _reader(self, request: samples_pb2.ReadRequest) -> RowReader:
         return RowReader(
             self._rpc.read(request),
             request,
-            header_limit_s=wait_s + self._stall_timeout_s,
+            header_limit_s=request.wait_s + self._stall_timeout_s,
             stall_limit_s=self._stall_timeout_s,
         )
+
+    def _count_read(self, info: SampleInfo) -> None:
+        """Tells the server of a read that it did not see. The rows are here, whatever becomes of that."""
+        request = samples_pb2.CountReadRequest(
+            namespace=info.namespace, sample_id=info.sample_id, committed_unix_ns=info.committed_unix_ns or 0
+        )
+        try:
+            self._rpc.count_read(request)
+        except (SlotStreamError, ValueError) as error:  # ValueError: the client was closed meanwhile.
+            _log.warning("the server did not count a read of %s/%s: %s", info.namespace, info.sample_id, error)
 
     def stat(self, sample_id: str, *, namespace: str = DEFAULT_NAMESPACE) -> SampleInfo:
         """What is known about a sample in any state; never waits. Raises SampleNotFound."""

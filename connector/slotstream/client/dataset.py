@@ -60,7 +60,9 @@ class SampleDataset(IterableDataset[Sample]):
         self._address = client_or_address if isinstance(client_or_address, str) else client_or_address.address
         self._client = None if isinstance(client_or_address, str) else client_or_address
         # Worker processes connect on their own, and show the server the same token and certificate.
-        self._access = {} if self._client is None else dataclasses.asdict(self._client.access)
+        self._access = (
+            {} if self._client is None else {**dataclasses.asdict(self._client.access), "data_dir": self._client.data_dir}
+        )
         self._client_pid = os.getpid()
         self._filters: dict[str, Any] = {"namespace": namespace, "model": model, "tags": dict(tags or {})}
         self._created_from_ns, self._created_until_ns = unix_ns(created_from), unix_ns(created_until)

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import sys
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 from slotstream.client.info import SampleInfo
+from slotstream.client.placed import NotInPlaceError, SampleFile, picked
 from slotstream.client.rpc import WatchedStream
 from slotstream.v1 import samples_pb2
 from slotstream.wire import dtypes
 from slotstream.wire.errors import Interrupted, ProtocolViolation
 from slotstream.wire.frames import decode_reply
+from slotstream.wire.layout import file_path
 from slotstream.wire.names import LAYERS_MAX, ROWS_MAX, SAMPLE_BYTES_MAX
 
 
@@ -46,6 +49,10 @@ class RowReader:
         """Waits for the header. Raises what the server answered; ProtocolViolation when it answered something else."""
         self._stream = stream
         self._stall_limit_s = stall_limit_s
+        self._file: SampleFile | None = None  # Where the rows are taken from, if not from the stream.
+        self._file_rows: Iterator[RowBlock] = iter(())
+        self._taken: Callable[[], None] = lambda: None
+        self._verify = not request.unverified
         try:
             self._take_header(stream.receive(header_limit_s), request)
         except BaseException:
@@ -66,25 +73,61 @@ class RowReader:
     def nbytes(self) -> int:
         return self.num_rows * self.row_bytes
 
+    def take_from(self, data_dir: Path, taken: Callable[[], None]) -> None:
+        """Take the rows out of the sample's file below `data_dir`; `taken` is called once the last row of all was.
+
+        For a request that said `in_place`. Raises NotInPlaceError when the file there is not the sample's: nothing can be read
+        then. A server too old to know `in_place` sends the rows, and nothing changes.
+        """
+        if self._header_xxh3 is None:
+            return
+        self._stream.close()
+        path = data_dir / file_path(self.info.namespace, self.info.sample_id)
+        file = SampleFile(path, self._header_xxh3)
+        stored = (file.header.dtype, file.header.num_tokens, file.header.num_layers, file.header.hidden_size)
+        if stored != (self.info.dtype, self.info.num_tokens, len(self.info.layer_ids), self.info.hidden_size):
+            file.close()
+            raise NotInPlaceError(f"{path} is not what the server says of the sample")
+        self._file, self._file_rows = file, self._rows_of(file)
+        if self.num_rows == self.info.num_tokens:
+            self._taken = taken
+
+    def read_into(self, memory: memoryview) -> None:
+        """All rows, to `memory` of `nbytes` bytes; instead of iterating. Raises what iterating raises."""
+        if self._file is not None and self.layer_ids == self.info.layer_ids:
+            self._file_rows = self._rows_of(self._file, memory)
+            for _ in self:
+                pass
+            return
+        for block in self:
+            at = (block.first_row - self.start) * self.row_bytes
+            memory[at : at + block.data.nbytes] = block.data
+
     def __iter__(self) -> Iterator[RowBlock]:
         return self
 
     def __next__(self) -> RowBlock:
         """Raises ProtocolViolation or Interrupted when the rows do not come as promised, and what the server answered."""
         try:
-            frame = self._stream.receive(self._stall_limit_s)
-            if frame is not None:
-                return self._block_of(frame)
+            block = self._next_block()
+            if block is not None:
+                self._next_row += block.rows
+                return block
         except BaseException:
             self.close()
             raise
         self.close()
         if self._next_row != self.stop:
             raise Interrupted(f"the server ended the read at row {self._next_row}, before row {self.stop}")
+        taken, self._taken = self._taken, lambda: None
+        taken()
         raise StopIteration
 
     def close(self) -> None:
         self._stream.close()
+        self._file_rows = iter(())
+        if self._file is not None:
+            self._file.close()
 
     def __enter__(self) -> Self:
         return self
@@ -100,6 +143,7 @@ class RowReader:
         self.info = SampleInfo.from_wire(header.info)
         self.layer_ids = tuple(header.layer_ids)
         self.start, self.stop = header.start, header.stop
+        self._header_xxh3 = header.header_xxh3 if header.HasField("header_xxh3") else None
         wanted_layers = tuple(request.layer_ids) or self.info.layer_ids
         wanted_stop = request.stop if request.HasField("stop") else self.info.num_tokens
         if (self.info.sample_id, self.layer_ids) != (request.sample_id, wanted_layers):
@@ -117,13 +161,26 @@ class RowReader:
         except OverflowError as error:
             raise ProtocolViolation("the server sent a token id past the signed 64-bit range") from error
 
+    def _next_block(self) -> RowBlock | None:
+        if self._file is not None:
+            return next(self._file_rows, None)
+        frame = self._stream.receive(self._stall_limit_s)
+        return None if frame is None else self._block_of(frame)
+
+    def _rows_of(self, file: SampleFile, into: memoryview | None = None) -> Iterator[RowBlock]:
+        header, whole = file.header, self.layer_ids == self.info.layer_ids
+        layer_bytes = dtypes.row_bytes(header.dtype, 1, header.hidden_size)
+        positions = [self.info.layer_ids.index(layer) for layer in self.layer_ids]
+        for block in file.rows(self.start, self.stop, verify=self._verify, into=into):
+            data = block.data if whole else picked(block, header.row_bytes, positions, layer_bytes)
+            yield RowBlock(block.first_row, block.rows, data)
+
     def _block_of(self, frame: bytes) -> RowBlock:
         reply, data = decode_reply(frame)
         rows = reply.rows
         in_order = reply.WhichOneof("kind") == "rows" and rows.first_row == self._next_row
         if not in_order or not 0 < rows.rows <= self.stop - self._next_row or data.nbytes != rows.rows * self.row_bytes:
             raise ProtocolViolation(f"the server's rows do not continue at row {self._next_row}")
-        self._next_row += rows.rows
         return RowBlock(rows.first_row, rows.rows, data)
 
 

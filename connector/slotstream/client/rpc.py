@@ -84,6 +84,11 @@ class Rpc:
             request_serializer=samples_pb2.AckRequest.SerializeToString,
             response_deserializer=samples_pb2.AckReply.FromString,
         )
+        self._count_read = unary(
+            _SERVICE + "CountRead",
+            request_serializer=samples_pb2.CountReadRequest.SerializeToString,
+            response_deserializer=samples_pb2.CountReadReply.FromString,
+        )
         self._lease = unary(
             _SERVICE + "Lease",
             request_serializer=samples_pb2.LeaseRequest.SerializeToString,
@@ -142,6 +147,9 @@ class Rpc:
 
     def ack(self, request: samples_pb2.AckRequest) -> None:
         self._call(self._ack, request)
+
+    def count_read(self, request: samples_pb2.CountReadRequest) -> None:
+        self._call(self._count_read, request)
 
     def lease(self, request: samples_pb2.LeaseRequest) -> samples_pb2.LeaseReply:
         reply: samples_pb2.LeaseReply = self._call(self._lease, request)

@@ -39,7 +39,7 @@ def require_torch() -> ModuleType:
 
 
 def receive_sample(reader: RowReader) -> Sample:
-    """Reads all of `reader` into one tensor, allocated once; each block is copied once, into its place.
+    """Reads all of `reader` into one tensor, allocated once; every row is copied once, into its place.
 
     Raises MemoryError when the rows do not fit, and what iterating the reader raises.
     """
@@ -52,9 +52,7 @@ def receive_sample(reader: RowReader) -> Sample:
         raise MemoryError(f"the rows wanted are {reader.nbytes} bytes: read fewer rows or layers at a time") from error
     # Not numpy: it has no bfloat16, and torch can be installed without it.
     memory = memoryview((ctypes.c_ubyte * reader.nbytes).from_address(rows.data_ptr())).cast("B")
-    for block in reader:
-        at = (block.first_row - reader.start) * reader.row_bytes
-        memory[at : at + block.data.nbytes] = block.data
+    reader.read_into(memory)
     return Sample(
         namespace=info.namespace,
         sample_id=info.sample_id,

@@ -8,7 +8,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class ReadRequest(_message.Message):
-    __slots__ = ("namespace", "sample_id", "start", "stop", "layer_ids", "wait_s", "unverified")
+    __slots__ = ("namespace", "sample_id", "start", "stop", "layer_ids", "wait_s", "unverified", "in_place")
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     SAMPLE_ID_FIELD_NUMBER: _ClassVar[int]
     START_FIELD_NUMBER: _ClassVar[int]
@@ -16,6 +16,7 @@ class ReadRequest(_message.Message):
     LAYER_IDS_FIELD_NUMBER: _ClassVar[int]
     WAIT_S_FIELD_NUMBER: _ClassVar[int]
     UNVERIFIED_FIELD_NUMBER: _ClassVar[int]
+    IN_PLACE_FIELD_NUMBER: _ClassVar[int]
     namespace: str
     sample_id: str
     start: int
@@ -23,7 +24,8 @@ class ReadRequest(_message.Message):
     layer_ids: _containers.RepeatedScalarFieldContainer[int]
     wait_s: float
     unverified: bool
-    def __init__(self, namespace: _Optional[str] = ..., sample_id: _Optional[str] = ..., start: _Optional[int] = ..., stop: _Optional[int] = ..., layer_ids: _Optional[_Iterable[int]] = ..., wait_s: _Optional[float] = ..., unverified: bool = ...) -> None: ...
+    in_place: bool
+    def __init__(self, namespace: _Optional[str] = ..., sample_id: _Optional[str] = ..., start: _Optional[int] = ..., stop: _Optional[int] = ..., layer_ids: _Optional[_Iterable[int]] = ..., wait_s: _Optional[float] = ..., unverified: bool = ..., in_place: bool = ...) -> None: ...
 
 class ReadReply(_message.Message):
     __slots__ = ("header", "rows", "data")
@@ -36,18 +38,20 @@ class ReadReply(_message.Message):
     def __init__(self, header: _Optional[_Union[ReadHeader, _Mapping]] = ..., rows: _Optional[_Union[RowsHeader, _Mapping]] = ..., data: _Optional[bytes] = ...) -> None: ...
 
 class ReadHeader(_message.Message):
-    __slots__ = ("info", "layer_ids", "start", "stop", "token_ids")
+    __slots__ = ("info", "layer_ids", "start", "stop", "token_ids", "header_xxh3")
     INFO_FIELD_NUMBER: _ClassVar[int]
     LAYER_IDS_FIELD_NUMBER: _ClassVar[int]
     START_FIELD_NUMBER: _ClassVar[int]
     STOP_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    HEADER_XXH3_FIELD_NUMBER: _ClassVar[int]
     info: _sample_pb2.SampleInfo
     layer_ids: _containers.RepeatedScalarFieldContainer[int]
     start: int
     stop: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, info: _Optional[_Union[_sample_pb2.SampleInfo, _Mapping]] = ..., layer_ids: _Optional[_Iterable[int]] = ..., start: _Optional[int] = ..., stop: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+    header_xxh3: int
+    def __init__(self, info: _Optional[_Union[_sample_pb2.SampleInfo, _Mapping]] = ..., layer_ids: _Optional[_Iterable[int]] = ..., start: _Optional[int] = ..., stop: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., header_xxh3: _Optional[int] = ...) -> None: ...
 
 class RowsHeader(_message.Message):
     __slots__ = ("first_row", "rows")
@@ -147,6 +151,20 @@ class AckRequest(_message.Message):
     def __init__(self, namespace: _Optional[str] = ..., sample_id: _Optional[str] = ...) -> None: ...
 
 class AckReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class CountReadRequest(_message.Message):
+    __slots__ = ("namespace", "sample_id", "committed_unix_ns")
+    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    SAMPLE_ID_FIELD_NUMBER: _ClassVar[int]
+    COMMITTED_UNIX_NS_FIELD_NUMBER: _ClassVar[int]
+    namespace: str
+    sample_id: str
+    committed_unix_ns: int
+    def __init__(self, namespace: _Optional[str] = ..., sample_id: _Optional[str] = ..., committed_unix_ns: _Optional[int] = ...) -> None: ...
+
+class CountReadReply(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 

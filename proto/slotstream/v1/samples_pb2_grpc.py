@@ -65,6 +65,11 @@ class SamplesStub(object):
                 request_serializer=slotstream_dot_v1_dot_samples__pb2.AckRequest.SerializeToString,
                 response_deserializer=slotstream_dot_v1_dot_samples__pb2.AckReply.FromString,
                 _registered_method=True)
+        self.CountRead = channel.unary_unary(
+                '/slotstream.v1.Samples/CountRead',
+                request_serializer=slotstream_dot_v1_dot_samples__pb2.CountReadRequest.SerializeToString,
+                response_deserializer=slotstream_dot_v1_dot_samples__pb2.CountReadReply.FromString,
+                _registered_method=True)
         self.Lease = channel.unary_unary(
                 '/slotstream.v1.Samples/Lease',
                 request_serializer=slotstream_dot_v1_dot_samples__pb2.LeaseRequest.SerializeToString,
@@ -127,6 +132,14 @@ class SamplesServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def CountRead(self, request, context):
+        """Says that a reader has taken every row of a sample out of its file (see ReadRequest.in_place): that counts like a read whose
+        rows were sent. Nothing happens where there is no such sample any more. Right: read.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Lease(self, request, context):
         """Keeps a committed sample from being deleted for some time. NOT_FOUND; RESOURCE_EXHAUSTED (STORE_FULL): too many are held.
         """
@@ -173,6 +186,11 @@ def add_SamplesServicer_to_server(servicer, server):
                     servicer.Ack,
                     request_deserializer=slotstream_dot_v1_dot_samples__pb2.AckRequest.FromString,
                     response_serializer=slotstream_dot_v1_dot_samples__pb2.AckReply.SerializeToString,
+            ),
+            'CountRead': grpc.unary_unary_rpc_method_handler(
+                    servicer.CountRead,
+                    request_deserializer=slotstream_dot_v1_dot_samples__pb2.CountReadRequest.FromString,
+                    response_serializer=slotstream_dot_v1_dot_samples__pb2.CountReadReply.SerializeToString,
             ),
             'Lease': grpc.unary_unary_rpc_method_handler(
                     servicer.Lease,
@@ -347,6 +365,33 @@ class Samples(object):
             '/slotstream.v1.Samples/Ack',
             slotstream_dot_v1_dot_samples__pb2.AckRequest.SerializeToString,
             slotstream_dot_v1_dot_samples__pb2.AckReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CountRead(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/slotstream.v1.Samples/CountRead',
+            slotstream_dot_v1_dot_samples__pb2.CountReadRequest.SerializeToString,
+            slotstream_dot_v1_dot_samples__pb2.CountReadReply.FromString,
             options,
             channel_credentials,
             insecure,

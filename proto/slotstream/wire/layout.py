@@ -14,12 +14,24 @@ from dataclasses import dataclass
 
 from slotstream.wire.dtypes import ELEMENT_BYTES
 from slotstream.wire.errors import Damaged
+from slotstream.wire.hashing import to_hex, xxh3
 
+FILE_SUFFIX = ".safetensors"
 HEADER_ALIGN = 4096  # Rows begin on a page.
 HEADER_BYTES_MAX = 4 << 20
 TOKEN_ID_BYTES = 8
 _LENGTH = struct.Struct("<Q")
 _compact_json = json.JSONEncoder(separators=(",", ":")).encode
+
+
+def shard_of(sample_id: str) -> str:
+    """Two hex characters that spread a namespace's files over 256 directories."""
+    return to_hex(xxh3(sample_id.encode()))[:2]
+
+
+def file_path(namespace: str, sample_id: str) -> str:
+    """Where a committed sample's file is, below the data directory: part of the public contract."""
+    return f"{namespace}/{shard_of(sample_id)}/{sample_id}{FILE_SUFFIX}"
 
 
 @dataclass(frozen=True, slots=True)

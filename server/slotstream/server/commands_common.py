@@ -15,6 +15,8 @@ from slotstream.wire.errors import SlotStreamError
 from slotstream.wire.names import DEFAULT_ADDRESS, DEFAULT_NAMESPACE
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from rich.console import Console
     from rich.progress import Progress, ProgressColumn
 
@@ -63,7 +65,7 @@ def add_json_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object a line (default: text for people)")
 
 
-def open_client(arguments: argparse.Namespace) -> Client:
+def open_client(arguments: argparse.Namespace, data_dir: Path | None = None) -> Client:
     """A client of the server that `--server` names. A server that is not there is told at once, not waited for."""
     from slotstream.client import connect
 
@@ -73,6 +75,7 @@ def open_client(arguments: argparse.Namespace) -> Client:
         tls_ca=arguments.tls_ca,
         tls_cert=arguments.tls_cert,
         tls_key=arguments.tls_key,
+        data_dir=data_dir,
         connect_timeout_s=0,
     )
 

@@ -49,6 +49,12 @@ def add_get_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_false",
         help="have fewer than half of the layers read alone, not checked against their hashes (default: all rows are checked)",
     )
+    parser.add_argument(
+        "--data",
+        metavar="DIR",
+        type=Path,
+        help="the server's data directory, if it is on this machine: rows are taken out of its files, which is faster",
+    )
     parser.add_argument("--force", action="store_true", help="replace FILE when it exists (default: refuse)")
     add_server_argument(parser)
     add_access_arguments(parser)
@@ -66,7 +72,7 @@ def run_get(arguments: argparse.Namespace) -> int:
     if output is not None:
         _refuse(output, arguments.force)
     with (
-        open_client(arguments) as client,
+        open_client(arguments, arguments.data) as client,
         client.read(
             arguments.sample_id,
             namespace=arguments.namespace,

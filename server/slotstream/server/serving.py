@@ -56,7 +56,15 @@ _VERIFIES_MAX = 4  # Each keeps a thread and the disk busy for as long as it las
 _T = TypeVar("_T")
 _Message = TypeVar("_Message", bound=Message)
 # Requests that name one sample.
-_Named = pb.ReadRequest | pb.StatRequest | pb.DeleteRequest | pb.VerifyRequest | pb.AckRequest | pb.LeaseRequest
+_Named = (
+    pb.ReadRequest
+    | pb.StatRequest
+    | pb.DeleteRequest
+    | pb.VerifyRequest
+    | pb.AckRequest
+    | pb.CountReadRequest
+    | pb.LeaseRequest
+)
 
 
 class SamplesService:
@@ -99,6 +107,7 @@ class SamplesService:
             "List": _unary(self._list, pb.ListReply),
             "Delete": _unary(self._delete, pb.DeleteReply),
             "Ack": _unary(self._ack, pb.AckReply),
+            "CountRead": _unary(self._count_read, pb.CountReadReply),
             "Lease": _unary(self._lease, pb.LeaseReply),
             "Usage": _unary(self._usage, pb.UsageReply),
         }
@@ -155,7 +164,7 @@ class SamplesService:
                     step = self._pools.reads.submit(next, frames, None)
                     await self._write(context, frame)
                     self._metrics.sent_bytes.inc(len(frame))
-                was_whole = _covers(request, reader)
+                was_whole = not request.in_place and _covers(request, reader)
             finally:
                 _after(step, lambda: self._end_read(reader, was_whole))
 
@@ -164,7 +173,7 @@ class SamplesService:
         reader.close()
         namespace = reader.record.namespace
         if was_whole:
-            counted = self._store.keeping.count_read(reader.record)
+            counted = self._store.keeping.count_read(reader.record.key, reader.record.committed_unix_ns)
             counted.add_done_callback(lambda _: self._keeping.touch(namespace, at_once=True))
         else:
             self._keeping.touch(namespace, at_once=True)
@@ -276,6 +285,14 @@ class SamplesService:
             self._keeping.touch(key.namespace, at_once=True)
             return pb.AckReply()
 
+    async def _count_read(self, raw: bytes, context: _Context) -> pb.CountReadReply:
+        async with self._answering("CountRead", context) as session:
+            request = _parsed(pb.CountReadRequest, raw)
+            key = _key(session, "read", request)
+            await asyncio.wrap_future(self._store.keeping.count_read(key, request.committed_unix_ns))
+            self._keeping.touch(key.namespace, at_once=True)
+            return pb.CountReadReply()
+
     async def _lease(self, raw: bytes, context: _Context) -> pb.LeaseReply:
         async with self._answering("Lease", context) as session:
             request = _parsed(pb.LeaseRequest, raw)
@@ -380,6 +397,10 @@ def _frames(reader: SampleReader, request: pb.ReadRequest) -> Iterator[bytes]:
         stop=stop,
         token_ids=reader.token_ids(start, stop),
     )
+    if request.in_place:
+        header.header_xxh3 = int(reader.file.header_xxh3, 16)
+        yield pb.ReadReply(header=header).SerializeToString()
+        return
     yield pb.ReadReply(header=header).SerializeToString()
     for block in reader.blocks(start, stop, positions, verify=not request.unverified):
         yield _rows_frame(block)

@@ -73,9 +73,9 @@ class Keeping:
         with self._readers_lock:
             return key in self._readers
 
-    def count_read(self, record: SampleRecord) -> Future[None]:
-        """Every row of the sample was read. Done when it is counted; a crash may lose the last counts."""
-        return self._catalogue.submit(lambda db: retention_sql.count_read(db, record.key, record.committed_unix_ns))
+    def count_read(self, key: SampleKey, committed_unix_ns: int) -> Future[None]:
+        """Every row of the sample committed then was read. Done when it is counted; a crash may lose the last counts."""
+        return self._catalogue.submit(lambda db: retention_sql.count_read(db, key, committed_unix_ns))
 
     # Acks and leases.
 

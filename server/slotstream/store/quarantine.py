@@ -11,7 +11,8 @@ from pathlib import Path
 
 from slotstream.store.directory import OpenedDirectory
 from slotstream.store.files import Files
-from slotstream.store.records import FILE_SUFFIX, SampleKey, SampleRecord
+from slotstream.store.records import SampleKey, SampleRecord
+from slotstream.wire.layout import FILE_SUFFIX
 
 QUARANTINE_NAME = ".quarantine"
 _LOOKED_AT_MAX = 100_000

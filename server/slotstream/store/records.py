@@ -11,8 +11,7 @@ from pathlib import Path
 
 from slotstream.wire.dtypes import row_bytes
 from slotstream.wire.errors import BadLayers, BadParams, SlotStreamError, TooLarge
-from slotstream.wire.hashing import to_hex, xxh3
-from slotstream.wire.layout import TOKEN_ID_BYTES
+from slotstream.wire.layout import FILE_SUFFIX, TOKEN_ID_BYTES, shard_of
 from slotstream.wire.names import (
     CHUNK_BYTES_MAX,
     LAYERS_MAX,
@@ -25,7 +24,6 @@ from slotstream.wire.names import (
 )
 
 MODEL_BYTES_MAX = 1024
-FILE_SUFFIX = ".safetensors"
 PARTIAL_SUFFIX = ".partial"
 # Keys of a file's __metadata__ that the store writes itself; a connector's key of the same name is dropped.
 STORE_KEYS = frozenset(
@@ -68,14 +66,14 @@ class SampleKey:
 
     @property
     def shard(self) -> str:
-        """Two hex characters that spread a namespace's files over 256 directories."""
-        return to_hex(xxh3(self.sample_id.encode()))[:2]
+        """The directory of its namespace that its file is in."""
+        return shard_of(self.sample_id)
 
     def directory(self, data_dir: Path) -> Path:
         return _directory(data_dir, self.namespace, self.shard)
 
     def path(self, data_dir: Path) -> Path:
-        """Where the committed file is: part of the public contract."""
+        """Where the committed file is (see `layout.file_path`)."""
         return self.directory(data_dir) / (self.sample_id + FILE_SUFFIX)
 
     def __str__(self) -> str:

@@ -28,9 +28,10 @@ from slotstream.store.directory import LOCK_NAME
 from slotstream.store.files import Files, store_error
 from slotstream.store.quarantine import QUARANTINE_NAME
 from slotstream.store.reading import SampleReader
-from slotstream.store.records import FILE_SUFFIX, PARTIAL_SUFFIX, SampleKey, SampleRecord, State
+from slotstream.store.records import PARTIAL_SUFFIX, SampleKey, SampleRecord, State
 from slotstream.store.sample_file import read_sample_file
 from slotstream.wire.errors import BadNamespace, BadSampleId, ConfigError, Damaged, SampleNotFound, SlotStreamError, StoreFull
+from slotstream.wire.layout import FILE_SUFFIX
 
 FOREIGN = "FOREIGN"
 _SETTLE_S = 5.0  # How long a running server may take from a file's rename to its catalogue row.
