@@ -136,6 +136,19 @@ def test_the_workers_of_a_dataset_read_in_place_too(client: Client, own: ServerP
     assert own.metric("slotstream_sent_bytes_total") - before < 2 * 1200 * 16
 
 
+def test_a_reader_that_nobody_holds_any_more_keeps_no_file(client: Client) -> None:
+    def held() -> int:
+        links = [path.readlink() for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
+        return sum(link.name == "large.safetensors" for link in links)
+
+    for layers in (None, [4]):
+        reader = client.read("large", layers=layers)
+        next(reader)
+        assert held() == 1
+        del reader
+        assert held() == 0
+
+
 def test_a_server_that_is_gone_at_the_end_does_not_count_the_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with ServerProcess(tmp_path / "data") as server, connect(server.address, data_dir=server.data_dir) as client:
         with IngestClient(server.address) as sender:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import datetime
+import functools
 import logging
 import math
 import operator
@@ -203,7 +204,7 @@ class Client:
         if self.data_dir is None:
             return reader
         try:
-            reader.take_from(self.data_dir, lambda: self._count_read(reader.info))
+            reader.take_from(self.data_dir, functools.partial(self._count_read, reader.info))
         except NotInPlaceError as error:
             if not self._said_not_in_place:
                 self._said_not_in_place = True

@@ -168,12 +168,13 @@ class RowReader:
         return None if frame is None else self._block_of(frame)
 
     def _rows_of(self, file: SampleFile, into: memoryview | None = None) -> Iterator[RowBlock]:
-        header, whole = file.header, self.layer_ids == self.info.layer_ids
-        layer_bytes = dtypes.row_bytes(header.dtype, 1, header.hidden_size)
+        rows = file.rows(self.start, self.stop, verify=self._verify, into=into)
+        if self.layer_ids == self.info.layer_ids:
+            return (RowBlock(block.first_row, block.rows, block.data) for block in rows)
+        # Not of `self`: a reader that nobody holds any more goes away at once, and its file with it.
+        row_bytes, layer_bytes = file.header.row_bytes, dtypes.row_bytes(self.info.dtype, 1, self.info.hidden_size)
         positions = [self.info.layer_ids.index(layer) for layer in self.layer_ids]
-        for block in file.rows(self.start, self.stop, verify=self._verify, into=into):
-            data = block.data if whole else picked(block, header.row_bytes, positions, layer_bytes)
-            yield RowBlock(block.first_row, block.rows, data)
+        return (RowBlock(block.first_row, block.rows, picked(block, row_bytes, positions, layer_bytes)) for block in rows)
 
     def _block_of(self, frame: bytes) -> RowBlock:
         reply, data = decode_reply(frame)
