@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -29,6 +30,8 @@ from slotstream.client import (
 from slotstream.v1 import samples_pb2
 from slotstream.wire import errors
 from slotstream.wire.errors import BadParams, InternalFault, Interrupted, ProtocolViolation, TooLarge
+from slotstream.wire.hashing import to_hex, xxh3
+from slotstream.wire.layout import SampleHeader, encode_header, file_path
 
 SAMPLE = SyntheticSample("a")
 Status = grpc.StatusCode
@@ -174,6 +177,38 @@ def test_leaving_a_read_early_ends_the_call() -> None:
         ended.clear()
         next(client.read("a"))  # Nobody holds this reader any longer.
         assert ended.wait(30)
+
+
+def test_an_older_server_sends_the_rows_that_were_to_be_taken_in_place(tmp_path: Path) -> None:
+    replies = [read_header(SAMPLE), read_rows(SAMPLE, 0, 40)]
+    with serving(Read=lambda request, context: iter(replies)) as address, connect(address, data_dir=tmp_path) as client:
+        assert client.get("a").token_ids.tolist() == SAMPLE.token_ids
+
+
+def test_no_peer_can_name_the_file_that_is_read(tmp_path: Path) -> None:
+    """A sound file elsewhere, which the peer describes rightly: the names are those that were asked for."""
+    metadata = {"hash_rows": "64", "hashes": to_hex(xxh3(SAMPLE.rows()))}
+    facts = SampleHeader(SAMPLE.dtype, SAMPLE.num_tokens, len(SAMPLE.layer_ids), SAMPLE.hidden_size, metadata, 4096)
+    header = encode_header(facts)
+    secret = tmp_path / file_path("secret", "a")
+    secret.parent.mkdir(parents=True)
+    secret.write_bytes(header + SAMPLE.rows() + bytes(8 * SAMPLE.num_tokens))
+    (tmp_path / "data").mkdir()
+    asked: list[samples_pb2.ReadRequest] = []
+
+    def read(request: samples_pb2.ReadRequest, context: grpc.ServicerContext) -> Iterator[Any]:
+        asked.append(request)
+        reply = read_header(SAMPLE)
+        reply.header.info.namespace = "../secret"
+        if request.in_place:
+            reply.header.header_xxh3 = xxh3(header)
+        yield reply
+        if not request.in_place:
+            yield read_rows(SAMPLE, 0, 40)
+
+    with serving(Read=read) as address, connect(address, data_dir=tmp_path / "data") as client:
+        assert client.get("a").token_ids.tolist() == SAMPLE.token_ids
+    assert [request.in_place for request in asked] == [True, False]
 
 
 @pytest.mark.parametrize(

@@ -53,6 +53,7 @@ class RowReader:
         self._file_rows: Iterator[RowBlock] = iter(())
         self._taken: Callable[[], None] = lambda: None
         self._verify = not request.unverified
+        self._path = file_path(request.namespace, request.sample_id)  # Of the names asked for: the peer's could be any path.
         try:
             self._take_header(stream.receive(header_limit_s), request)
         except BaseException:
@@ -82,7 +83,7 @@ class RowReader:
         if self._header_xxh3 is None:
             return
         self._stream.close()
-        path = data_dir / file_path(self.info.namespace, self.info.sample_id)
+        path = data_dir / self._path
         file = SampleFile(path, self._header_xxh3)
         stored = (file.header.dtype, file.header.num_tokens, file.header.num_layers, file.header.hidden_size)
         if stored != (self.info.dtype, self.info.num_tokens, len(self.info.layer_ids), self.info.hidden_size):
