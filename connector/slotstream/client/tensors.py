@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import mmap
 from dataclasses import dataclass
 from types import ModuleType
 from typing import TYPE_CHECKING
@@ -12,6 +14,7 @@ from slotstream.client.reading import RowReader
 if TYPE_CHECKING:
     import torch
 
+_HUGE_BYTES = 4 << 20  # From here on in huge pages, where the system has them: new memory then costs a quarter.
 _TORCH_NAMES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 
 
@@ -47,8 +50,8 @@ def receive_sample(reader: RowReader) -> Sample:
     info = reader.info
     shape = (reader.num_rows, len(reader.layer_ids), info.hidden_size)
     try:
-        rows = torch.empty(shape, dtype=getattr(torch, _TORCH_NAMES[info.dtype]))
-    except RuntimeError as error:
+        rows = _empty(reader.nbytes).view(getattr(torch, _TORCH_NAMES[info.dtype])).reshape(shape)
+    except (RuntimeError, OSError) as error:
         raise MemoryError(f"the rows wanted are {reader.nbytes} bytes: read fewer rows or layers at a time") from error
     # Not numpy: it has no bfloat16, and torch can be installed without it.
     memory = memoryview((ctypes.c_ubyte * reader.nbytes).from_address(rows.data_ptr())).cast("B")
@@ -71,3 +74,17 @@ def receive_sample(reader: RowReader) -> Sample:
             "committed_unix_ns": str(info.committed_unix_ns or 0),
         },
     )
+
+
+def _empty(nbytes: int) -> torch.Tensor:
+    """Memory of its own, [nbytes] uint8. Raises RuntimeError or OSError where there is not as much."""
+    torch_module = require_torch()
+    if nbytes < _HUGE_BYTES:
+        empty: torch.Tensor = torch_module.empty(nbytes, dtype=torch_module.uint8)
+        return empty
+    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # A kernel without them.
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    mapped: torch.Tensor = torch_module.frombuffer(memory, dtype=torch_module.uint8)
+    return mapped

@@ -36,6 +36,7 @@ from slotstream.wire.errors import (
     InternalFault,
     SampleNotFound,
     SlotStreamError,
+    StillArriving,
     TooLarge,
     TooMany,
     TooSlow,
@@ -55,6 +56,7 @@ _PAGE_BYTES_MAX = 8 << 20
 _VERIFIES_MAX = 4  # Each keeps a thread and the disk busy for as long as it lasts.
 _T = TypeVar("_T")
 _Message = TypeVar("_Message", bound=Message)
+_Opened = tuple[SampleReader, Iterator[bytes], bytes]
 # Requests that name one sample.
 _Named = (
     pb.ReadRequest
@@ -151,19 +153,23 @@ class SamplesService:
             key = _key(session, "read", request)
             if not 0 <= request.wait_s <= WAIT_S_MAX:
                 raise BadParams(f"wait_s must be 0 to {WAIT_S_MAX:.0f} seconds")
-            await self._await_end(key, request.wait_s)
-            _key(session, "read", request)  # Again: the token may have been withdrawn while the read waited.
-            reader = await self._open(key)
+            self._arrivals.check_open()
+            try:
+                reader, frames, header = await self._open(key, request)
+            except (SampleNotFound, StillArriving):
+                await self._await_end(key, request.wait_s)
+                _key(session, "read", request)  # Again: the token may have been withdrawn while the read waited.
+                reader, frames, header = await self._open(key, request)
             step: Future[bytes | None] | None = None
             was_whole = False
             try:
-                frames = _frames(reader, request)
-                step = self._pools.reads.submit(next, frames, None)
-                while (frame := await asyncio.wrap_future(step)) is not None:
+                frame: bytes | None = header
+                while frame is not None:
                     # One block ahead of the peer, so that disk and network overlap; a slow reader holds two blocks.
-                    step = self._pools.reads.submit(next, frames, None)
+                    step = None if request.in_place else self._pools.reads.submit(next, frames, None)
                     await self._write(context, frame)
                     self._metrics.sent_bytes.inc(len(frame))
+                    frame = None if step is None else await asyncio.wrap_future(step)
                 was_whole = not request.in_place and _covers(request, reader)
             finally:
                 _after(step, lambda: self._end_read(reader, was_whole))
@@ -213,9 +219,9 @@ class SamplesService:
             self._waiting -= 1
             self._metrics.waiting_reads.set(self._waiting)
 
-    async def _open(self, key: SampleKey) -> SampleReader:
-        """The reader of a committed sample. Raises what the read is to be answered with."""
-        opening = self._pools.reads.submit(self._store.reader, key)
+    async def _open(self, key: SampleKey, request: pb.ReadRequest) -> _Opened:
+        """A committed sample, its replies to come, and the first of them. Raises what the read is to be answered with."""
+        opening = self._pools.reads.submit(_opened, self._store, key, request)
         try:
             return await asyncio.wrap_future(opening)
         except asyncio.CancelledError:
@@ -418,6 +424,17 @@ def _after(step: Future[Any] | None, then: Callable[[], None]) -> None:
         step.add_done_callback(lambda _: then())
 
 
-def _close_unwanted(opening: Future[SampleReader]) -> None:
+def _opened(store: SampleStore, key: SampleKey, request: pb.ReadRequest) -> _Opened:
+    """In one go: each thread that the event loop waits for costs a read a tenth of a millisecond and more."""
+    reader = store.reader(key)
+    try:
+        frames = _frames(reader, request)
+        return reader, frames, next(frames)
+    except BaseException:
+        reader.close()
+        raise
+
+
+def _close_unwanted(opening: Future[_Opened]) -> None:
     if not opening.cancelled() and opening.exception() is None:
-        opening.result().close()
+        opening.result()[0].close()
