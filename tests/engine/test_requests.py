@@ -42,6 +42,7 @@ def engine(truth_models: dict[str, Path], tmp_path_factory: pytest.TempPathFacto
         "--max-model-len=2304",
         f"--chat-template={work / 'chat.jinja'}",
         "--scheduling-policy=priority",
+        "--enable-scale-out",
         "--enable-lora",
         f"--lora-modules=tuned={_adapter(work / 'adapter')}",
     ]
@@ -70,10 +71,11 @@ def _adapter(path: Path) -> Path:
 
 
 def _post(engine: Stack, path: str, body: dict[str, Any]) -> Any:
-    """The parsed answer; for a streamed one, its events."""
+    """The parsed answer; for a streamed one, its events. `path` is below /v1, unless it begins with a slash."""
     data = json.dumps({"model": MODEL_NAME, "temperature": 0, **body}).encode()
+    path = path if path.startswith("/") else f"/v1/{path}"
     request = urllib.request.Request(
-        f"http://127.0.0.1:{engine.vllm_port}/v1/{path}", data=data, headers={"Content-Type": "application/json"}
+        f"http://127.0.0.1:{engine.vllm_port}{path}", data=data, headers={"Content-Type": "application/json"}
     )
     with urllib.request.urlopen(request, timeout=300.0) as answer:
         if body.get("stream"):
@@ -160,6 +162,43 @@ def test_a_streamed_answer_leaves_its_sample_under_the_chosen_id(engine: Stack, 
     sample = stored.get(params["sample_id"], namespace="sse")
     assert len(sample.token_ids) == int(sample.metadata["prompt_tokens"]) + 39
     assert_rows_are_true(sample)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("responses", {"input": "What does a row spell?", "max_output_tokens": 8}),
+        ("messages", {"messages": [{"role": "user", "content": "What does a row spell?"}], "max_tokens": 8}),
+        (
+            "/inference/v1/generate",
+            {"token_ids": list(range(100, 180)), "sampling_params": {"temperature": 0, "max_tokens": 8}},
+        ),
+    ],
+    ids=["responses", "messages", "generate"],
+)
+def test_other_front_doors(engine: Stack, stored: Client, path: str, body: dict[str, Any]) -> None:
+    params = {"namespace": "doors", "tags": {"door": path.rsplit("/")[-1]}}
+    said = _said(_post(engine, path, {**body, "kv_transfer_params": {"slotstream": params}}))
+    sample = stored.get(said["sample_id"], namespace="doors")
+    assert len(sample.token_ids) == said["num_tokens"] > 20
+    assert sample.tags == params["tags"]
+    assert_rows_are_true(sample)
+
+
+def test_each_step_of_a_beam_search_is_a_request_of_its_own(engine: Stack, stored: Client) -> None:
+    """vLLM passes no parameters on to them: they are captured as requests that do not say."""
+    prompt = text_tokens(random.Random(17), 70)
+    before = {info.sample_id for info in stored.list(namespace="default")}
+    body = {"prompt": prompt, "use_beam_search": True, "n": 2, "max_tokens": 3}
+    params = {"namespace": "beams", "sample_id": "s"}
+    _post(engine, "completions", {**body, "kv_transfer_params": {"slotstream": params}})
+    assert not list(stored.list(namespace="beams"))
+    steps = [info.sample_id for info in stored.list(namespace="default") if info.sample_id not in before]
+    assert len(steps) == 1 + 2 + 2
+    for step in steps:
+        sample = stored.get(step)
+        assert sample.token_ids.tolist()[:70] == prompt
+        assert_rows_are_true(sample)
 
 
 def test_several_prompts_in_one_request_get_a_sample_each(engine: Stack, stored: Client) -> None:
