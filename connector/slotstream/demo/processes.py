@@ -143,7 +143,7 @@ SMALL_ENGINE_ENV = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "
 
 
 def start_vllm(
-    model: Path, log: Path, port: int, *options: str, env: Mapping[str, str] | None = None, timeout_s: float = 240.0
+    model: Path, log: Path, port: int, *options: str, env: Mapping[str, str] | None = None, timeout_s: float = 480.0
 ) -> Running:
     """vLLM serving `model` on 127.0.0.1:`port`, up and healthy; `env` is added to this process's."""
     engine = Running("vLLM", [*vllm_command(model, port), *options], log, {**SMALL_ENGINE_ENV, **(env or {})})

@@ -53,7 +53,7 @@ def add_get_arguments(parser: argparse.ArgumentParser) -> None:
         "--data",
         metavar="DIR",
         type=Path,
-        help="the server's data directory, if it is on this machine: rows are taken out of its files, which is faster",
+        help="the server's data directory, to take rows out of its files, which is faster (default: the server sends them)",
     )
     parser.add_argument("--force", action="store_true", help="replace FILE when it exists (default: refuse)")
     add_server_argument(parser)
