@@ -82,7 +82,11 @@ class RowReader:
         """
         if self._header_xxh3 is None:
             return
-        self._stream.close()
+        try:
+            if self._stream.receive(self._stall_limit_s) is not None:  # Waited for: a call left early counts as cancelled.
+                raise ProtocolViolation("the server sends rows that were to be taken out of the file")
+        finally:
+            self._stream.close()
         path = data_dir / self._path
         file = SampleFile(path, self._header_xxh3)
         stored = (file.header.dtype, file.header.num_tokens, file.header.num_layers, file.header.hidden_size)
