@@ -24,6 +24,7 @@ class _Sink(WatchedSink):
         super().__init__()
         self.verdicts = True
         self.refuse: set[str] = set()
+        self.draining = False
         self.opens: list[str] = []
         self.acked = threading.Semaphore(0)
 
@@ -43,6 +44,12 @@ class _Sink(WatchedSink):
             self._on_event(Failed(request.sample, "STORE_FULL", "no room"))
         elif self.verdicts:
             super().commit(request)
+
+    def abort(self, request: ingest_pb2.AbortSample) -> None:
+        if self.draining:
+            self._on_event(Failed(request.sample, "SERVER_DRAINING", "the server is shutting down"))
+        else:
+            super().abort(request)
 
     def break_link(self) -> None:
         self._on_event(LinkDown("it broke"))
@@ -106,6 +113,28 @@ def test_an_abort_whose_answer_was_lost_is_told_again(rig: Rig) -> None:
     assert (told.opened.rows_exact, told.rows) == (False, {})  # Nothing is preallocated for it.
     wait_until(lambda: _is_empty(rig))
     assert [(f.req_id, f.code) for f in rig.worker.take_faults()] == [("a", "ABORTED")]
+
+
+def test_a_failure_that_a_leaving_server_did_not_take_is_the_next_engines_to_tell(tmp_path: Path) -> None:
+    """Also when this engine ends before any server is back."""
+    sink = _Sink()
+    sink.draining = True
+    first = make_rig(sink=sink, spool_dir=str(tmp_path / "spool"))
+    try:
+        first.step(StepPlan((opened("a", 8),), (RowPlan("a", 0, 4, 0, first.table("a", 8)),)), first.slots("a", 0, 4))
+        first.step(StepPlan(aborts=(SampleAbort("a", "ABORTED", "it ended"),)), None)
+        wait_until(lambda: len(first.worker._pump._outbox._reports) == 1)
+        sink.break_link()
+    finally:
+        first.worker.close()
+    heir = make_rig(sink=_Sink(), spool_dir=str(tmp_path / "spool"))
+    try:
+        assert heir.sink.verdict(1) == Failed(1, "ABORTED", "it ended")
+        (told,) = heir.sink.samples.values()
+        assert told.opened.sample_id == "a"
+        wait_until(lambda: _is_empty(heir))
+    finally:
+        heir.worker.close()
 
 
 def test_rows_whose_room_was_needed_are_lost_with_the_link_and_that_is_said() -> None:

@@ -164,7 +164,7 @@ class Outbox:
         self._by_number.clear()
         self._backlog.clear()
         self._retries.clear()
-        self._reports.link_down()
+        self._reports.link_down(self._spooled)
         for sample in list(self._held.values()):
             self._replaying -= sample.queued
             sample.queued, sample.retry_at = False, 0.0
@@ -402,8 +402,13 @@ class Outbox:
                     self._shelf.drop(file)
                 file = None if self.link_up else self._shelf.put_report(sample.opened, sample.serial, code, message)
             sample.file = None
-            self._reports.add(Report.of(sample.opened, code, message, file))
+            self._reports.add(Report.of(sample.opened, sample.serial, code, message, file))
         self._forget(sample)
+
+    def _spooled(self, report: Report) -> SpoolFile | None:
+        """A file for a failure that came while the link was up, and was not told."""
+        opened = ingest_pb2.OpenSample.FromString(report.opened)
+        return self._shelf.put_report(opened, report.serial, report.code, report.message)
 
     def _forget(self, sample: HeldSample) -> None:
         del self._held[sample.serial]

@@ -23,13 +23,14 @@ class Report:
     """A failed sample: its OpenSample without what only a stored sample needs, serialized, for there may be many."""
 
     opened: bytes
+    serial: int
     code: str
     message: str
     file: SpoolFile | None
 
     @classmethod
-    def of(cls, opened: ingest_pb2.OpenSample, code: str, message: str, file: SpoolFile | None) -> Report:
-        return cls(bare(opened).SerializeToString(), code, message, file)
+    def of(cls, opened: ingest_pb2.OpenSample, serial: int, code: str, message: str, file: SpoolFile | None) -> Report:
+        return cls(bare(opened).SerializeToString(), serial, code, message, file)
 
 
 def bare(opened: ingest_pb2.OpenSample) -> ingest_pb2.OpenSample:
@@ -95,8 +96,13 @@ class Reports:
             self._done(report)
         return True
 
-    def link_down(self) -> None:
-        """What was told and not answered is told again."""
+    def link_down(self, spooled: Callable[[Report], SpoolFile | None]) -> None:
+        """What was told and not answered is told again. All is `spooled`, if it can be, for this engine may end before."""
         self._waiting.extendleft(reversed(self._told.values()))
         self._told.clear()
         self._paused_until = 0.0
+        for report in self._waiting:
+            if report.file is None:
+                report.file = spooled(report)
+                if report.file is None:
+                    return
