@@ -164,7 +164,7 @@ class Outbox:
         self._by_number.clear()
         self._backlog.clear()
         self._retries.clear()
-        self._reports.link_down(self._spooled)
+        self._reports.link_down(self._shelf.put_report)
         for sample in list(self._held.values()):
             self._replaying -= sample.queued
             sample.queued, sample.retry_at = False, 0.0
@@ -397,18 +397,15 @@ class Outbox:
         self._faults.add(sample.opened.sample_id, SampleFault(sample.req_id, code, message))
         if tell_server:
             file = sample.file
-            if file is None or sample.req_id:  # An earlier engine's file stays until the server has heard of it.
-                if file is not None:
-                    self._shelf.drop(file)
-                file = None if self.link_up else self._shelf.put_report(sample.opened, sample.serial, code, message)
+            if file is not None and sample.req_id:  # An earlier engine's file stays until the server has heard of it.
+                self._shelf.drop(file)
+                file = None
             sample.file = None
-            self._reports.add(Report.of(sample.opened, sample.serial, code, message, file))
+            report = Report.of(sample.opened, sample.serial, code, message, file)
+            if file is None and not self.link_up:
+                report.file = self._shelf.put_report(report)
+            self._reports.add(report)
         self._forget(sample)
-
-    def _spooled(self, report: Report) -> SpoolFile | None:
-        """A file for a failure that came while the link was up, and was not told."""
-        opened = ingest_pb2.OpenSample.FromString(report.opened)
-        return self._shelf.put_report(opened, report.serial, report.code, report.message)
 
     def _forget(self, sample: HeldSample) -> None:
         del self._held[sample.serial]

@@ -7,7 +7,7 @@ from collections import deque
 from typing import Any
 
 from slotstream.connector.held import HeldChunk, HeldSample
-from slotstream.connector.reports import bare
+from slotstream.connector.reports import Report
 from slotstream.connector.spool import Appended, ReadBack, Spool
 from slotstream.connector.spool_files import Place, SpooledSample, SpoolFile
 from slotstream.connector.staging import StagingPool
@@ -87,13 +87,14 @@ class Shelf:
             sample.commit_spooled = True
             self._append(file, ingest_pb2.IngestRequest(commit=sample.commit), None, (sample, None))
 
-    def put_report(self, opened: ingest_pb2.OpenSample, serial: int, code: str, message: str) -> SpoolFile | None:
+    def put_report(self, report: Report) -> SpoolFile | None:
         """A file that says no more than that the sample failed; None without a spool."""
         if self._spool is None or self._resting():
             return None
-        file = SpoolFile(serial, opened.namespace, opened.sample_id)
-        abort = ingest_pb2.AbortSample(code=code, message=message)
-        self._append(file, ingest_pb2.IngestRequest(open=bare(opened)), None, None)
+        opened = ingest_pb2.OpenSample.FromString(report.opened)
+        file = SpoolFile(report.serial, opened.namespace, opened.sample_id)
+        abort = ingest_pb2.AbortSample(code=report.code, message=report.message)
+        self._append(file, ingest_pb2.IngestRequest(open=opened), None, None)
         self._append(file, ingest_pb2.IngestRequest(abort=abort), None, None)
         return file
 

@@ -405,9 +405,9 @@ def _frames(reader: SampleReader, request: pb.ReadRequest) -> Iterator[bytes]:
     )
     if request.in_place:
         header.header_xxh3 = int(reader.file.header_xxh3, 16)
-        yield pb.ReadReply(header=header).SerializeToString()
-        return
     yield pb.ReadReply(header=header).SerializeToString()
+    if request.in_place:
+        return
     for block in reader.blocks(start, stop, positions, verify=not request.unverified):
         yield _rows_frame(block)
 
