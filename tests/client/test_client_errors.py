@@ -212,6 +212,35 @@ def test_no_peer_can_name_the_file_that_is_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    "facts",
+    [
+        pytest.param({"hash_rows": "0", "hashes": ""}, id="no rows a hash"),
+        pytest.param({"hash_rows": "64", "hashes": ""}, id="no hash"),
+        pytest.param({"hash_rows": "64", "hashes": "x" * 16}, id="not a hash"),
+        pytest.param({}, id="nothing"),
+    ],
+)
+def test_a_file_whose_hashes_are_nonsense_is_not_read(tmp_path: Path, facts: dict[str, str]) -> None:
+    """Though the server vouches for it."""
+    shape = (SAMPLE.dtype, SAMPLE.num_tokens, len(SAMPLE.layer_ids), SAMPLE.hidden_size)
+    header = encode_header(SampleHeader(*shape, facts, 4096))
+    file = tmp_path / file_path("default", "a")
+    file.parent.mkdir(parents=True)
+    file.write_bytes(header + SAMPLE.rows() + bytes(8 * SAMPLE.num_tokens))
+    asked: list[bool] = []
+
+    def read(request: samples_pb2.ReadRequest, context: grpc.ServicerContext) -> Iterator[Any]:
+        asked.append(request.in_place)
+        yield read_header(SAMPLE, header_xxh3=xxh3(header)) if request.in_place else read_header(SAMPLE)
+        if not request.in_place:
+            yield read_rows(SAMPLE, 0, 40)
+
+    with serving(Read=read) as address, connect(address, data_dir=tmp_path) as client:
+        assert client.get("a").token_ids.tolist() == SAMPLE.token_ids
+    assert asked == [True, False]
+
+
+@pytest.mark.parametrize(
     "replies",
     [
         pytest.param([], id="nothing at all"),
@@ -238,6 +267,16 @@ def test_a_peer_that_breaks_the_protocol(replies: list[Any]) -> None:
         pytest.raises(ProtocolViolation),
     ):
         client.get("a")
+
+
+def test_layers_that_the_sample_does_not_have(tmp_path: Path) -> None:
+    replies = [read_header(SAMPLE, layer_ids=[9])]
+    with (
+        serving(Read=lambda request, context: iter(replies)) as address,
+        connect(address, data_dir=tmp_path) as client,
+        pytest.raises(ProtocolViolation),
+    ):
+        client.get("a", layers=[9])
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slotstream.store.rowhash import GROUPS_MAX, GroupHasher, decode_hashes, encode_hashes, group_count, hash_rows_for
+from slotstream.store.rowhash import GROUPS_MAX, GroupHasher, hash_rows_for
 from slotstream.wire.errors import Damaged
 from slotstream.wire.hashing import xxh3
+from slotstream.wire.layout import decode_hashes, encode_hashes, group_count
 
 ROW = 3
 

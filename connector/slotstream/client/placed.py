@@ -4,28 +4,18 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 
 from slotstream.wire.errors import Damaged
-from slotstream.wire.hashing import HASH_HEX_CHARS, xxh3
-from slotstream.wire.layout import decode_header, header_length
+from slotstream.wire.hashing import xxh3
+from slotstream.wire.layout import SampleHeader, decode_hashes, decode_header, groups_of, header_length
 
 _FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # A FIFO in its place must not hang the reader.
 
 
 class NotInPlaceError(Exception):
     """The file at hand is not that of the sample: the rows have to come from the server."""
-
-
-@dataclass(frozen=True, slots=True)
-class Rows:
-    """Rows [first_row, first_row + rows) of a file, whole, in `data`."""
-
-    first_row: int
-    rows: int
-    data: memoryview
 
 
 class SampleFile:
@@ -36,22 +26,21 @@ class SampleFile:
         self._fd = -1
         try:
             self._fd = os.open(path, _FLAGS)
-            if not stat.S_ISREG(os.fstat(self._fd).st_mode):
-                raise NotInPlaceError(f"{path} is not a file")
-            raw = os.pread(self._fd, header_length(os.pread(self._fd, 8, 0)), 0)
-            if xxh3(raw) != header_xxh3:
-                raise NotInPlaceError(f"{path} is not the file of the sample that the server knows")
-            self.header = decode_header(raw)
-            self._hash_rows, self._hashes = int(self.header.metadata["hash_rows"]), self.header.metadata["hashes"]
-        except OSError as error:
+            self.header = self._checked_header(header_xxh3)
+            self._hash_rows = int(self.header.metadata["hash_rows"])
+            self._hashes = decode_hashes(self.header.metadata["hashes"], self.header.num_tokens, self._hash_rows)
+        except (OSError, Damaged, KeyError, ValueError) as error:
             self.close()
-            raise NotInPlaceError(f"{path}: {os.strerror(error.errno or 0)}") from error
-        except (Damaged, KeyError, ValueError) as error:
-            self.close()
-            raise NotInPlaceError(f"{path}: {error}") from error
-        except NotInPlaceError:
-            self.close()
-            raise
+            why = os.strerror(error.errno or 0) if isinstance(error, OSError) else error
+            raise NotInPlaceError(f"{path}: {why}") from error
+
+    def _checked_header(self, header_xxh3: int) -> SampleHeader:
+        if not stat.S_ISREG(os.fstat(self._fd).st_mode):
+            raise Damaged("this is not a file")
+        raw = os.pread(self._fd, header_length(os.pread(self._fd, 8, 0)), 0)
+        if xxh3(raw) != header_xxh3:
+            raise Damaged("this is not the file of the sample that the server knows")
+        return decode_header(raw)
 
     def close(self) -> None:
         """May be called twice."""
@@ -62,13 +51,14 @@ class SampleFile:
     def __del__(self) -> None:
         self.close()
 
-    def rows(self, start: int, stop: int, *, verify: bool, into: memoryview | None = None) -> Iterator[Rows]:
-        """Rows [start, stop) in order, a group of hashed rows (about 2 MiB) at a time; raises Damaged.
+    def rows(self, start: int, stop: int, *, verify: bool, into: memoryview | None = None) -> Iterator[tuple[int, memoryview]]:
+        """Rows [start, stop) in order, a group of hashed rows (about 2 MiB) at a time: the first one's number, and all
+        their bytes. Raises Damaged.
 
         into: [stop - start] rows of memory to read them into, where a group is wanted whole; the others are copied there.
         """
         row_bytes = self.header.row_bytes
-        for group in range(start // self._hash_rows, -(-stop // self._hash_rows) if stop > start else 0):
+        for group in groups_of(start, stop, self._hash_rows):
             first = group * self._hash_rows
             last = min(first + self._hash_rows, self.header.num_tokens)
             begin, end = max(first, start), min(last, stop)
@@ -76,12 +66,12 @@ class SampleFile:
             whole = (begin, end) == (first, last)
             data = target if whole and target is not None else memoryview(bytearray((last - first) * row_bytes))
             self._fill(data, self.header.header_bytes + first * row_bytes)
-            if verify and xxh3(data) != int(self._hashes[group * HASH_HEX_CHARS : (group + 1) * HASH_HEX_CHARS], 16):
+            if verify and xxh3(data) != self._hashes[group]:
                 raise Damaged(f"rows [{first}, {last}) do not match their hash")
             part = data[(begin - first) * row_bytes : (end - first) * row_bytes]
             if target is not None and not whole:
                 target[:] = part
-            yield Rows(begin, end - begin, part)
+            yield begin, part
 
     def _fill(self, data: memoryview, at: int) -> None:
         done = 0
@@ -93,13 +83,3 @@ class SampleFile:
             if not count:
                 raise Damaged("the file became shorter while it was read")
             done += count
-
-
-def picked(block: Rows, row_bytes: int, positions: Sequence[int], layer_bytes: int) -> memoryview:
-    """The layers at `positions` of whole rows, [rows, layers wanted, hidden], in memory of their own."""
-    pieces = [
-        block.data[row * row_bytes + position * layer_bytes :][:layer_bytes]
-        for row in range(block.rows)
-        for position in positions
-    ]
-    return memoryview(b"".join(pieces))

@@ -11,13 +11,13 @@ from types import TracebackType
 from typing import Self
 
 from slotstream.client.info import SampleInfo
-from slotstream.client.placed import NotInPlaceError, SampleFile, picked
+from slotstream.client.placed import NotInPlaceError, SampleFile
 from slotstream.client.rpc import WatchedStream
 from slotstream.v1 import samples_pb2
 from slotstream.wire import dtypes
 from slotstream.wire.errors import Interrupted, ProtocolViolation
 from slotstream.wire.frames import decode_reply
-from slotstream.wire.layout import file_path
+from slotstream.wire.layout import byte_runs, file_path, pick
 from slotstream.wire.names import LAYERS_MAX, ROWS_MAX, SAMPLE_BYTES_MAX
 
 
@@ -151,7 +151,8 @@ class RowReader:
         self._header_xxh3 = header.header_xxh3 if header.HasField("header_xxh3") else None
         wanted_layers = tuple(request.layer_ids) or self.info.layer_ids
         wanted_stop = request.stop if request.HasField("stop") else self.info.num_tokens
-        if (self.info.sample_id, self.layer_ids) != (request.sample_id, wanted_layers):
+        asked = (self.info.sample_id, self.layer_ids) == (request.sample_id, wanted_layers)
+        if not asked or not set(self.layer_ids) <= set(self.info.layer_ids):
             raise ProtocolViolation("the server answered a read with another sample's rows, or with other layers")
         if (self.start, self.stop) != (request.start, wanted_stop) or not self.start <= self.stop <= self.info.num_tokens:
             raise ProtocolViolation(f"the server answered with rows [{self.start}, {self.stop}), which were not asked for")
@@ -173,13 +174,12 @@ class RowReader:
         return None if frame is None else self._block_of(frame)
 
     def _rows_of(self, file: SampleFile, into: memoryview | None = None) -> Iterator[RowBlock]:
+        runs = None
+        if self.layer_ids != self.info.layer_ids:
+            positions = [self.info.layer_ids.index(layer) for layer in self.layer_ids]
+            runs = byte_runs(positions, dtypes.row_bytes(self.info.dtype, 1, self.info.hidden_size))
         rows = file.rows(self.start, self.stop, verify=self._verify, into=into)
-        if self.layer_ids == self.info.layer_ids:
-            return (RowBlock(block.first_row, block.rows, block.data) for block in rows)
-        # Not of `self`: a reader that nobody holds any more goes away at once, and its file with it.
-        row_bytes, layer_bytes = file.header.row_bytes, dtypes.row_bytes(self.info.dtype, 1, self.info.hidden_size)
-        positions = [self.info.layer_ids.index(layer) for layer in self.layer_ids]
-        return (RowBlock(block.first_row, block.rows, picked(block, row_bytes, positions, layer_bytes)) for block in rows)
+        return _blocks(rows, file.header.row_bytes, runs)
 
     def _block_of(self, frame: bytes) -> RowBlock:
         reply, data = decode_reply(frame)
@@ -188,6 +188,13 @@ class RowReader:
         if not in_order or not 0 < rows.rows <= self.stop - self._next_row or data.nbytes != rows.rows * self.row_bytes:
             raise ProtocolViolation(f"the server's rows do not continue at row {self._next_row}")
         return RowBlock(rows.first_row, rows.rows, data)
+
+
+def _blocks(rows: Iterator[tuple[int, memoryview]], row_bytes: int, runs: list[tuple[int, int]] | None) -> Iterator[RowBlock]:
+    """Not of the reader: one that nobody holds any more goes away at once, and its file with it."""
+    for first_row, data in rows:
+        wanted = data if runs is None else memoryview(b"".join(pick(data, row_bytes, runs)))
+        yield RowBlock(first_row, data.nbytes // row_bytes, wanted)
 
 
 def little_endian(token_ids: array[int]) -> bytes:

@@ -30,16 +30,11 @@ class Report:
 
     @classmethod
     def of(cls, opened: ingest_pb2.OpenSample, serial: int, code: str, message: str, file: SpoolFile | None) -> Report:
-        return cls(bare(opened).SerializeToString(), serial, code, message, file)
-
-
-def bare(opened: ingest_pb2.OpenSample) -> ingest_pb2.OpenSample:
-    """`opened` for a sample that will not come: nothing is to be preallocated for it."""
-    request = numbered(opened, 0)
-    request.rows_exact = False
-    request.ClearField("tags")
-    request.ClearField("metadata")
-    return request
+        request = numbered(opened, 0)
+        request.rows_exact = False  # Nothing is to be preallocated for a sample that will not come.
+        request.ClearField("tags")
+        request.ClearField("metadata")
+        return cls(request.SerializeToString(), serial, code, message, file)
 
 
 class Reports:

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from slotstream.wire.dtypes import ELEMENT_BYTES
 from slotstream.wire.errors import Damaged
-from slotstream.wire.hashing import to_hex, xxh3
+from slotstream.wire.hashing import HASH_HEX_CHARS, to_hex, xxh3
 
 FILE_SUFFIX = ".safetensors"
 HEADER_ALIGN = 4096  # Rows begin on a page.
@@ -142,3 +142,44 @@ def _strings(value: object) -> dict[str, str]:
         raise ValueError("metadata must map strings to strings")
     "".join((*value.keys(), *value.values())).encode()  # A lone surrogate, which JSON can spell, is no text.
     return dict(value)
+
+
+def byte_runs(positions: Sequence[int], layer_bytes: int) -> list[tuple[int, int]]:
+    """Bytes [begin, end) of a row that hold the layers at `positions`, in their order; neighbours in the row are one run."""
+    runs: list[tuple[int, int]] = []
+    for position in positions:
+        begin = position * layer_bytes
+        if runs and begin == runs[-1][1]:
+            runs[-1] = (runs[-1][0], begin + layer_bytes)
+        else:
+            runs.append((begin, begin + layer_bytes))
+    return runs
+
+
+def pick(rows: memoryview, row_bytes: int, runs: Sequence[tuple[int, int]]) -> list[memoryview]:
+    """The runs of each of the whole `rows`, row by row."""
+    return [rows[at:][begin:end] for at in range(0, rows.nbytes, row_bytes) for begin, end in runs]
+
+
+def groups_of(start: int, stop: int, hash_rows: int) -> range:
+    """The groups that rows [start, stop) lie in."""
+    return range(start // hash_rows, -(-stop // hash_rows) if stop > start else 0)
+
+
+def group_count(num_rows: int, hash_rows: int) -> int:
+    """Groups of `hash_rows` rows, each with one hash; the last may be shorter."""
+    return -(-num_rows // hash_rows)
+
+
+def encode_hashes(hashes: list[int]) -> str:
+    return "".join(map(to_hex, hashes))
+
+
+def decode_hashes(text: str, num_rows: int, hash_rows: int) -> list[int]:
+    """The hashes of a file's `hashes` entry. Raises Damaged when they are not one per group."""
+    if hash_rows < 1 or len(text) != group_count(num_rows, hash_rows) * HASH_HEX_CHARS:
+        raise Damaged("the file's list of row hashes does not fit its rows")
+    try:
+        return [int(text[at : at + HASH_HEX_CHARS], 16) for at in range(0, len(text), HASH_HEX_CHARS)]
+    except ValueError as error:
+        raise Damaged("the file's list of row hashes is malformed") from error

@@ -18,7 +18,7 @@ from slotstream.store.sample_file import SampleFile, read_sample_file, unpack_to
 from slotstream.wire.dtypes import ELEMENT_BYTES
 from slotstream.wire.errors import BadLayers, BadTokenRange, Damaged, SlotStreamError, StoreFull
 from slotstream.wire.hashing import Buffer, to_hex, xxh3
-from slotstream.wire.layout import TOKEN_ID_BYTES
+from slotstream.wire.layout import TOKEN_ID_BYTES, byte_runs, groups_of, pick
 
 BLOCK_BYTES = 1 << 21  # A whole hash group: a message costs both ends as much as some hundred KiB of rows do.
 _PIECES_MAX = 4096  # Reads in one block of a layer subset.
@@ -112,7 +112,7 @@ class SampleReader:
     def _whole_rows(self, start: int, stop: int) -> Iterator[RowBlock]:
         row_bytes, hash_rows = self.file.header.row_bytes, self.file.hash_rows
         step = max(1, BLOCK_BYTES // row_bytes)
-        for group in range(start // hash_rows, -(-stop // hash_rows) if stop > start else 0):
+        for group in groups_of(start, stop, hash_rows):
             group_start = group * hash_rows
             data = memoryview(self.read_group(group))
             until = min(stop, group_start + hash_rows)
@@ -133,27 +133,27 @@ class SampleReader:
         return data
 
     def _picked_layers(self, start: int, stop: int, positions: Sequence[int]) -> Iterator[RowBlock]:
-        header = self.file.header
-        layer_bytes = ELEMENT_BYTES[header.dtype] * header.hidden_size
-        runs = [(first * layer_bytes, (first + count) * layer_bytes) for first, count in _runs(positions)]
+        row_bytes, runs = self.file.header.row_bytes, self._runs(positions)
         step = max(1, _PIECES_MAX // len(runs))
         for block in self._whole_rows(start, stop):
             whole = memoryview(block.data[0])
             for first in range(0, block.rows, step):
-                rows = range(first, min(first + step, block.rows))
-                pieces = [whole[row * header.row_bytes :][begin:end] for row in rows for begin, end in runs]
-                yield RowBlock(block.first_row + first, len(rows), pieces)
+                last = min(first + step, block.rows)
+                pieces = pick(whole[first * row_bytes : last * row_bytes], row_bytes, runs)
+                yield RowBlock(block.first_row + first, last - first, pieces)
 
     def _layers_alone(self, start: int, stop: int, positions: Sequence[int]) -> Iterator[RowBlock]:
         header = self.file.header
-        layer_bytes = ELEMENT_BYTES[header.dtype] * header.hidden_size
-        runs = [(first * layer_bytes, count * layer_bytes) for first, count in _runs(positions)]
-        step = max(1, min(BLOCK_BYTES // (len(positions) * layer_bytes), _PIECES_MAX // len(runs)))
+        runs = self._runs(positions)
+        step = max(1, min(BLOCK_BYTES // sum(end - begin for begin, end in runs), _PIECES_MAX // len(runs)))
         for first in range(start, stop, step):
             last = min(first + step, stop)
             rows_at = range(header.header_bytes + first * header.row_bytes, header.token_ids_at, header.row_bytes)
-            pieces = [self._read(nbytes, at + skip) for at in rows_at[: last - first] for skip, nbytes in runs]
+            pieces = [self._read(end - begin, at + begin) for at in rows_at[: last - first] for begin, end in runs]
             yield RowBlock(first, last - first, pieces)
+
+    def _runs(self, positions: Sequence[int]) -> list[tuple[int, int]]:
+        return byte_runs(positions, ELEMENT_BYTES[self.file.header.dtype] * self.file.header.hidden_size)
 
     def _read(self, nbytes: int, at: int) -> bytes:
         try:
@@ -169,14 +169,3 @@ def unreadable(error: OSError) -> SlotStreamError:
     """What a read is answered with: StoreFull while the process is out of descriptors, else the file is Damaged."""
     failure = store_error(error, "opening or reading the sample's file")
     return failure if isinstance(failure, StoreFull) else Damaged(str(failure))
-
-
-def _runs(positions: Sequence[int]) -> list[tuple[int, int]]:
-    """Neighbours in `positions` that are neighbours in the row too, as (first position, count)."""
-    runs: list[tuple[int, int]] = []
-    for position in positions:
-        if runs and position == sum(runs[-1]):
-            runs[-1] = (runs[-1][0], runs[-1][1] + 1)
-        else:
-            runs.append((position, 1))
-    return runs

@@ -10,8 +10,8 @@ from collections.abc import Callable
 
 import xxhash
 
-from slotstream.wire.errors import Damaged
-from slotstream.wire.hashing import HASH_HEX_CHARS, to_hex, xxh3
+from slotstream.wire.hashing import xxh3
+from slotstream.wire.layout import group_count
 
 GROUP_BYTES = 1 << 21
 GROUPS_MAX = 1 << 16
@@ -24,10 +24,6 @@ def hash_rows_for(row_bytes: int, rows_max: int) -> int:
     while rows * 2 * row_bytes <= GROUP_BYTES or rows * GROUPS_MAX < rows_max:
         rows *= 2
     return rows
-
-
-def group_count(num_rows: int, hash_rows: int) -> int:
-    return -(-num_rows // hash_rows)
 
 
 class GroupHasher:
@@ -89,17 +85,3 @@ class GroupHasher:
             state, next_row = self._unfinished.get(group, (None, -1))
             hashes.append(state.intdigest() if state is not None and next_row == stop else xxh3(read_rows(start, stop)))
         return hashes
-
-
-def encode_hashes(hashes: list[int]) -> str:
-    return "".join(map(to_hex, hashes))
-
-
-def decode_hashes(text: str, num_rows: int, hash_rows: int) -> list[int]:
-    """The hashes of a file's `hashes` entry. Raises Damaged when they are not one per group."""
-    if hash_rows < 1 or len(text) != group_count(num_rows, hash_rows) * HASH_HEX_CHARS:
-        raise Damaged("the file's list of row hashes does not fit its rows")
-    try:
-        return [int(text[at : at + HASH_HEX_CHARS], 16) for at in range(0, len(text), HASH_HEX_CHARS)]
-    except ValueError as error:
-        raise Damaged("the file's list of row hashes is malformed") from error

@@ -11,15 +11,18 @@ from functools import cached_property
 
 from slotstream.store.files import Files
 from slotstream.store.records import STORE_KEYS, SampleKey, SampleRecord, SampleSpec, State, compact_json, connector_metadata
-from slotstream.store.rowhash import GroupHasher, decode_hashes, encode_hashes, group_count, hash_rows_for
+from slotstream.store.rowhash import GroupHasher, hash_rows_for
 from slotstream.wire.errors import BadNamespace, BadParams, BadSampleId, BadTags, Damaged, TooLarge
 from slotstream.wire.hashing import HASH_HEX_CHARS, Buffer, to_hex, xxh3
 from slotstream.wire.layout import (
     HEADER_ALIGN,
     HEADER_BYTES_MAX,
     SampleHeader,
+    decode_hashes,
     decode_header,
+    encode_hashes,
     encode_header,
+    group_count,
     header_bytes_for,
     header_length,
 )
