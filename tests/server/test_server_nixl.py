@@ -330,6 +330,16 @@ def test_an_old_generation_is_a_violation(shared: RunningServer, owner: Owner) -
         assert peer.ending()[1] == "PROTOCOL"
 
 
+def test_a_chunk_announced_twice_in_a_message_is_a_violation(shared: RunningServer, owner: Owner) -> None:
+    """What was right before it is let go of."""
+    sample = Sample(rows=16)
+    twice = [chunk_of(owner.announce(sample, 1, 1, 0, 8, slot=slot)) for slot in (0, 1)]
+    with greeted(shared.address, owner.offer) as peer:
+        peer.say(sample.open(1), pb.IngestRequest(announcements=pb.Announcements(chunks=twice)))
+        assert peer.ending()[1] == "PROTOCOL"
+    wait_until(lambda: shared.metric("held_bytes") == shared.metric("open_samples") == 0)
+
+
 @pytest.mark.parametrize("cut", ["half", "noise", "another's name"])
 def test_metadata_that_is_wrong_is_not_taken(shared: RunningServer, owner: Owner, cut: str) -> None:
     offer = pb.NixlOffer()
@@ -499,7 +509,8 @@ def test_a_sender_that_is_killed_takes_only_its_own_samples_with_it(running: Run
         sender.finish()
         assert not sender.failed
         assert_stored(running.address, "survivor", sender)
-    wait_until(lambda: running.metric("open_samples") == 0 and running.metric("nixl_quarantined_slots") == 0)
+    wait_until(lambda: running.metric("open_samples") == running.metric("held_bytes") == 0)
+    wait_until(lambda: running.metric("nixl_quarantined_slots") == 0)
     reader = running.server._ingest.puller._reader
     assert reader is None or not reader.pulls  # What nobody waits for would count as a sign that the reader hangs.
 

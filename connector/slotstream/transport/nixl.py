@@ -12,8 +12,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 
-import numpy as np
-
 from slotstream.transport.base import FellBack, SinkEvent, StagedChunk
 from slotstream.transport.grpc import DataPlane, Frames, chunk_header
 from slotstream.transport.logs import connector_logger
@@ -159,7 +157,8 @@ class NixlPlane:
             )
 
     def encode(self, chunks: Sequence[StagedChunk]) -> Iterator[bytes]:
-        said = [(chunk, self._announce(chunk)) for chunk in chunks]
+        with self._changed:
+            said = [(chunk, self._announce(chunk)) for chunk in chunks]
         # One message for all of them: what a message costs, on both sides, is more than all else that a chunk does.
         if announcements := [announce for _, announce in said if announce is not None]:
             request = ingest_pb2.IngestRequest(announcements=ingest_pb2.Announcements(chunks=announcements))
@@ -168,27 +167,22 @@ class NixlPlane:
 
     def _announce(self, chunk: StagedChunk) -> ingest_pb2.Announce | None:
         """What is said of a chunk that the server is to read; None where it has to be sent."""
-        offer = self._offer
-        if offer is None:
+        offer, buffer = self._offer, chunk.buffer
+        if offer is None or buffer.readonly:  # Staging is not.
             return None
-        address = int(np.frombuffer(chunk.buffer, dtype=np.uint8).ctypes.data)
+        address = memory_address(buffer)
         slot, at = divmod(address - offer.address, offer.slot_bytes)
-        if not 0 <= slot < offer.slots or at + chunk.buffer.nbytes > offer.slot_bytes:
+        if not 0 <= slot < offer.slots or at + buffer.nbytes > offer.slot_bytes:
             return None
-        with self._changed:
-            if not self._welcome or not self._trust.may_announce(chunk.chunk):
-                return None
-            self._generations[slot] += 1
-            if not self._announced:
-                self._changed.notify_all()
-            self._announced.add(chunk.chunk)
-            return ingest_pb2.Announce(
-                header=chunk_header(chunk),
-                slot=slot,
-                generation=self._generations[slot],
-                address=address,
-                length=chunk.buffer.nbytes,
-            )
+        if not self._welcome or not self._trust.may_announce(chunk.chunk):
+            return None
+        self._generations[slot] += 1
+        if not self._announced:
+            self._changed.notify_all()
+        self._announced.add(chunk.chunk)
+        return ingest_pb2.Announce(
+            header=chunk_header(chunk), slot=slot, generation=self._generations[slot], address=address, length=buffer.nbytes
+        )
 
     def acked(self, chunk: int) -> None:
         with self._changed:

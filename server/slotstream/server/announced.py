@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from slotstream.server.lane import Abort, Commit
 from slotstream.server.nixl_puller import Pull, Pulled, Puller, PullPeer
@@ -78,12 +78,15 @@ class Announced:
         self._generations[announce.slot] = announce.generation
         return Pull(header.sample, header.chunk, header.first_row, header.rows, header.xxh3, announce.address, announce.length)
 
-    def start(self, pull: Pull) -> None:
-        """Read it; what becomes of it appears in `results`. Until `arrived`, its sample's later items are parked."""
+    def expect(self, pull: Pull) -> None:
+        """It is going to be started. Until `arrived`, its sample's later items are parked."""
+        self._expected.setdefault(pull.sample, set()).add(pull.chunk)
+
+    def start(self, pulls: Sequence[Pull]) -> None:
+        """Read what is expected; what becomes of each appears in `results`."""
         assert self._puller is not None
         assert self._peer is not None
-        self._expected.setdefault(pull.sample, set()).add(pull.chunk)
-        self._puller.pull(self._peer, pull)
+        self._puller.pull(self._peer, pulls)
 
     def _pulled(self, pulled: Pulled) -> None:
         self.results.append(pulled)
@@ -131,12 +134,13 @@ class Announced:
     def free(self, pulled: Pulled) -> None:
         """The bytes of a result are not needed."""
         if self._puller is not None and pulled.slot is not None:
-            self._puller.free(pulled.slot)
+            self._puller.free((pulled.slot,))
 
-    def close(self) -> None:
-        """The stream ended."""
-        if self._puller is not None and self._peer is not None:
-            self._puller.disconnect(self._peer)
+    def close(self) -> list[Pull]:
+        """The stream ended. What was started and will not appear in `results`."""
+        if self._puller is None or self._peer is None:
+            return []
+        return self._puller.disconnect(self._peer)
 
 
 def _check_offer(offer: pb.NixlOffer) -> None:

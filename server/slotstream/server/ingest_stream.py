@@ -16,7 +16,7 @@ from slotstream.server.announced import Announced
 from slotstream.server.gate import Session
 from slotstream.server.ingest_requests import commit_bytes, peers_failure, refused_record, spec_of
 from slotstream.server.lane import Abort, Chunk, Commit, Done, Ended, Lane, Open, Refuse
-from slotstream.server.nixl_puller import Pulled
+from slotstream.server.nixl_puller import Pull, Pulled, Slot
 from slotstream.server.version import server_version
 from slotstream.store.ranges import RangeSet
 from slotstream.store.records import Failure, SampleKey
@@ -111,7 +111,9 @@ class Stream:
                 raise ServerDraining("the server is shutting down")
         finally:
             self._connected = False
-            self._announced.close()
+            for pull in self._announced.close():
+                self._let_go(pull.nbytes)
+                self._chunks_held -= 1
             for task in (receiver, sender, ending, watch):
                 task.cancel()
             self._abandon(Failure.of(Interrupted("the stream broke while the sample was arriving")))
@@ -256,18 +258,21 @@ class Stream:
             raise ProtocolViolation(f"{len(announcements)} chunks cannot be announced at a time")
         if sum(announce.length for announce in announcements) > self._service.config.window_bytes:
             raise ProtocolViolation("more was announced at a time than may be in flight")
-        for announce in announcements:
-            self._take_announce(announce)
-
-    def _take_announce(self, announce: pb.Announce) -> None:
-        pull = self._announced.take(announce)
-        if self._lane(pull.sample) is None:  # As below.
-            self._ack(pull.chunk, pull.nbytes)
-            return
-        self._hold(pull.nbytes)
-        self._chunks_held += 1
-        self._look_later()
-        self._announced.start(pull)
+        pulls: list[Pull] = []
+        try:
+            for announce in announcements:
+                pull = self._announced.take(announce)
+                if self._lane(pull.sample) is None:  # As below.
+                    self._ack(pull.chunk, pull.nbytes)
+                    continue
+                self._hold(pull.nbytes)
+                self._chunks_held += 1
+                self._announced.expect(pull)
+                pulls.append(pull)
+        finally:
+            if pulls:  # Also those before one that is wrong: they are held.
+                self._look_later()
+                self._announced.start(pulls)
 
     def _take_pulled(self, pulled: Pulled) -> None:
         """What became of an announced chunk."""
@@ -406,18 +411,21 @@ class Stream:
         self._collecting = False  # Before looking: what is posted from here on asks for another wake-up.
         while self._announced.results:
             self._take_pulled(self._announced.results.popleft())
+        freed: list[Slot] = []
         while self._results:
             done = self._results.popleft()
             self._let_go(done.nbytes)
             if done.acked is not None:
                 self._chunks_held -= 1
                 self._ack(done.acked, done.nbytes)
-            if done.slot is not None and self._service.puller is not None:
-                self._service.puller.free(done.slot)
+            if done.slot is not None:
+                freed.append(done.slot)
             if done.opened and done.lane.key is not None:
                 self._service.arrivals.notify(done.lane.key)
             if done.ended is not None:
                 self._end_sample(done.lane, done.ended)
+        if freed and self._service.puller is not None:
+            self._service.puller.free(freed)
         self._room.set()
         if not self._connected:
             self._service.forget(self)

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
@@ -105,7 +105,7 @@ class _Reader:
     def send(self, *message: object) -> None:
         """Never waits: a reader that does not listen for so long is none."""
         try:
-            data = json.dumps(message).encode() + b"\n"
+            data = json.dumps([message]).encode() + b"\n"
             if self.link.send(data, socket.MSG_DONTWAIT) == len(data):
                 return
         except OSError:
@@ -183,8 +183,8 @@ class Puller:
                     peer.connected.set_result(peer)
             return peer.connected
 
-    def pull(self, peer: PullPeer, pull: Pull) -> None:
-        """Read one more chunk; the peer's `take` hears of it."""
+    def pull(self, peer: PullPeer, pulls: Sequence[Pull]) -> None:
+        """Read more chunks; the peer's `take` hears of each."""
         with self._lock:
             try:
                 reader = self._started()
@@ -193,27 +193,31 @@ class Puller:
             else:
                 if peer.reader is not reader:
                     self._introduce(peer, reader)
-                number = self._next_number()
-                reader.pulls[number] = (peer, pull, time.monotonic() + READ_S + _STUCK_S)
-                reader.send("pull", peer.number, number, pull.address, pull.nbytes)
+                answer_by = time.monotonic() + READ_S + _STUCK_S
+                numbered = [(self._next_number(), pull) for pull in pulls]
+                reader.pulls.update((number, (peer, pull, answer_by)) for number, pull in numbered)
+                reader.send("pull", peer.number, [(number, pull.address, pull.nbytes) for number, pull in numbered])
                 return
-        peer.take(Pulled(pull, problem=problem))
+        for pull in pulls:
+            peer.take(Pulled(pull, problem=problem))
 
-    def free(self, slot: Slot) -> None:
-        """The bytes in `slot` are not needed any more."""
+    def free(self, slots: Sequence[Slot]) -> None:
+        """The bytes in `slots` are not needed any more."""
         with self._lock:
-            if slot.reader is self._reader:
-                slot.reader.send("free", slot.index)
+            reader = self._reader
+            if reader is not None and (indices := [slot.index for slot in slots if slot.reader is reader]):
+                reader.send("free", indices)
 
-    def disconnect(self, peer: PullPeer) -> None:
-        """The peer's stream ended: nobody waits for what it announced."""
+    def disconnect(self, peer: PullPeer) -> list[Pull]:
+        """The peer's stream ended: nobody waits for what it announced. The pulls that its `take` will not hear of."""
         with self._lock:
             self._peers.pop(peer.number, None)
             reader = self._reader
-            if reader is not None and peer.reader is reader:
-                for number in [number for number, (whose, _, _) in reader.pulls.items() if whose is peer]:
-                    del reader.pulls[number]
-                reader.send("disconnect", peer.number)
+            if reader is None or peer.reader is not reader:
+                return []
+            reader.send("disconnect", peer.number)
+            dropped = [number for number, (whose, _, _) in reader.pulls.items() if whose is peer]
+            return [reader.pulls.pop(number)[1] for number in dropped]
 
     def close(self) -> None:
         """End the reader, and wait for that. Every stream must have ended."""
@@ -262,8 +266,8 @@ class Puller:
             *lines, rest = (rest + received).split(b"\n")
             for line in lines:
                 try:
-                    name, *arguments = json.loads(line)
-                    getattr(self, f"_on_{name}")(reader, *arguments)
+                    for name, *arguments in json.loads(line):
+                        getattr(self, f"_on_{name}")(reader, *arguments)
                 except Exception:
                     _log.exception("the reader said something that cannot be understood")
                     reader.process.kill()
@@ -300,7 +304,7 @@ class Puller:
     def _on_read(self, reader: _Reader, number: int, index: int) -> None:
         with self._lock:
             if number not in reader.pulls:  # Its peer was disconnected.
-                reader.send("free", index)
+                reader.send("free", [index])
                 return
             peer, pull, _ = reader.pulls.pop(number)
         at = index * SLOT_BYTES

@@ -59,11 +59,15 @@ class _Peer:
 
 
 class Reader:
-    """Serves one server over `link`, until that is closed. Lines of JSON both ways; the methods `on_*` are the requests."""
+    """Serves one server over `link`, until that is closed. The methods `on_*` are its requests.
+
+    Both ways a line is a list of messages in JSON: what is said at a time goes in one, for a line costs more than a message.
+    """
 
     def __init__(self, link: socket.socket, pool_descriptor: int, pool_bytes: int, read_s: float) -> None:
         """Raises NixlFault."""
         self._link = link
+        self._to_say: list[tuple[object, ...]] = []
         self._read_s = read_s
         self._memory = map_pool(pool_descriptor, pool_bytes)
         self._address = memory_address(self._memory)
@@ -75,27 +79,36 @@ class Reader:
         self._turn: deque[int] = deque()
         self._received = b""
         self._quarantined = 0
+        self._moved = False  # Something was started or is over: there may be more to do at once.
         self._say("ready")
 
     def serve(self) -> None:
         """Returns when the server is gone."""
+        self._tell()
         while self._listen():
             self._advance()
+            self._tell()
 
     def _say(self, *message: object) -> None:
-        self._link.sendall(json.dumps(message).encode() + b"\n")
+        self._to_say.append(message)
+
+    def _tell(self) -> None:
+        if self._to_say:
+            said, self._to_say = self._to_say, []
+            self._link.sendall(json.dumps(said).encode() + b"\n")
 
     def _listen(self) -> bool:
         """Do what the server asked for meanwhile; False when it is gone."""
         busy = any(peer.active for peer in self._peers.values())
-        pause_s = _BUSY_S if busy else _IDLE_S if self._peers else None
+        pause_s = 0 if self._moved else _BUSY_S if busy else _IDLE_S if self._peers else None
+        self._moved = False
         if not select.select((self._link,), (), (), pause_s)[0]:
             return True
         received = self._link.recv(_RECEIVE_BYTES)
         *lines, self._received = (self._received + received).split(b"\n")
         for line in lines:
-            name, *arguments = json.loads(line)
-            getattr(self, f"on_{name}")(*arguments)
+            for name, *arguments in json.loads(line):
+                getattr(self, f"on_{name}")(*arguments)
         return bool(received)
 
     # -- what the server asks for
@@ -114,17 +127,20 @@ class Reader:
         self._turn.append(number)
         self._say("connected", number)
 
-    def on_pull(self, peer: int, number: int, address: int, nbytes: int) -> None:
-        """Read `nbytes` at `address` of the peer; answered with read or failed."""
+    def on_pull(self, peer: int, wanted: list[tuple[int, int, int]]) -> None:
+        """Read memory of the peer: each time a number, an address and bytes. Each is answered with read or failed."""
         found = self._peers.get(peer)
-        if found is None:
-            self._say("failed", number, "the peer is not connected", False)
-        else:
-            found.waiting.append(_Pull(number, address, nbytes, time.monotonic() + self._read_s))
+        deadline = time.monotonic() + self._read_s
+        for number, address, nbytes in wanted:
+            if found is None:
+                self._say("failed", number, "the peer is not connected", False)
+            else:
+                found.waiting.append(_Pull(number, address, nbytes, deadline))
 
-    def on_free(self, slot: int) -> None:
-        """The server is done with a slot that it was told of."""
-        self._pool.give(slot)
+    def on_free(self, slots: list[int]) -> None:
+        """The server is done with slots that it was told of."""
+        for slot in slots:
+            self._pool.give(slot)
 
     def on_disconnect(self, number: int) -> None:
         """The peer's stream ended: nobody waits for what it announced."""
@@ -158,6 +174,7 @@ class Reader:
                 self._bury(peer)
             if not peer.broken:
                 self._start(peer)
+                self._finish(peer)  # On one host what was started is over by now.
             self._expire(peer)
         if self._peers:
             self._agent.progress()
@@ -180,6 +197,7 @@ class Reader:
             peer.handles[pull.slot, pull.address, pull.nbytes] = pull.handle
             if len(peer.handles) > _HANDLES_MAX:
                 self._release(peer.handles.popitem(last=False)[1])
+            self._moved = True
             self._say("read", pull.number, pull.slot)
 
     def _start(self, peer: _Peer) -> None:
@@ -280,7 +298,7 @@ def main() -> None:
     try:
         Reader(link, pool, nbytes, float(sys.argv[4])).serve()
     except NixlFault as error:
-        link.sendall(json.dumps(("unusable", str(error))).encode() + b"\n")
+        link.sendall(json.dumps([("unusable", str(error))]).encode() + b"\n")
     except (BrokenPipeError, ConnectionResetError):
         pass  # The server was killed.
     os._exit(0)  # Libraries that NIXL brings crash at times in what they do at an exit; there is nothing left to do.
