@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -11,6 +10,8 @@ from time import perf_counter
 from typing import Any, Protocol
 
 from children import Child, questions
+
+from slotstream.wire.memory import map_memory
 
 LAYERS, HIDDEN = 4, 4096
 ROW_BYTES = LAYERS * HIDDEN * 2
@@ -68,8 +69,8 @@ class Stream(Protocol):
 
 
 def source() -> memoryview:
-    """What to send chunks from, page aligned; the same bytes in every process."""
-    memory = memoryview(mmap.mmap(-1, SOURCE_BYTES))
+    """What to send chunks from, in memory like the connector's staging; the same bytes in every process."""
+    memory = memoryview(map_memory(SOURCE_BYTES))
     block = Random(0).randbytes(1 << 20)
     for at in range(0, SOURCE_BYTES, len(block)):
         memory[at : at + len(block)] = block

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
-import mmap
 from dataclasses import dataclass
 from types import ModuleType
 from typing import TYPE_CHECKING
 
 from slotstream.client.reading import RowReader
+from slotstream.wire.memory import map_memory
 
 if TYPE_CHECKING:
     import torch
 
-_HUGE_BYTES = 4 << 20  # From here on in huge pages, where the system has them: new memory then costs a quarter.
+_HUGE_BYTES = 4 << 20  # From here on in memory of its own.
 _TORCH_NAMES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 
 
@@ -82,9 +81,5 @@ def _empty(nbytes: int) -> torch.Tensor:
     if nbytes < _HUGE_BYTES:
         empty: torch.Tensor = torch_module.empty(nbytes, dtype=torch_module.uint8)
         return empty
-    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # A kernel without them.
-            memory.madvise(mmap.MADV_HUGEPAGE)
-    mapped: torch.Tensor = torch_module.frombuffer(memory, dtype=torch_module.uint8)
+    mapped: torch.Tensor = torch_module.frombuffer(map_memory(nbytes), dtype=torch_module.uint8)
     return mapped

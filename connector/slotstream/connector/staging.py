@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterable
 
 import torch
 
+from slotstream.wire.memory import map_memory
+
 _WAIT_SLICE_S = 0.05
 
 
@@ -28,7 +30,7 @@ class StagingPool:
         self.slot_bytes = slot_bytes
         self.num_slots = num_slots
         self.reserved_slots = tuple(range(num_slots, num_slots + reserved))
-        self.memory = torch.empty((num_slots + reserved) * slot_bytes, dtype=torch.uint8, pin_memory=device.type != "cpu")
+        self.memory = _memory((num_slots + reserved) * slot_bytes, device)
         self._view = memoryview(self.memory.numpy())  # type: ignore[arg-type]
         self._free = list(range(num_slots - 1, -1, -1))  # A stack: slots used lately are warm, the others untouched.
         self._changed = threading.Condition()
@@ -148,3 +150,9 @@ class StagingPool:
         """The first `nbytes` of a slot, without a copy."""
         at = slot * self.slot_bytes
         return self._view[at : at + nbytes]
+
+
+def _memory(nbytes: int, device: torch.device) -> torch.Tensor:
+    if device.type == "cpu":
+        return torch.frombuffer(map_memory(nbytes), dtype=torch.uint8)
+    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)

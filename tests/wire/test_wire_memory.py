@@ -1,0 +1,28 @@
+import ctypes
+import mmap
+
+import pytest
+
+from slotstream.wire.memory import map_memory
+
+
+@pytest.mark.parametrize("nbytes", [1, 4096, (5 << 20) + 3])
+def test_memory_is_zeroed_and_begins_on_a_page(nbytes: int) -> None:
+    memory = map_memory(nbytes)
+    assert len(memory) == nbytes
+    assert not any(memory[:nbytes])
+    memory[nbytes - 1] = 7
+    assert ctypes.addressof(ctypes.c_char.from_buffer(memory)) % mmap.PAGESIZE == 0
+
+
+@pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="no huge pages on this system")
+def test_a_kernel_without_huge_pages_gives_small_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mmap, "MADV_HUGEPAGE", 9999)  # Advice that no kernel knows.
+    with pytest.raises(OSError, match="argument"):
+        mmap.mmap(-1, 4096).madvise(9999)
+    assert map_memory(4096)[:] == bytes(4096)
+
+
+def test_more_than_there_is_is_an_error() -> None:
+    with pytest.raises((OSError, OverflowError)):
+        map_memory(1 << 62)
