@@ -1,8 +1,8 @@
-"""A sender as a process: the connector's worker half, pump, staging and gRPC sink over a cache on the CPU, without vLLM.
+"""A sender as a process: the connector's worker half, pump, staging and sink over a cache on the CPU, without vLLM.
 
-`python sender.py ADDRESS LEDGER NAME SEED [--pause-ms N] [--spool DIR] [--heir]`: begins samples, each in a few engine steps,
-until SIGTERM or until its standard input ends; writes every promise to the ledger before it is made, and every outcome when it
-is heard. An heir begins nothing: it sends what others left in the spool.
+`python sender.py ADDRESS LEDGER NAME SEED [--transport NAME] [--pause-ms N] [--spool DIR] [--heir]`: begins samples, each in
+a few engine steps, until SIGTERM or until its standard input ends; writes every promise to the ledger before it is made, and
+every outcome when it is heard. An heir begins nothing: it sends what others left in the spool.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from slotstream.connector.watch import ServerWatch
 from slotstream.connector.worker import WorkerHalf
 from slotstream.transport.base import Committed, SinkEvent
 from slotstream.transport.grpc import GrpcSink
+from slotstream.transport.nixl import plane_for
 from slotstream.v1 import ingest_pb2
 from slotstream.wire.names import PROTOCOL_VERSION
 
@@ -44,8 +45,11 @@ _LONG_EVERY = 40  # One sample in so many is long.
 class _Sink(GrpcSink):
     """The sink, with somebody who learns which samples were committed: the engine itself never asks."""
 
-    def __init__(self, address: str, hello: ingest_pb2.Hello, ack_timeout_s: float, committed: Callable[[str], None]) -> None:
-        super().__init__(address, hello, ack_timeout_s=ack_timeout_s)
+    def __init__(
+        self, options: ConnectorOptions, hello: ingest_pb2.Hello, transport: str, committed: Callable[[str], None]
+    ) -> None:
+        plane = plane_for(transport, options.server)
+        super().__init__(options.server, hello, ack_timeout_s=options.ack_timeout_s, plane=plane)
         self._committed = committed
         self._ids: dict[int, str] = {}
 
@@ -73,7 +77,9 @@ class _Request:
 class Sender:
     """An engine that runs nothing: each step writes rows into the cache, as a device would, and has them captured."""
 
-    def __init__(self, address: str, ledger: Ledger, name: str, seed: int, spool: Path | None, running_max: int) -> None:
+    def __init__(
+        self, address: str, transport: str, ledger: Ledger, name: str, seed: int, spool: Path | None, running_max: int
+    ) -> None:
         self._rng = random.Random(seed)
         self._running_max = running_max
         self._ledger = ledger
@@ -96,7 +102,7 @@ class Sender:
         config = ConnectorConfig(options, self._prefix, "synthetic", LAYER_IDS, HIDDEN, "BF16", {"engine_id": self._prefix})
         hello = ingest_pb2.Hello(protocol=PROTOCOL_VERSION, engine_id=self._prefix)
         self._watch = ServerWatch(address, patient=spool is not None)
-        sink = _Sink(address, hello, options.ack_timeout_s, lambda sample_id: self._ended(sample_id, "committed"))
+        sink = _Sink(options, hello, transport, lambda sample_id: self._ended(sample_id, "committed"))
         self._worker = WorkerHalf(config, self._cache, sink, _STEP_TOKENS_MAX)
 
     def step(self) -> None:
@@ -184,6 +190,7 @@ def main() -> None:
     parser.add_argument("ledger", type=Path)
     parser.add_argument("name")
     parser.add_argument("seed", type=int)
+    parser.add_argument("--transport", choices=["grpc", "nixl"], default="grpc")
     parser.add_argument("--pause-ms", type=float, default=10.0)
     parser.add_argument("--spool", type=Path)
     parser.add_argument("--heir", action="store_true")
@@ -196,7 +203,9 @@ def main() -> None:
     ledger = Ledger(arguments.ledger)
     ledger.write("started", seed=arguments.seed, pid=os.getpid())  # From here on SIGTERM ends us in order.
     running_max = 0 if arguments.heir else _RUNNING_MAX
-    sender = Sender(arguments.address, ledger, arguments.name, arguments.seed, arguments.spool, running_max)
+    sender = Sender(
+        arguments.address, arguments.transport, ledger, arguments.name, arguments.seed, arguments.spool, running_max
+    )
     while not stop.is_set():
         sender.step()
         time.sleep(arguments.pause_ms / 1000)

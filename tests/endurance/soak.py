@@ -174,6 +174,8 @@ class Soak:
             if name.startswith("slotstream_samples_total"):
                 ended["failed" if 'outcome="failed"' in name else "committed"] += int(value)
         self.done.update({f"server says: {outcome}": count for outcome, count in ended.items()})
+        for transport in ("grpc", "nixl"):
+            self.done[f"chunks over {transport}"] = int(gauges.get(f'slotstream_chunks_total{{transport="{transport}"}}', 0))
         stored = {
             state: int(gauges[f'slotstream_stored_samples{{state="{state}"}}']) for state in ("arriving", "committed", "failed")
         }
@@ -186,7 +188,7 @@ class Soak:
         self._equal("files", stored["committed"], files)
         self._equal("samples arriving", stored["arriving"], 0)
         self._equal("partial files", len(list(self.world.data_dir.rglob("*.partial"))), 0)
-        for gauge in ("open_samples", "ingest_streams", "reads", "waiting_reads"):
+        for gauge in ("open_samples", "held_bytes", "ingest_streams", "reads", "waiting_reads"):
             self._equal(gauge, int(gauges[f"slotstream_{gauge}"]), 0)
 
     def _equal(self, what: str, one: int, other: int) -> None:

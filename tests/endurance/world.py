@@ -19,6 +19,7 @@ from typing import Self
 from ledger import Promise, promises
 
 from slotstream.client import ServerUnavailable, connect
+from slotstream.wire.nixl import is_installed
 
 _START_S = 120.0
 _SENDER = Path(__file__).with_name("sender.py")
@@ -73,6 +74,11 @@ class Process:
         return len(list(Path(f"/proc/{self.process.pid}/task").iterdir()))
 
 
+def _transport(number: int) -> str:
+    """Of a sender: half of them go by NIXL, where there is one."""
+    return "nixl" if number % 2 and is_installed() else "grpc"
+
+
 class World:
     """A server in a directory of its own, `senders` senders, their ledgers, and a spool that they share, if `spool`.
 
@@ -89,7 +95,7 @@ class World:
         self._seeds = iter(range(seed * 1_000_000, (seed + 1) * 1_000_000))
         self.server = Process("server", self._server_command, self.work / "server.log")
         self.wait_for_server()
-        self.senders = [self._sender(f"sender{number}") for number in range(senders)]
+        self.senders = [self._sender(f"sender{number}", "--transport", _transport(number)) for number in range(senders)]
 
     def _server_command(self) -> list[str]:
         options = ["--listen", self.address, "--data", str(self.data_dir), "--drain-s", "2", "--metrics", "127.0.0.1:0"]
