@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import itertools
 import random
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.waiting import wait_until
 from support.worker_rig import BLOCKS, Rig, WatchedSink, make_rig, opened
 
-from slotstream.connector import reports
+from slotstream.connector import reports, spool_files
+from slotstream.connector.faults import SampleFault
 from slotstream.connector.plan import RowPlan, SampleAbort, SampleFinish, StepPlan
+from slotstream.connector.spool_files import OwnedDir, SpooledSample, SpoolFile
 from slotstream.transport.base import Acked, Committed, Failed, LinkDown, LinkUp, StagedChunk
 from slotstream.v1 import ingest_pb2
 
@@ -135,6 +141,51 @@ def test_a_failure_that_a_leaving_server_did_not_take_is_the_next_engines_to_tel
         wait_until(lambda: _is_empty(heir))
     finally:
         heir.worker.close()
+
+
+@pytest.mark.parametrize("refusals", [0, 1], ids=["at once", "after the disk was full"])
+def test_a_failure_that_the_server_does_not_take_yet_lies_in_the_spool(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refusals: int
+) -> None:
+    """This engine may be killed before the server takes it."""
+    monkeypatch.setattr("slotstream.connector.reports._PAUSE_S", 0.2)
+    refused = itertools.count()
+
+    def append(*arguments: Any) -> int:
+        if next(refused) < refusals * 2:  # The open of the report, and its abort.
+            raise OSError(errno.ENOSPC, "no space left")
+        return append_record(*arguments)
+
+    append_record = spool_files.append
+    monkeypatch.setattr(spool_files, "append", append)
+    sink = _Sink()
+    sink.draining = True
+    rig = make_rig(sink=sink, spool_dir=str(tmp_path))
+    try:
+        rig.step(StepPlan((opened("a", 8),), (RowPlan("a", 0, 4, 0, rig.table("a", 8)),)), rig.slots("a", 0, 4))
+        rig.step(StepPlan(aborts=(SampleAbort("a", "ABORTED", "it ended"),)), None)
+        faults: list[SampleFault] = []
+        wait_until(lambda: faults.extend(rig.worker.take_faults()) or bool(faults))
+        if not refusals:  # The engine hears of it when it is there, and not before.
+            assert _aborts(tmp_path) == ["ABORTED"]
+        wait_until(lambda: _aborts(tmp_path) == ["ABORTED"])
+        assert rig.worker._pump.link_up
+        sink.draining = False
+        wait_until(lambda: _is_empty(rig))
+        wait_until(lambda: not list(tmp_path.glob("*/*.spool")))
+    finally:
+        rig.worker.close()
+
+
+def _aborts(base: Path) -> list[str]:
+    """Why samples failed, as the files of a living engine say it."""
+    found: list[SpooledSample] = []
+    for path in base.glob("*/*.spool"):
+        serial, namespace, sample_id = path.stem.split("~")
+        with contextlib.suppress(FileNotFoundError):  # It is being written again.
+            file = SpoolFile(int(serial), namespace, sample_id, OwnedDir(path.parent, -1), path.stat().st_size)
+            found.append(spool_files.read_index(file))
+    return [sample.abort.code for sample in found if sample.abort is not None]
 
 
 def test_rows_whose_room_was_needed_are_lost_with_the_link_and_that_is_said() -> None:

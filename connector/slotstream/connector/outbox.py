@@ -68,7 +68,7 @@ class Outbox:
         self._backlog: deque[HeldSample] = deque()  # To be replayed, rows in the spool only.
         self._files: deque[SpoolFile] = deque()  # Of earlier engines, to be loaded.
         self._replaying = 0  # Samples replayed from the spool, and files being loaded.
-        self._reports = Reports(sink, counters, self._numbers, shelf.drop)
+        self._reports = Reports(sink, counters, self._numbers, faults, shelf.put_report, shelf.drop)
         self.link_up = False
         self.answered_at = 0.0  # monotonic; when the server last took a chunk, or was first given one
 
@@ -164,8 +164,8 @@ class Outbox:
         self._by_number.clear()
         self._backlog.clear()
         self._retries.clear()
-        self._reports.link_down(self._shelf.put_report)
-        for sample in list(self._held.values()):
+        self._reports.link_down()
+        for sample in sorted(self._held.values(), key=lambda sample: sample.failure is None):  # Failures are written first.
             self._replaying -= sample.queued
             sample.queued, sample.retry_at = False, 0.0
             sample.unsend()
@@ -246,12 +246,15 @@ class Outbox:
             for sample in list(self._held.values()):
                 if not sample.number:
                     self._shelf.put(sample)
+            self._reports.put_again()
         self._advance()
 
     # What the spool says.
 
     def appended(self, event: Appended) -> None:
         """A record was written, or refused."""
+        if isinstance(event.token, Report):
+            self._reports.written(event.token)
         written = self._shelf.appended(event)
         if written is not None:
             sample, chunk = written
@@ -394,17 +397,16 @@ class Outbox:
 
     def _end(self, sample: HeldSample, code: str, message: str, *, tell_server: bool = False) -> None:
         """A sample failed for good."""
-        self._faults.add(sample.opened.sample_id, SampleFault(sample.req_id, code, message))
-        if tell_server:
+        fault = SampleFault(sample.req_id, code, message)
+        if not tell_server:
+            self._faults.add(sample.opened.sample_id, fault)
+        else:
             file = sample.file
             if file is not None and sample.req_id:  # An earlier engine's file stays until the server has heard of it.
                 self._shelf.drop(file)
                 file = None
             sample.file = None
-            report = Report.of(sample.opened, sample.serial, code, message, file)
-            if file is None and not self.link_up:
-                report.file = self._shelf.put_report(report)
-            self._reports.add(report)
+            self._reports.add(Report.of(sample.opened, sample.serial, fault, file))
         self._forget(sample)
 
     def _forget(self, sample: HeldSample) -> None:

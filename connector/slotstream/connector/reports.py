@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from slotstream.connector.counters import Counters
+from slotstream.connector.faults import Faults, SampleFault
 from slotstream.connector.held import numbered
 from slotstream.connector.spool_files import SpoolFile
 from slotstream.transport.base import Failed, SampleSink
@@ -24,29 +26,41 @@ class Report:
 
     opened: bytes
     serial: int
-    code: str
-    message: str
+    fault: SampleFault
     file: SpoolFile | None
+    said: bool = False  # To this engine.
 
     @classmethod
-    def of(cls, opened: ingest_pb2.OpenSample, serial: int, code: str, message: str, file: SpoolFile | None) -> Report:
+    def of(cls, opened: ingest_pb2.OpenSample, serial: int, fault: SampleFault, file: SpoolFile | None) -> Report:
         request = numbered(opened, 0)
         request.rows_exact = False  # Nothing is to be preallocated for a sample that will not come.
         request.ClearField("tags")
         request.ClearField("metadata")
-        return cls(request.SerializeToString(), serial, code, message, file)
+        return cls(request.SerializeToString(), serial, fault, file)
 
 
 class Reports:
     """At most REPORTS_MAX of them, the oldest dropped first. Each is told as an open and an abort. For the pump's thread.
 
-    `numbers` gives sample numbers; `drop` gets the file of a report that is done with.
+    All are `put` into the spool too, if it can hold them, until they are done with, and `drop` gets their files: this engine
+    may end before the server has heard of them. So it is told of a failure once that is `written`, or cannot be. `numbers`
+    gives sample numbers.
     """
 
-    def __init__(self, sink: SampleSink, counters: Counters, numbers: Iterator[int], drop: Callable[[SpoolFile], None]) -> None:
+    def __init__(
+        self,
+        sink: SampleSink,
+        counters: Counters,
+        numbers: Iterator[int],
+        faults: Faults,
+        put: Callable[[Report], SpoolFile | None],
+        drop: Callable[[SpoolFile], None],
+    ) -> None:
         self._sink = sink
         self._counters = counters
         self._numbers = numbers
+        self._faults = faults
+        self._put = put
         self._drop = drop
         self._waiting: deque[Report] = deque()
         self._told: dict[int, Report] = {}
@@ -62,8 +76,29 @@ class Reports:
             if self._waiting:
                 self._done(self._waiting.popleft())
         self._waiting.append(report)
+        if report.file is None:
+            report.file = self._put(report)
+            if report.file is not None:
+                return
+        self.written(report)
+
+    def written(self, report: Report) -> None:
+        """It lies in the spool; or it cannot, and there is nothing to wait for."""
+        if not report.said:
+            report.said = True
+            sample_id = ingest_pb2.OpenSample.FromString(report.opened).sample_id
+            self._faults.add(sample_id, report.fault)
+
+    def put_again(self) -> None:
+        """Into the spool with some of those that it did not take when they came."""
+        left = (report for report in (*self._told.values(), *self._waiting) if report.file is None or report.file.is_void)
+        for report in itertools.islice(left, _AT_ONCE):
+            if report.file is not None:
+                self._drop(report.file)
+            report.file = self._put(report)
 
     def _done(self, report: Report) -> None:
+        self.written(report)
         if report.file is not None:
             self._drop(report.file)
 
@@ -76,14 +111,14 @@ class Reports:
             number = next(self._numbers)
             self._told[number] = report
             self._sink.open_sample(numbered(ingest_pb2.OpenSample.FromString(report.opened), number))
-            self._sink.abort(ingest_pb2.AbortSample(sample=number, code=report.code, message=report.message))
+            self._sink.abort(ingest_pb2.AbortSample(sample=number, code=report.fault.code, message=report.fault.message))
 
     def answered(self, event: Failed, *, again: bool) -> bool:
         """The server has heard of one, unless it could not do anything now (`again`). False when it is none of these."""
         report = self._told.pop(event.sample, None)
         if report is None:
             return False
-        if again and event.code != report.code:
+        if again and event.code != report.fault.code:
             self._waiting.append(report)
             self._paused_until = time.monotonic() + _PAUSE_S
         else:
@@ -91,13 +126,8 @@ class Reports:
             self._done(report)
         return True
 
-    def link_down(self, spooled: Callable[[Report], SpoolFile | None]) -> None:
-        """What was told and not answered is told again. All is `spooled`, if it can be, for this engine may end before."""
+    def link_down(self) -> None:
+        """What was told and not answered is told again."""
         self._waiting.extendleft(reversed(self._told.values()))
         self._told.clear()
         self._paused_until = 0.0
-        for report in self._waiting:
-            if report.file is None:
-                report.file = spooled(report)
-                if report.file is None:
-                    return

@@ -88,14 +88,17 @@ class Shelf:
             self._append(file, ingest_pb2.IngestRequest(commit=sample.commit), None, (sample, None))
 
     def put_report(self, report: Report) -> SpoolFile | None:
-        """A file that says no more than that the sample failed; None without a spool."""
-        if self._spool is None or self._resting():
+        """A file that says no more than that the sample failed; None where nothing can be written now."""
+        if self._spool is None:
+            return None
+        if self._resting():
+            self._behind = True
             return None
         opened = ingest_pb2.OpenSample.FromString(report.opened)
         file = SpoolFile(report.serial, opened.namespace, opened.sample_id)
-        abort = ingest_pb2.AbortSample(code=report.code, message=report.message)
+        abort = ingest_pb2.AbortSample(code=report.fault.code, message=report.fault.message)
         self._append(file, ingest_pb2.IngestRequest(open=opened), None, None)
-        self._append(file, ingest_pb2.IngestRequest(abort=abort), None, None)
+        self._append(file, ingest_pb2.IngestRequest(abort=abort), None, report)
         return file
 
     def _file(self, sample: HeldSample) -> SpoolFile | None:
@@ -129,7 +132,7 @@ class Shelf:
             self._behind = True
         else:
             self._answered_at = time.monotonic()
-        if event.token is None:
+        if not isinstance(event.token, tuple):
             return None
         sample, chunk = event.token
         return self._took(sample, chunk, event.offset), chunk
