@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
 from types import SimpleNamespace
@@ -43,8 +44,8 @@ _CODES = frozenset(
     if isinstance(kind := getattr(errors, name), type) and issubclass(kind, SlotStreamError)
 )
 _IDS = ("a", "b", "c")
-_ROWS_MAX = 12
-_LAYERS, _HIDDEN, _ROW_BYTES = (3, 7), 8, 64
+ROWS_MAX = 12
+_LAYERS, _HIDDEN, ROW_BYTES = (3, 7), 8, 64
 
 
 class Aborted(Exception):
@@ -90,10 +91,10 @@ class Call:
         raise Aborted(dict(trailing)["slotstream-code"])
 
 
-class _Harness:
+class Harness:
     """Both services over one store, and the loop that they run on."""
 
-    def __init__(self) -> None:
+    def __init__(self, puller: Any = None) -> None:
         self.loop = asyncio.new_event_loop()
         self.store = SampleStore.open(scratch("server"))
         config = ServerConfig(data_dir=self.store.data_dir, appear_grace_s=0.0, open_samples_max=4)
@@ -103,7 +104,7 @@ class _Harness:
 
         async def services() -> tuple[IngestService, SamplesService]:
             return (
-                IngestService(config, self.store, pools, metrics, arrivals, gate, keeping.touch),
+                IngestService(config, self.store, pools, metrics, arrivals, gate, keeping.touch, puller),
                 SamplesService(config, self.store, pools, metrics, arrivals, gate, keeping),
             )
 
@@ -121,17 +122,17 @@ class _Harness:
 
 
 @cache
-def _ingest_harness() -> _Harness:
-    return _Harness()
+def _ingest_harness() -> Harness:
+    return Harness()
 
 
 # Ingest.
 
 
-def _rows(seed: int, first: int, count: int) -> bytes:
+def rows_of(seed: int, first: int, count: int) -> bytes:
     """Rows that two seeds agree on in every second row, so that overlapping chunks and equal samples happen."""
     return b"".join(
-        bytes([(row * 37 + (seed if row % 2 else 0) + at) % 256 for at in range(_ROW_BYTES)])
+        bytes([(row * 37 + (seed if row % 2 else 0) + at) % 256 for at in range(ROW_BYTES)])
         for row in range(first, first + count)
     )
 
@@ -145,7 +146,7 @@ def _open(source: Source) -> pb.IngestRequest:
         dtype="F32",
         layer_ids=_LAYERS,
         hidden_size=_HIDDEN,
-        rows_max=source.below(_ROWS_MAX) + 1,
+        rows_max=source.below(ROWS_MAX) + 1,
         rows_exact=bool(source.below(2)),
     )
     match source.below(24):
@@ -171,8 +172,8 @@ def _open(source: Source) -> pb.IngestRequest:
 
 
 def _chunk(source: Source, number: int) -> bytes:
-    first, rows = source.below(_ROWS_MAX), source.below(5) + 1
-    data = _rows(source.below(2), first, rows)
+    first, rows = source.below(ROWS_MAX), source.below(5) + 1
+    data = rows_of(source.below(2), first, rows)
     header = pb.ChunkHeader(sample=source.below(6), chunk=number, first_row=first, rows=rows, xxh3=xxh3(data))
     match source.below(24):
         case 1:
@@ -180,7 +181,7 @@ def _chunk(source: Source, number: int) -> bytes:
         case 2:
             header.rows = source.pick((0, rows + 1, 2**32 - 1))
         case 3:
-            header.first_row = source.pick((2**32 - 1, 1 << 21, _ROWS_MAX))
+            header.first_row = source.pick((2**32 - 1, 1 << 21, ROWS_MAX))
         case 4:
             data = data[:-1]
         case 5:
@@ -189,7 +190,7 @@ def _chunk(source: Source, number: int) -> bytes:
 
 
 def _commit(source: Source) -> pb.IngestRequest:
-    rows = source.below(_ROWS_MAX + 1)
+    rows = source.below(ROWS_MAX + 1)
     ids = [5 + row for row in range(rows + source.pick((0, 0, 0, 0, 0, 0, 1, 1 << 10)))]
     request = pb.CommitSample(sample=source.below(6), row_count=rows, token_ids=ids)
     match source.below(16):
@@ -203,31 +204,32 @@ def _commit(source: Source) -> pb.IngestRequest:
 
 
 @dataclass
-class _Stream:
+class Stream:
     """The requests of one stream, and how the peer leaves: with a goodbye, or without."""
 
     requests: list[bytes] = field(default_factory=list)
     breaks: bool = False
 
 
-def _streams(source: Source) -> list[list[_Stream]]:
-    """Rounds, one after another, of streams that run side by side."""
-    rounds: list[list[_Stream]] = []
+def make_streams(
+    source: Source, hello: Callable[[Source], pb.Hello], say: Callable[[Source, Stream, int], None]
+) -> list[list[Stream]]:
+    """Rounds, one after another, of streams that run side by side; `say` adds a request to one of them."""
+    rounds: list[list[Stream]] = []
     for _ in range(1 + source.below(2)):
-        streams = [
-            _Stream([pb.IngestRequest(hello=pb.Hello(protocol=1)).SerializeToString()]) for _ in range(1 + source.below(2))
-        ]
+        streams = [Stream([pb.IngestRequest(hello=hello(source)).SerializeToString()]) for _ in range(1 + source.below(2))]
         rounds.append(streams)
         for number in range(source.below(24)):
             if not source.left:
                 break
-            _say(source, source.pick(streams), number)
+            say(source, source.pick(streams), number)
         for stream in streams:
             stream.breaks = source.below(4) == 3
     return rounds
 
 
-def _say(source: Source, stream: _Stream, number: int) -> None:
+def say_frames(source: Source, stream: Stream, number: int) -> None:
+    """Anything that a peer may say, and some that it may not; chunks as frames."""
     frame: bytes
     match source.below(16):
         case 0 | 1 | 2 | 3:
@@ -254,7 +256,7 @@ def _say(source: Source, stream: _Stream, number: int) -> None:
 
 
 @dataclass
-class _Model:
+class Model:
     """What one stream has said, as an ordinary protobuf library reads it."""
 
     opened: dict[int, pb.OpenSample] = field(default_factory=dict)
@@ -263,6 +265,7 @@ class _Model:
     commits: dict[int, pb.CommitSample] = field(default_factory=dict)
     chunks: Counter[int] = field(default_factory=Counter)
     reasons: set[str] = field(default_factory=lambda: {"ABORTED"})  # Codes that it gave samples up with.
+    staged: Callable[[pb.Announce], bytes | None] = lambda announce: None  # What of staging the server can read.
 
     def take(self, frame: bytes) -> None:
         try:
@@ -274,6 +277,11 @@ class _Model:
             self.opens += 1
         elif request.HasField("chunk"):
             self._rows(request.chunk, request.data)
+        elif request.HasField("announcements"):
+            for announce in request.announcements.chunks:
+                self.chunks[announce.header.chunk] += 1
+                if (data := self.staged(announce)) is not None:
+                    self._rows(announce.header, data)
         elif request.HasField("commit"):
             self.commits.setdefault(request.commit.sample, request.commit)
         elif request.HasField("abort"):
@@ -296,7 +304,7 @@ class _Model:
         return opened.namespace, opened.sample_id, data, list(commit.token_ids)
 
 
-async def _serve(harness: _Harness, stream: _Stream) -> tuple[Call, str]:
+async def _serve(harness: Harness, stream: Stream) -> tuple[Call, str]:
     """Runs one stream to its end: its call, and the code that it ended with."""
     call = Call(stream.requests, breaks=stream.breaks)
     serving = asyncio.ensure_future(harness.method("Ingest", "Stream").stream_stream(None, call))
@@ -314,7 +322,7 @@ async def _serve(harness: _Harness, stream: _Stream) -> tuple[Call, str]:
     return call, ""
 
 
-def _check_replies(call: Call, ended: str, model: _Model) -> list[int]:
+def _check_replies(call: Call, ended: str, model: Model) -> list[int]:
     """Every sample gets one verdict, every chunk one ack. Returns the samples that were committed."""
     verdicts: Counter[int] = Counter()
     acks: Counter[int] = Counter()
@@ -341,10 +349,14 @@ def _check_replies(call: Call, ended: str, model: _Model) -> list[int]:
 
 def check_ingest(data: bytes) -> None:
     """Any requests in any order: one verdict a sample, and what is committed is exactly what was sent. Nothing stays behind."""
-    harness = _ingest_harness()
+    check_streams(_ingest_harness(), make_streams(Source(data), lambda source: pb.Hello(protocol=1), say_frames), Model)
+
+
+def check_streams(harness: Harness, rounds: list[list[Stream]], make_model: Callable[[], Model]) -> None:
+    """Serves the streams, and holds what became of them against what models of them say."""
     stored: dict[tuple[str, str], tuple[bytes, list[int]]] = {}
-    for streams in _streams(Source(data)):
-        models = [_Model() for _ in streams]
+    for streams in rounds:
+        models = [make_model() for _ in streams]
         for model, stream in zip(models, streams, strict=True):
             for frame in stream.requests:
                 model.take(frame)
@@ -357,13 +369,16 @@ def check_ingest(data: bytes) -> None:
     _check_store(harness, stored)
 
 
-async def _all(harness: _Harness, streams: list[_Stream]) -> list[tuple[Call, str]]:
+async def _all(harness: Harness, streams: list[Stream]) -> list[tuple[Call, str]]:
     served = await asyncio.gather(*(_serve(harness, stream) for stream in streams))
     await harness.ingest.idle()
+    async with asyncio.timeout(30):  # What was written for a sample that had ended is noticed a moment later.
+        while harness.count("held_bytes"):  # noqa: ASYNC110 - a gauge tells nobody when it changes
+            await asyncio.sleep(0.001)
     return list(served)
 
 
-def _check_store(harness: _Harness, stored: dict[tuple[str, str], tuple[bytes, list[int]]]) -> None:
+def _check_store(harness: Harness, stored: dict[tuple[str, str], tuple[bytes, list[int]]]) -> None:
     """Exactly the committed samples are there, with exactly their rows; then they are deleted and nothing is left."""
     assert harness.count("open_samples") == 0
     assert harness.count("ingest_streams") == 0
@@ -384,7 +399,7 @@ def _check_store(harness: _Harness, stored: dict[tuple[str, str], tuple[bytes, l
 
 
 def _ingest_seeds() -> list[bytes]:
-    """Streams whose bytes follow `_streams`: whole samples, an overlap, a replay, a break."""
+    """Streams whose bytes follow `make_streams`: whole samples, an overlap, a replay, a break."""
     opened = bytes((0, 0, 1, 0, 7, 1, 0))  # stream, action, number, id, rows, exact, nothing wrong
     chunks = bytes((0, 4, 0, 4, 0, 1, 0)) + bytes((0, 4, 4, 3, 0, 1, 0))
     commit = bytes((0, 9, 8, 0, 1, 0))
@@ -406,17 +421,17 @@ def _ingest_seeds() -> list[bytes]:
 
 _READ_KEY = SampleKey("default", "read")
 _READ_ROWS = 9
-_READ_DATA = _rows(1, 0, _READ_ROWS)
+_READ_DATA = rows_of(1, 0, _READ_ROWS)
 
 
 @cache
-def _reads_harness() -> _Harness:
-    harness = _Harness()
+def _reads_harness() -> Harness:
+    harness = Harness()
     harness.store.open_upload(SampleSpec("default", "arriving", "m", "F32", _LAYERS, _HIDDEN, 4))
     failed = harness.store.open_upload(SampleSpec("default", "failed", "m", "F32", _LAYERS, _HIDDEN, 4))
     failed.abort(Failure("ABORTED", "no"))
     for index in range(3):
-        put(harness.store, SampleKey("other", f"n{index}"), bytes(_ROW_BYTES), [index])
+        put(harness.store, SampleKey("other", f"n{index}"), bytes(ROW_BYTES), [index])
     return harness
 
 
@@ -520,9 +535,9 @@ def _check_rows(request: samples_pb2.ReadRequest, replies: list[bytes]) -> None:
     stop = request.stop if request.HasField("stop") else _READ_ROWS
     assert (header.start, header.stop, tuple(header.layer_ids)) == (request.start, stop, layers)
     assert list(header.token_ids) == list(range(request.start, stop))
-    layer_bytes = _ROW_BYTES // len(_LAYERS)
+    layer_bytes = ROW_BYTES // len(_LAYERS)
     wanted = b"".join(
-        _READ_DATA[row * _ROW_BYTES + _LAYERS.index(layer) * layer_bytes :][:layer_bytes]
+        _READ_DATA[row * ROW_BYTES + _LAYERS.index(layer) * layer_bytes :][:layer_bytes]
         for row in range(request.start, stop)
         for layer in layers
     )
