@@ -148,17 +148,32 @@ def test_chat(engine: Stack, stored: Client) -> None:
     assert_rows_are_true(sample)
 
 
-@pytest.mark.parametrize("path", ["completions", "chat/completions"])
-def test_a_streamed_answer_leaves_its_sample_under_the_chosen_id(engine: Stack, stored: Client, path: str) -> None:
-    text = "Rows, one after the other."
-    ask = {"prompt": text} if path == "completions" else {"messages": [{"role": "user", "content": text}]}
-    params = {"namespace": "sse", "sample_id": path.replace("/", "."), "include_output_tokens": True}
-    events = _post(
-        engine,
-        path,
-        {**ask, "stream": True, "max_tokens": 40, "ignore_eos": True, "kv_transfer_params": {"slotstream": params}},
-    )
+_TEXT = "Rows, one after the other."
+_MESSAGES = [{"role": "user", "content": _TEXT}]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("completions", {"prompt": _TEXT, "max_tokens": 40, "ignore_eos": True}),
+        ("chat/completions", {"messages": _MESSAGES, "max_tokens": 40, "ignore_eos": True}),
+        ("responses", {"input": _TEXT, "max_output_tokens": 40, "ignore_eos": True}),
+        ("messages", {"messages": _MESSAGES, "max_tokens": 40}),
+        (
+            "/inference/v1/generate",
+            {"token_ids": list(range(100, 180)), "sampling_params": {"max_tokens": 40, "ignore_eos": True}},
+        ),
+    ],
+    ids=["completions", "chat", "responses", "messages", "generate"],
+)
+def test_a_streamed_answer_leaves_its_sample_under_the_chosen_id(
+    engine: Stack, stored: Client, path: str, body: dict[str, Any]
+) -> None:
+    params = {"namespace": "sse", "sample_id": path.strip("/").replace("/", "."), "include_output_tokens": True}
+    events = _post(engine, path, {**body, "stream": True, "kv_transfer_params": {"slotstream": params}})
     assert len(events) > 5
+    said = [event["type"] for event in events if "slotstream" in json.dumps(event)]
+    assert said == (["response.completed"] if path == "responses" else [])  # As docs/requests.md has it.
     sample = stored.get(params["sample_id"], namespace="sse")
     assert len(sample.token_ids) == int(sample.metadata["prompt_tokens"]) + 39
     assert_rows_are_true(sample)
