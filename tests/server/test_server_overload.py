@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from server_kit import Peer, Reader, RunningServer, Sample
 from support.outage_rig import SMALL, Engine, account
-from support.waiting import wait_until
+from support.waiting import WAIT_S, wait_until
 
 from slotstream.store.files import Files
 from slotstream.store.samples import SampleStore
@@ -28,7 +28,7 @@ class _Disk(Files):
         return self.free
 
     def pwrite(self, fd: int, data: Buffer, at: int) -> None:
-        assert self.goes_on.wait(60)
+        assert self.goes_on.wait(WAIT_S)
         super().pwrite(fd, data, at)
 
 
