@@ -28,7 +28,7 @@ class _Disk(Files):
         return self.free
 
     def pwrite(self, fd: int, data: Buffer, at: int) -> None:
-        assert self.goes_on.wait(WAIT_S)
+        assert self.goes_on.wait(4 * WAIT_S)  # The engine waits meanwhile, too.
         super().pwrite(fd, data, at)
 
 

@@ -14,7 +14,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
@@ -75,11 +75,14 @@ class Catalogue:
     def __init__(self, path: Path) -> None:
         """Open or create the database. Raises CatalogueCorrupt and ConfigError."""
         self.path = path
-        self._writer_db = _open_writer(path)
-        self.was_shut_down_cleanly = _begin_unclean(self._writer_db)
         self._readers: queue.SimpleQueue[sqlite3.Connection] = queue.SimpleQueue()
-        for _ in range(_READERS):
-            self._readers.put(_connect(path, read_only=True))
+        with ExitStack() as opened, _opening(path):
+            self._writer_db = _connect(path, opened)
+            _prepare(self._writer_db, path)
+            self.was_shut_down_cleanly = _begin_unclean(self._writer_db)
+            for _ in range(_READERS):
+                self._readers.put(_connect_reader(path, opened))
+            opened.pop_all()
         self._operations: deque[_Entry] = deque()
         self._asked = threading.Condition()  # Guards the three around it.
         self._urgent = False  # Somebody waits for one of the operations.
@@ -270,33 +273,38 @@ def _failed(record: SampleRecord, code: str, message: str) -> SampleRecord:
     return replace(record, state=State.FAILED, file_bytes=0, committed_unix_ns=0, error_code=code, error_message=text)
 
 
-def _connect(path: Path, *, read_only: bool) -> sqlite3.Connection:
-    db = sqlite3.connect(path, timeout=_BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False)
-    if read_only:
-        db.execute("PRAGMA query_only = ON")
-        # SQLite opens the log with the first query, by its path: at a time when the path is still this directory's.
-        db.execute("SELECT 1 FROM samples LIMIT 1").fetchone()
-    return db
-
-
-def _open_writer(path: Path) -> sqlite3.Connection:
-    db: sqlite3.Connection | None = None
+@contextmanager
+def _opening(path: Path) -> Iterator[None]:
+    """What the database raises meanwhile, as CatalogueCorrupt or ConfigError."""
     try:
-        db = _connect(path, read_only=False)
-        db.execute("PRAGMA journal_mode = WAL")
-        db.execute("PRAGMA synchronous = NORMAL")
-        db.execute(f"PRAGMA journal_size_limit = {64 << 20}")
-        _check_schema(db, path)
-        sql.make_page_key(db)
-        return db
-    except (*_ERRORS, CatalogueCorrupt, ConfigError) as error:
-        if db is not None:
-            db.close()
-        if not isinstance(error, _ERRORS):
-            raise
+        yield
+    except _ERRORS as error:
         if is_corrupt(error):
             raise CatalogueCorrupt(str(error)) from error
         raise ConfigError(f"cannot open the catalogue {path}: {error}") from error
+
+
+def _connect(path: Path, opened: ExitStack) -> sqlite3.Connection:
+    db = sqlite3.connect(path, timeout=_BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False)
+    opened.callback(db.close)
+    return db
+
+
+def _connect_reader(path: Path, opened: ExitStack) -> sqlite3.Connection:
+    db = _connect(path, opened)
+    db.execute("PRAGMA query_only = ON")
+    # SQLite opens the log with the first query, by its path: at a time when the path is still this directory's.
+    db.execute("SELECT 1 FROM samples LIMIT 1").fetchone()
+    return db
+
+
+def _prepare(db: sqlite3.Connection, path: Path) -> None:
+    """Settings of the connection that writes; the tables, if they are not there. Raises CatalogueCorrupt and ConfigError."""
+    db.execute("PRAGMA journal_mode = WAL")
+    db.execute("PRAGMA synchronous = NORMAL")
+    db.execute(f"PRAGMA journal_size_limit = {64 << 20}")
+    _check_schema(db, path)
+    sql.make_page_key(db)
 
 
 def _check_schema(db: sqlite3.Connection, path: Path) -> None:
@@ -316,25 +324,19 @@ def _check_schema(db: sqlite3.Connection, path: Path) -> None:
 
 
 def _begin_unclean(db: sqlite3.Connection) -> bool:
-    """Whether the last server here shut down cleanly; from now on, and durably so, it counts as not."""
-    try:
-        row = db.execute("SELECT value FROM meta WHERE key = 'clean_shutdown'").fetchone()
-        clean = bool(row == ("1",))
-        if clean:
-            # FULL: a power cut must not bring the mark back, or the next start would trust a catalogue that lost rows.
-            db.execute("PRAGMA synchronous = FULL")
-            db.execute("DELETE FROM meta WHERE key = 'clean_shutdown'")
-            db.execute("PRAGMA synchronous = NORMAL")
-        else:
-            (verdict,) = db.execute("PRAGMA quick_check(1)").fetchone()
-            if verdict != "ok":
-                raise CatalogueCorrupt(verdict)
-        return clean
-    except (*_ERRORS, CatalogueCorrupt) as error:
-        db.close()
-        if isinstance(error, CatalogueCorrupt) or is_corrupt(error):
-            raise CatalogueCorrupt(str(error)) from error
-        raise ConfigError(f"cannot use the catalogue: {error}") from error
+    """Whether the last server here shut down cleanly; from now on, durably, it counts as not. Raises CatalogueCorrupt."""
+    row = db.execute("SELECT value FROM meta WHERE key = 'clean_shutdown'").fetchone()
+    clean = bool(row == ("1",))
+    if clean:
+        # FULL: a power cut must not bring the mark back, or the next start would trust a catalogue that lost rows.
+        db.execute("PRAGMA synchronous = FULL")
+        db.execute("DELETE FROM meta WHERE key = 'clean_shutdown'")
+        db.execute("PRAGMA synchronous = NORMAL")
+    else:
+        (verdict,) = db.execute("PRAGMA quick_check(1)").fetchone()
+        if verdict != "ok":
+            raise CatalogueCorrupt(verdict)
+    return clean
 
 
 def _mark_clean(db: sqlite3.Connection) -> None:
