@@ -113,8 +113,7 @@ def _announce(source: Source, chunk: int) -> pb.Announce:
     announce = pb.Announce(header=header, slot=slot, generation=chunk, address=_BASE + begin, length=len(data))
     match source.below(24):
         case 1:
-            header.xxh3 ^= 1
-            announce.header.CopyFrom(header)
+            announce.header.xxh3 ^= 1
         case 2:
             announce.header.rows = source.pick((0, rows + 1, 2**32 - 1))
         case 3:

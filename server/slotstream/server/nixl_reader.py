@@ -79,7 +79,7 @@ class Reader:
         self._turn: deque[int] = deque()
         self._received = b""
         self._quarantined = 0
-        self._moved = False  # Something was started or is over: there may be more to do at once.
+        self._moved = False  # A transfer is over: there may be another to start at once.
         self._say("ready")
 
     def serve(self) -> None:
