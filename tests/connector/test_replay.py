@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.waiting import wait_until
+from support.waiting import WAIT_S, wait_until
 from support.worker_rig import BLOCKS, Rig, WatchedSink, make_rig, opened
 
 from slotstream.connector import reports, spool_files
@@ -174,6 +174,29 @@ def test_a_failure_that_the_server_does_not_take_yet_lies_in_the_spool(
         wait_until(lambda: _is_empty(rig))
         wait_until(lambda: not list(tmp_path.glob("*/*.spool")))
     finally:
+        rig.worker.close()
+
+
+def test_an_engine_hears_of_a_failure_though_the_spools_disk_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("slotstream.connector.reports._WRITE_S", 0.2)
+    goes_on = threading.Event()
+    append_record = spool_files.append
+    monkeypatch.setattr(spool_files, "append", lambda *arguments: (goes_on.wait(4 * WAIT_S), append_record(*arguments))[1])
+    sink = _Sink()
+    sink.draining = True
+    rig = make_rig(sink=sink, spool_dir=str(tmp_path))
+    try:
+        rig.step(StepPlan((opened("a", 8),), (RowPlan("a", 0, 4, 0, rig.table("a", 8)),)), rig.slots("a", 0, 4))
+        rig.step(StepPlan(aborts=(SampleAbort("a", "ABORTED", "it ended"),)), None)
+        faults: list[SampleFault] = []
+        wait_until(lambda: faults.extend(rig.worker.take_faults()) or bool(faults))
+        assert [fault.code for fault in faults] == ["ABORTED"]
+        assert _aborts(tmp_path) == []
+        goes_on.set()
+        wait_until(lambda: _aborts(tmp_path) == ["ABORTED"])
+        assert not rig.worker.take_faults()  # Once is enough.
+    finally:
+        goes_on.set()
         rig.worker.close()
 
 

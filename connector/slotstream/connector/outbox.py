@@ -247,6 +247,7 @@ class Outbox:
                 if not sample.number:
                     self._shelf.put(sample)
             self._reports.put_again()
+        self._reports.tick()
         self._advance()
 
     # What the spool says.

@@ -18,6 +18,7 @@ from slotstream.v1 import ingest_pb2
 REPORTS_MAX = 1 << 16
 _AT_ONCE = 64
 _PAUSE_S = 5.0
+_WRITE_S = 5.0  # How long the spool may take with one before the engine hears of it all the same: its disk may hang.
 
 
 @dataclass(slots=True, eq=False)
@@ -64,6 +65,7 @@ class Reports:
         self._drop = drop
         self._waiting: deque[Report] = deque()
         self._told: dict[int, Report] = {}
+        self._unsaid: deque[tuple[float, Report]] = deque()  # With when each is due, monotonic, unless it was said before.
         self._paused_until = 0.0
 
     def __len__(self) -> int:
@@ -79,6 +81,7 @@ class Reports:
         if report.file is None:
             report.file = self._put(report)
             if report.file is not None:
+                self._unsaid.append((time.monotonic() + _WRITE_S, report))
                 return
         self.written(report)
 
@@ -88,6 +91,11 @@ class Reports:
             report.said = True
             sample_id = ingest_pb2.OpenSample.FromString(report.opened).sample_id
             self._faults.add(sample_id, report.fault)
+
+    def tick(self) -> None:
+        """Called about once a second."""
+        while self._unsaid and (self._unsaid[0][1].said or self._unsaid[0][0] <= time.monotonic()):
+            self.written(self._unsaid.popleft()[1])
 
     def put_again(self) -> None:
         """Into the spool with some of those that it did not take when they came."""
