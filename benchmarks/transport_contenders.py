@@ -25,6 +25,7 @@ STORED = " stored"  # Ends the names of those that store what they move.
 PLAIN_FILE = "write + fdatasync"
 OURS = ("gRPC TCP", "gRPC unix", "NIXL CMA", "NIXL TCP")
 _ALONE = 16  # Chunks that are sent one at a time.
+_UCX_TCP = "tcp,cuda_copy" if Path("/dev/nvidiactl").exists() else "tcp"  # NIXL wants the one with a GPU, UCX warns without.
 _GB = 1e9
 
 
@@ -117,7 +118,7 @@ class _Assembly:
 
     def ours(self, name: str, *, stored: bool) -> Contender:
         transport = "nixl" if "NIXL" in name else "grpc"
-        environment = {"UCX_TLS": "tcp"} if name.startswith("NIXL TCP") else {}
+        environment = {"UCX_TLS": _UCX_TCP} if name.startswith("NIXL TCP") else {}
         kind = f"{len(name)}{'s' if stored else 'n'}{transport}"
         listen = f"unix:{self._sockets}/{kind}" if "unix" in name else "127.0.0.1:0"
         if stored:

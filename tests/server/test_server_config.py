@@ -34,7 +34,7 @@ def test_every_option_reaches_the_configuration(tmp_path: Path) -> None:
         *("--ingest-bytes-max", "9000001"),
         *("--open-samples-max", "7", "--reads-max", "8", "--retention", str(rules)),
         *("--scrub-every-s", "9", "--scrub-bytes-per-s", "10"),
-        *("--transport", "grpc", "--nixl-pool-bytes", "40000000"),
+        *("--transport", "grpc", "--nixl-pool-bytes", "40000000", "--nixl-readers", "1"),
     )
     assert config == ServerConfig(
         data_dir=Path("d"),
@@ -54,6 +54,7 @@ def test_every_option_reaches_the_configuration(tmp_path: Path) -> None:
         scrub_bytes_per_s=10.0,
         transport="grpc",
         nixl_pool_bytes=40_000_000,
+        nixl_readers=1,
     )
 
 
@@ -73,6 +74,8 @@ def test_every_option_reaches_the_configuration(tmp_path: Path) -> None:
         ({"free_bytes_min": 10**400}, "--free-bytes-min"),
         ({"transport": "carrier pigeon"}, "--transport"),
         ({"nixl_pool_bytes": 16 << 20}, "--nixl-pool-bytes"),
+        ({"nixl_readers": -1}, "--nixl-readers"),
+        ({"nixl_readers": 9}, "--nixl-readers"),  # The pool has room for eight.
         ({"drain_s": float("inf")}, "--drain-s"),
         ({"drain_s": 1e300}, "--drain-s"),
         ({"appear_grace_s": float("nan")}, "--appear-grace-s"),

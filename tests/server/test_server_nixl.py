@@ -174,7 +174,8 @@ def test_more_at_a_time_than_the_window_holds_is_a_violation(tmp_path: Path, own
         announce = chunk_of(owner.announce(sample, 1, number, 0, 8))
         announce.length = SLOT_BYTES
         chunks.append(announce)
-    with RunningServer(tmp_path, window_bytes=CHUNK_BYTES_MAX) as running, greeted(running.address, owner.offer) as peer:
+    small = {"window_bytes": CHUNK_BYTES_MAX, "ingest_bytes_max": CHUNK_BYTES_MAX}
+    with RunningServer(tmp_path, **small) as running, greeted(running.address, owner.offer) as peer:
         peer.say(sample.open(1), pb.IngestRequest(announcements=pb.Announcements(chunks=chunks)))
         assert peer.ending()[1] == "PROTOCOL"
 
@@ -185,13 +186,13 @@ def test_pulls_wait_for_slots(tmp_path: Path, owner: Owner) -> None:
     with RunningServer(tmp_path, nixl_pool_bytes=32 << 20) as running, greeted(running.address, owner.offer) as peer:
         peer.say(sample.open(1))
         requests = [owner.announce(sample, 1, 1 + at, at * 32, (at + 1) * 32, slot=at) for at in range(8)]
-        for again in range(8):
+        for again in range(80):
             for at, request in enumerate(requests):
                 announce = chunk_of(request)
                 announce.header.chunk = announce.generation = 1 + at + 8 * again
                 peer.say(request)
         peer.say(sample.commit(1))
-        assert peer.acks(64) == list(range(1, 65))
+        assert peer.acks(640) == list(range(1, 641))
         peer.committed()
 
 
@@ -426,13 +427,12 @@ class SenderProcess:
         self.process.wait()
 
 
-def reader_of(server: int) -> int:
-    """The process that reads for a server."""
+def readers_of(server: int) -> list[int]:
+    """The processes that read for a server."""
     children = [int(pid) for pid in Path(f"/proc/{server}/task/{server}/children").read_text().split()]
     for task in Path(f"/proc/{server}/task").iterdir():
         children += [int(pid) for pid in (task / "children").read_text().split()]
-    (pid,) = {pid for pid in children if "nixl_reader" in Path(f"/proc/{pid}/cmdline").read_text()}
-    return pid
+    return sorted({pid for pid in children if "nixl_reader" in Path(f"/proc/{pid}/cmdline").read_text()})
 
 
 def assert_stored(address: str, namespace: str, sender: SenderProcess) -> None:
@@ -444,11 +444,14 @@ def assert_stored(address: str, namespace: str, sender: SenderProcess) -> None:
                 assert b"".join(block.data for block in rows) == expected[number % 2]
 
 
-def test_a_reader_that_is_killed_loses_nothing(tmp_path: Path) -> None:
-    with ServerProcess(tmp_path, "--metrics", "127.0.0.1:0") as server:
+@pytest.mark.parametrize("readers", [1, 3])
+def test_a_reader_that_is_killed_loses_nothing(tmp_path: Path, readers: int) -> None:
+    with ServerProcess(tmp_path, "--metrics", "127.0.0.1:0", "--nixl-readers", str(readers)) as server:
         with SenderProcess(server.address, "killed") as sender:
             sender.wait("committed", 10)
-            os.kill(reader_of(server.process.pid), signal.SIGKILL)
+            running = readers_of(server.process.pid)
+            assert len(running) == readers
+            os.kill(running[0], signal.SIGKILL)
             sender.wait("committed", 50)
             sender.finish()
             assert not sender.failed
@@ -466,13 +469,13 @@ def test_a_reader_that_is_killed_loses_nothing(tmp_path: Path) -> None:
 def test_a_server_that_is_stopped_for_a_while_loses_nothing(tmp_path: Path) -> None:
     with ServerProcess(tmp_path) as server, SenderProcess(server.address, "stopped") as sender:
         sender.wait("committed", 10)
-        reader = reader_of(server.process.pid)
-        for pid in (server.process.pid, reader):
+        readers = readers_of(server.process.pid)
+        for pid in (server.process.pid, *readers):
             os.kill(pid, signal.SIGSTOP)
-        for pid in (server.process.pid, reader):
+        for pid in (server.process.pid, *readers):
             wait_until(lambda pid=pid: " T " in Path(f"/proc/{pid}/stat").read_text())  # type: ignore[misc]
         seen = len(sender.committed)
-        for pid in (reader, server.process.pid):
+        for pid in (*readers, server.process.pid):
             os.kill(pid, signal.SIGCONT)
         sender.wait("committed", 20)
         sender.finish()
@@ -486,10 +489,10 @@ def test_a_server_that_is_stopped_for_a_while_loses_nothing(tmp_path: Path) -> N
 def test_a_server_that_is_killed_and_started_again_reads_over_nixl_again(tmp_path: Path) -> None:
     with ServerProcess(tmp_path) as server, SenderProcess(server.address, "again") as sender:
         sender.wait("committed", 10)
-        reader = reader_of(server.process.pid)
+        readers = readers_of(server.process.pid)
         server.stop(signal.SIGKILL)
         sender.wait("down")
-        wait_until(lambda: not Path(f"/proc/{reader}").exists())  # It ends with its server.
+        wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in readers))  # They end with their server.
         with ServerProcess(tmp_path, "--metrics", "127.0.0.1:0", address=server.address) as fresh:
             sender.wait("up")
             sender.wait("committed", 20)
@@ -511,8 +514,10 @@ def test_a_sender_that_is_killed_takes_only_its_own_samples_with_it(running: Run
         assert_stored(running.address, "survivor", sender)
     wait_until(lambda: running.metric("open_samples") == running.metric("held_bytes") == 0)
     wait_until(lambda: running.metric("nixl_quarantined_slots") == 0)
-    reader = running.server._ingest.puller._reader
-    assert reader is None or not reader.pulls  # What nobody waits for would count as a sign that the reader hangs.
+    readers = [puller._reader for puller in running.server._ingest.pullers._pullers]
+    assert not any(
+        reader.pulls for reader in readers if reader is not None
+    )  # What nobody waits for would count as a sign that the reader hangs.
 
 
 def test_a_stopped_sender_is_given_up_and_goes_on_when_it_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

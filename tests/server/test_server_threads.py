@@ -1,10 +1,11 @@
-"""Where there are cores for it, chunks of one sample are written side by side: in any order, and with one verdict."""
+"""Where there are cores for it, several threads check and write chunks: of one sample in order, and one at a time."""
 
 from __future__ import annotations
 
 import queue
 import random
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,9 +15,8 @@ import pytest
 from server_kit import TIMEOUT_S, Peer, Reader, RunningServer, Sample
 
 from slotstream.server.lane import Chunk, Done, Lane, Open, Pools
-from slotstream.store.records import Failure
 from slotstream.v1 import ingest_pb2 as pb
-from slotstream.wire.errors import HashMismatch, Interrupted
+from slotstream.wire.errors import HashMismatch
 from slotstream.wire.frames import encode_chunk
 from slotstream.wire.hashing import xxh3
 
@@ -95,46 +95,52 @@ def test_an_abort_comes_after_the_chunks_before_it(running: RunningServer) -> No
     assert not list(running.config.data_dir.rglob("*.partial"))
 
 
-class _Failing:
-    """An upload whose first chunk fails, and is the last of four to say so."""
+class _Recording:
+    """An upload that notes what is written to it, by whom, and whether by two at a time."""
 
-    hash_rows = 1
+    def __init__(self, wrong: int | None) -> None:
+        self.rows: list[int] = []
+        self.found: list[int | None] = []
+        self.crowded = False
+        self._wrong = wrong
+        self._alone = threading.Lock()
 
-    def __init__(self) -> None:
-        self.failure: Failure | None = None
-        self._all_there = threading.Barrier(4)
-        self._others = threading.Semaphore(0)
-
-    def write_chunk(self, first_row: int, rows: int, data: memoryview, digest: int) -> None:
-        if first_row == 0:
-            self.failure = Failure.of(HashMismatch("the first"))
-        self._all_there.wait(TIMEOUT_S)
-        if first_row:
-            raise Interrupted("the sample is not open any more")
-        assert self._others.acquire(timeout=TIMEOUT_S)
-        raise HashMismatch("the first")
-
-    def said(self) -> None:
-        self._others.release()
+    def write_chunk(self, first_row: int, rows: int, data: memoryview, digest: int, found: int | None = None) -> None:
+        self.crowded |= not self._alone.acquire(blocking=False)
+        self.rows.append(first_row)
+        self.found.append(found)
+        time.sleep(0.001)  # The others are checked meanwhile.
+        self._alone.release()
+        if first_row == self._wrong:
+            raise HashMismatch("wrong")
 
 
-def test_chunks_that_fail_side_by_side_have_one_verdict_and_the_first_reason() -> None:
-    upload: Any = _Failing()
-    store: Any = SimpleNamespace(open_upload=lambda spec: upload)
+@pytest.mark.parametrize("threads", [2, 4])
+@pytest.mark.parametrize("wrong", [None, 20])
+def test_chunks_are_written_in_order_and_checked_ahead(threads: int, wrong: int | None) -> None:
+    uploads = [_Recording(wrong) for _ in range(3)]
+    unopened = iter(uploads)
+    store: Any = SimpleNamespace(open_upload=lambda spec: next(unopened))
     done: queue.SimpleQueue[Done] = queue.SimpleQueue()
-
-    def post(one: Done) -> None:
-        done.put(one)
-        if one.acked:
-            upload.said()
-
-    pools = Pools(chunk_threads=4)
-    lane = Lane(store, pools, 1, None, post)
+    pools = Pools(chunk_threads=threads)
+    lanes = [Lane(store, pools, number, None, done.put) for number in range(3)]
     spec: Any = None
-    lane.push(Open(spec))
-    for row in range(4):
-        lane.push(Chunk(row, row, 1, memoryview(b""), 0))
-    heard = [done.get(timeout=TIMEOUT_S) for _ in range(5)]
+    for lane in lanes:
+        lane.push(Open(spec))
+        done.get(timeout=TIMEOUT_S)
+    for row in range(40):
+        for lane in lanes:
+            data = bytes([row, lane.number]) * 1000
+            lane.push(Chunk(row, row, 1, memoryview(data), xxh3(data)))
+    heard = [done.get(timeout=TIMEOUT_S) for _ in range(40 * 3)]
     pools.shutdown()
-    assert [one.ended.failure.code for one in heard if one.ended and one.ended.failure] == ["HASH_MISMATCH"]
-    assert sorted(one.acked for one in heard if one.acked is not None) == [0, 1, 2, 3]
+    verdicts = [one.ended.failure.code for one in heard if one.ended and one.ended.failure]
+    assert verdicts == ([] if wrong is None else ["HASH_MISMATCH"] * 3)
+    for lane, upload in zip(lanes, uploads, strict=True):
+        assert [one.acked for one in heard if one.lane is lane] == list(range(40))
+        written = range(40 if wrong is None else wrong + 1)
+        assert upload.rows == list(written)
+        assert not upload.crowded
+        hashes = [xxh3(bytes([row, lane.number]) * 1000) for row in written]
+        assert all(found in (None, expected) for found, expected in zip(upload.found, hashes, strict=True))
+        assert any(upload.found)

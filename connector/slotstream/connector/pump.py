@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from slotstream.connector.config import ConnectorConfig
 from slotstream.connector.counters import Counters
+from slotstream.connector.digests import Digests
 from slotstream.connector.faults import Faults, SampleFault
 from slotstream.connector.gather import Gathered, Slots
 from slotstream.connector.held import HeldChunk
@@ -38,7 +39,6 @@ from slotstream.wire.errors import (
     SlotStreamError,
     StagingFull,
 )
-from slotstream.wire.hashing import xxh3
 from slotstream.wire.logtext import log_text
 from slotstream.wire.throttle import Throttle
 
@@ -105,6 +105,7 @@ class Pump:
         self._spool: Spool | None = None
         if options.spool_dir is not None:
             self._spool = Spool(Path(options.spool_dir), options.spool_bytes_max, counters, self._inbox.put)
+        self._digests = Digests()
         self._faults = Faults(counters)
         self._shelf = Shelf(self._spool, pool)
         self._outbox = Outbox(config, pool, sink, self._shelf, counters, self._faults)
@@ -164,6 +165,7 @@ class Pump:
         deadline = time.monotonic() + timeout_s
         self._inbox.put(_Stop(deadline - timeout_s / 2 if self._spool is not None else deadline, deadline))
         self._thread.join(timeout_s + 2 * _TICK_S)
+        self._digests.close()
         if self._spool is not None:
             self._spool.close(max(1.0, deadline - time.monotonic()))
         self._sink.close(1.0)
@@ -268,15 +270,21 @@ class Pump:
             if batch.mapping is not None:
                 batch.mapping.load()
             peaks = batch.gathered.peaks.float().numpy()
-            for segment in batch.segments:
+            digests = self._digests.of([self._pool.buffer(s.slot, s.rows * self._row_bytes) for s in batch.segments])
+            for segment, digest in zip(batch.segments, digests, strict=True):
                 done += 1
-                self._segment(segment, batch.mapping, peaks[at : at + segment.rows], copied_unix_ns)
+                self._segment(segment, batch.mapping, peaks[at : at + segment.rows], digest, copied_unix_ns)
                 at += segment.rows
         finally:
             self._pool.release([*batch.scratch, *(s.slot for s in batch.segments[done:])])
 
     def _segment(
-        self, segment: Segment, mapping: StepMapping | None, peaks: npt.NDArray[np.float32], copied_unix_ns: int
+        self,
+        segment: Segment,
+        mapping: StepMapping | None,
+        peaks: npt.NDArray[np.float32],
+        digest: int,
+        copied_unix_ns: int,
     ) -> None:
         sample = self._outbox.sample(segment.req_id)
         problem: SlotStreamError | None = None
@@ -290,7 +298,6 @@ class Pump:
             return
         sample.rows_unix_ns = copied_unix_ns
         nbytes = segment.rows * self._row_bytes
-        digest = xxh3(self._pool.buffer(segment.slot, nbytes))
         self._outbox.add(sample, HeldChunk(segment.first_row, segment.rows, nbytes, digest, segment.slot))
 
     def _check_rows(self, sample_id: str, segment: Segment, peaks: npt.NDArray[np.float32]) -> BadRows | None:

@@ -113,14 +113,18 @@ class WorkerHalf:
             self._first_position[opened.req_id] = opened.first_position
             self._begun.add(opened.req_id)
             self._pump.post(opened)
+        finishes = {finish.req_id: finish for finish in plan.finishes}
         if plan.rows:
-            self._read(plan.rows)
-        for finish in plan.finishes:
-            self._first_position.pop(finish.req_id, None)
-            self._pump.post(finish)
+            self._read(plan.rows, finishes)
+        for finish in finishes.values():
+            self._finish(finish)
         for abort in plan.aborts:
             self._first_position.pop(abort.req_id, None)
             self._pump.post(abort)
+
+    def _finish(self, finish: SampleFinish) -> None:
+        self._first_position.pop(finish.req_id, None)
+        self._pump.post(finish)
 
     def take_releases(self) -> set[str]:
         """Requests whose last rows were read in an earlier step: vLLM may free their blocks."""
@@ -160,17 +164,20 @@ class WorkerHalf:
 
     # -- reading rows
 
-    def _read(self, rows: tuple[RowPlan, ...]) -> None:
+    def _read(self, rows: tuple[RowPlan, ...], finishes: dict[str, SampleFinish]) -> None:
+        """Read the step's rows. A sample is finished, and taken out of `finishes`, behind its last ones: not behind all."""
         deadline = time.monotonic() + (self._config.options.wait_s_max if self._config.options.on_full == "wait" else 0.0)
         mapping: StepMapping | None = None
         on_cpu = self._gather.on_cpu
-        for parts in self._batches(rows):
+        batches = list(self._batches(rows))
+        last_batch = {part.req_id: number for number, parts in enumerate(batches) for part in parts}
+        for number, parts in enumerate(batches):
             wants_mapping = mapping is None and self._slot_mapping is not None
             scratch_count = 0 if on_cpu else 1 + wants_mapping
             leased = self._lease(len(parts) + scratch_count, deadline)
             if leased is None:
                 self._fail(parts, self._pump.why_full())
-                continue
+                continue  # What fails is not finished; that of it is said at the end.
             scratch, slots = leased[:scratch_count], leased[scratch_count:]
             try:
                 if wants_mapping:
@@ -186,6 +193,9 @@ class WorkerHalf:
                 for slot, part in zip(slots, parts, strict=True)
             )
             self._pump.post(StagedBatch(segments, gathered, mapping, tuple(scratch)))
+            for req_id in dict.fromkeys(part.req_id for part in parts):
+                if req_id in finishes and last_batch[req_id] == number:
+                    self._finish(finishes.pop(req_id))
 
     def _gather_parts(self, parts: list[_Part], slots: list[int], scratch: int | None) -> Gathered:
         destinations = [Destination(slot, part.slots.size) for slot, part in zip(slots, parts, strict=True)]

@@ -1,4 +1,4 @@
-"""The announced chunks of one stream: checked, pulled by the `Puller`, and waited for by what the peer said after them."""
+"""The announced chunks of one stream: checked, pulled by the `Pullers`, and waited for by what the peer said after them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from slotstream.server.lane import Abort, Commit
-from slotstream.server.nixl_puller import Pull, Pulled, Puller, PullPeer
+from slotstream.server.nixl_puller import Pull, Pulled
+from slotstream.server.nixl_pullers import Pullers, Route
 from slotstream.v1 import ingest_pb2 as pb
 from slotstream.wire.errors import ProtocolViolation
 from slotstream.wire.names import CHUNK_BYTES_MAX
@@ -22,12 +23,12 @@ _ADDRESS_END = 1 << 64
 class Announced:
     """Belongs to the event loop; only `results` is filled from elsewhere, and `wake` called then."""
 
-    def __init__(self, puller: Puller | None, wake: Callable[[], None]) -> None:
+    def __init__(self, pullers: Pullers | None, wake: Callable[[], None]) -> None:
         self.results: deque[Pulled] = deque()
-        self._puller = puller
+        self._pullers = pullers
         self._wake = wake
         self._offer: pb.NixlOffer | None = None
-        self._peer: PullPeer | None = None
+        self._route: Route | None = None
         self._generations: dict[int, int] = {}  # slot of the offer -> the last one announced
         self._expected: dict[int, set[int]] = {}  # sample -> chunks announced, and not with their lane yet
         self._parked: dict[int, list[tuple[Commit | Abort, int]]] = {}  # sample -> what was said after them, and its bytes
@@ -36,9 +37,9 @@ class Announced:
     async def accept(self, offer: pb.NixlOffer) -> bool:
         """Whether chunks may be announced on this stream. Raises ProtocolViolation for an offer that cannot be meant."""
         _check_offer(offer)
-        if self._puller is None:
+        if self._pullers is None:
             return False
-        started = await asyncio.to_thread(self._puller.connect, offer.agent, offer.metadata, self._pulled)
+        started = await asyncio.to_thread(self._pullers.connect, offer.agent, offer.metadata, self._pulled)
         connected = asyncio.wrap_future(started)
         try:
             await asyncio.wait((connected,), timeout=_CONNECT_S)
@@ -49,7 +50,7 @@ class Announced:
             _log.warning("rows of this stream come over gRPC: NIXL took longer than %.0f s", _CONNECT_S)
             return False
         try:
-            self._peer = connected.result()
+            self._route = connected.result()
         except Exception as error:
             level = logging.WARNING if isinstance(error, NixlFault) else logging.ERROR
             _log.log(level, "rows of this stream come over gRPC: %s", error)
@@ -57,9 +58,9 @@ class Announced:
         self._offer = offer
         return True
 
-    def _came_too_late(self, connected: asyncio.Future[PullPeer]) -> None:
-        if self._puller is not None and not connected.cancelled() and connected.exception() is None:
-            self._puller.disconnect(connected.result())
+    def _came_too_late(self, connected: asyncio.Future[Route]) -> None:
+        if self._pullers is not None and not connected.cancelled() and connected.exception() is None:
+            self._pullers.disconnect(connected.result())
 
     def take(self, announce: pb.Announce) -> Pull:
         """A checked announcement, as a pull that was not started. Raises ProtocolViolation."""
@@ -84,9 +85,9 @@ class Announced:
 
     def start(self, pulls: Sequence[Pull]) -> None:
         """Read what is expected; what becomes of each appears in `results`."""
-        assert self._puller is not None
-        assert self._peer is not None
-        self._puller.pull(self._peer, pulls)
+        assert self._pullers is not None
+        assert self._route is not None
+        self._pullers.pull(self._route, pulls)
 
     def _pulled(self, pulled: Pulled) -> None:
         self.results.append(pulled)
@@ -133,14 +134,14 @@ class Announced:
 
     def free(self, pulled: Pulled) -> None:
         """The bytes of a result are not needed."""
-        if self._puller is not None and pulled.slot is not None:
-            self._puller.free((pulled.slot,))
+        if self._pullers is not None and pulled.slot is not None:
+            self._pullers.free((pulled.slot,))
 
     def close(self) -> list[Pull]:
         """The stream ended. What was started and will not appear in `results`."""
-        if self._puller is None or self._peer is None:
+        if self._pullers is None or self._route is None:
             return []
-        return self._puller.disconnect(self._peer)
+        return self._pullers.disconnect(self._route)
 
 
 def _check_offer(offer: pb.NixlOffer) -> None:

@@ -26,7 +26,7 @@ from slotstream.server.lane import Pools
 from slotstream.server.listening import SERVICES, add_port, make_server
 from slotstream.server.logs import configure_logging
 from slotstream.server.metrics import Metrics, serve_metrics
-from slotstream.server.nixl_puller import start_puller
+from slotstream.server.nixl_pullers import start_pullers
 from slotstream.server.serving import SamplesService
 from slotstream.server.tls import Certificates
 from slotstream.server.version import server_version
@@ -115,11 +115,11 @@ class Server:
         self._closing.push_async_callback(asyncio.to_thread, pools.shutdown)
         self.metrics = metrics = Metrics(store)
         self._arrivals = Arrivals()
-        puller = await asyncio.to_thread(start_puller, config, metrics)
-        if puller is not None:
-            self._closing.push_async_callback(asyncio.to_thread, puller.close)
+        pullers = await asyncio.to_thread(start_pullers, config, metrics)
+        if pullers is not None:
+            self._closing.push_async_callback(asyncio.to_thread, pullers.close)
         self._keeping = Housekeeping(config, store, metrics, self._directory_changed)
-        self._ingest = IngestService(config, store, pools, metrics, self._arrivals, gate, self._keeping.touch, puller)
+        self._ingest = IngestService(config, store, pools, metrics, self._arrivals, gate, self._keeping.touch, pullers)
         self._samples = SamplesService(config, store, pools, metrics, self._arrivals, gate, self._keeping)
         self._books = WorkerBooks(store, pools, metrics, self._arrivals, self._keeping.touch)
         self._loop = asyncio.get_running_loop()

@@ -6,7 +6,7 @@ import logging
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from slotstream.server.nixl_pool import SLOT_BYTES, SLOTS_MIN
+from slotstream.server.nixl_pool import POOL_BYTES_MIN
 from slotstream.store.retention import Policy
 from slotstream.store.samples import FREE_BYTES_MIN
 from slotstream.wire.address import check_address, is_local
@@ -46,6 +46,7 @@ class ServerConfig:
     window_bytes: int = WINDOW_BYTES  # Bytes of chunks a stream may have unacknowledged.
     transport: str = "auto"  # How rows may come: grpc, or over NIXL too; nixl: only start if that works.
     nixl_pool_bytes: int = 256 << 20  # What chunks are read into over NIXL; allocated when the first sender offers it.
+    nixl_readers: int = 0  # Processes that read over NIXL, in each of `workers`; 0: as many as the cores are good for.
     ingest_bytes_max: int = 256 << 20  # Bytes of chunks that all streams together may hold in memory.
     drain_s: float = 10.0  # How long open samples may still finish after SIGTERM.
     appear_grace_s: float = 5.0  # How long a read waits for an id that nobody has opened yet.
@@ -87,7 +88,8 @@ class ServerConfig:
         if self.transport not in TRANSPORTS:
             raise ConfigError(f"--transport {self.transport!r} is not one of {', '.join(TRANSPORTS)}")
         check_transport("--transport", self.transport)
-        _at_least("--nixl-pool-bytes", self.nixl_pool_bytes, SLOTS_MIN * SLOT_BYTES)
+        _at_least("--nixl-pool-bytes", self.nixl_pool_bytes, POOL_BYTES_MIN)
+        _at_least("--nixl-readers", self.nixl_readers, 0, self.nixl_pool_bytes // POOL_BYTES_MIN)
         _at_least("--ingest-bytes-max", self.ingest_bytes_max, self.window_bytes)
         _at_least("--drain-s", self.drain_s, 0, _SECONDS_MAX)
         _at_least("--appear-grace-s", self.appear_grace_s, 0, _SECONDS_MAX)
@@ -122,6 +124,11 @@ class ServerConfig:
                 f"--listen: {self.listen} can be reached from other machines: give --tokens or --tls-client-ca, "
                 "or --allow-anonymous to let anybody in who reaches it"
             )
+
+    @property
+    def nixl_window_bytes(self) -> int:
+        """What a stream may have unacknowledged over NIXL, where several samples are read, checked and written side by side."""
+        return max(self.window_bytes, min(self.nixl_pool_bytes, self.ingest_bytes_max) // 2)
 
     @property
     def is_private(self) -> bool:

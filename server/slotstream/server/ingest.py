@@ -21,7 +21,7 @@ from slotstream.server.gate import Gate, Shares
 from slotstream.server.ingest_stream import Context, Stream
 from slotstream.server.lane import Ended, Lane, Pools, UploadStore
 from slotstream.server.metrics import Metrics, code_label
-from slotstream.server.nixl_puller import Puller
+from slotstream.server.nixl_pullers import Pullers
 from slotstream.server.status import abort
 from slotstream.v1 import ingest_pb2 as pb
 from slotstream.wire.errors import HashMismatch, ProtocolViolation, ServerDraining, SlotStreamError
@@ -43,12 +43,12 @@ class IngestService:
         arrivals: Arrivals,
         gate: Gate,
         committed: Callable[[str], None],
-        puller: Puller | None = None,
+        pullers: Pullers | None = None,
     ) -> None:
-        """`committed` is told the namespace of every sample stored. `puller`: None where chunks come in frames only."""
+        """`committed` is told the namespace of every sample stored. `pullers`: None where chunks come in frames only."""
         self.config = config
         self._committed = committed
-        self.puller = puller
+        self.pullers = pullers
         self.store = store
         self.pools = pools
         self.metrics = metrics

@@ -62,6 +62,7 @@ class Stream:
         self._loop = asyncio.get_running_loop()
         self._lanes: dict[int, Lane] = {}
         self._used = RangeSet()
+        self._window_bytes = service.config.window_bytes  # What the peer may have in flight.
         self._held_bytes = 0
         self._held_items = 0
         self._acks: list[int] = []  # Chunks taken and not acked yet.
@@ -78,7 +79,7 @@ class Stream:
         self._heard_at = self._loop.time()
         # When each open sample will have taken too long. Each is one of the peer's share of open samples.
         self._due: dict[int, float] = {}
-        self._announced = Announced(service.puller, self._wake)
+        self._announced = Announced(service.pullers, self._wake)
         self._said_all = False
 
     # The call.
@@ -168,7 +169,7 @@ class Stream:
         """Whether to leave further frames to flow control. The peer is promised window_bytes, and gets no more memory."""
         config = self._service.config
         return (
-            self._held_bytes >= config.window_bytes
+            self._held_bytes >= self._window_bytes
             or self._service.is_full
             or self._held_items + len(self._replies) >= _HELD_ITEMS_MAX
             or len(self._lanes) >= config.open_samples_max + _REFUSED_MAX
@@ -215,12 +216,15 @@ class Stream:
         if hello.protocol != PROTOCOL_VERSION:
             raise ProtocolViolation(f"this server speaks protocol {PROTOCOL_VERSION}, not {hello.protocol}")
         _log.info("stream of %s: engine %.64r, rank %d", self.peer, hello.engine_id, hello.worker_rank)
+        nixl = hello.HasField("nixl") and await self._announced.accept(hello.nixl)
+        if nixl:
+            self._window_bytes = self._service.config.nixl_window_bytes
         welcome = pb.Welcome(
             protocol=PROTOCOL_VERSION,
             server_version=server_version(),
-            window_bytes=self._service.config.window_bytes,
+            window_bytes=self._window_bytes,
             chunk_bytes_max=CHUNK_BYTES_MAX,
-            nixl=hello.HasField("nixl") and await self._announced.accept(hello.nixl),
+            nixl=nixl,
         )
         self.reply(pb.IngestReply(welcome=welcome))
         if self._service.draining:
@@ -256,7 +260,7 @@ class Stream:
     def _take_announcements(self, announcements: Sequence[pb.Announce]) -> None:
         if not 1 <= len(announcements) <= ANNOUNCEMENTS_MAX:
             raise ProtocolViolation(f"{len(announcements)} chunks cannot be announced at a time")
-        if sum(announce.length for announce in announcements) > self._service.config.window_bytes:
+        if sum(announce.length for announce in announcements) > self._window_bytes:
             raise ProtocolViolation("more was announced at a time than may be in flight")
         pulls: list[Pull] = []
         try:
@@ -424,8 +428,8 @@ class Stream:
                 self._service.arrivals.notify(done.lane.key)
             if done.ended is not None:
                 self._end_sample(done.lane, done.ended)
-        if freed and self._service.puller is not None:
-            self._service.puller.free(freed)
+        if freed and self._service.pullers is not None:
+            self._service.pullers.free(freed)
         self._room.set()
         if not self._connected:
             self._service.forget(self)

@@ -1,8 +1,9 @@
 """One sample's disk work, in the order it was asked for, off the event loop but for what takes no time (see `pace`).
 
 Samples of a stream run side by side, the chunks of one sample one after another: written in order they are hashed in
-order, and nothing has to be read back at the commit. Chunks of whole hash groups need no order, so that where there are threads
-for it those of one sample are written side by side too. Commits wait for the disk, so they have threads of their own.
+order, and nothing has to be read back at the commit. (Linux writes to one file from one thread at a time anyway, and has the
+others spin.) Their own hashes are checked ahead where there are threads for it. Commits wait for the disk, so they have threads
+of their own.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from slotstream.server.nixl_puller import Slot
@@ -22,6 +23,7 @@ from slotstream.server.pace import Pace
 from slotstream.store.records import Failure, SampleKey, SampleRecord, SampleSpec
 from slotstream.store.upload import Upload
 from slotstream.wire.errors import InternalFault, SlotStreamError
+from slotstream.wire.hashing import xxh3
 
 _log = logging.getLogger(__name__)
 _MANY_CORES = 8
@@ -29,8 +31,8 @@ _TURN = 16  # Items a lane does before it lets another lane have the thread.
 
 
 def _chunk_threads(cores: int) -> int:
-    """How many threads write chunks."""
-    return min(4, cores // 4) if cores >= _MANY_CORES else 1
+    """How many threads check and write chunks."""
+    return min(8, cores // 2) if cores >= _MANY_CORES else 1
 
 
 @dataclass(slots=True)
@@ -38,8 +40,9 @@ class Pools:
     """Threads that wait for the disk.
 
     On few cores one thread opens samples and writes the chunks that the event loop leaves to it (see `pace`): mostly copies
-    into the page cache, and more would only take the processor from the loop. On many, all chunks are written by several
-    threads: hashing and writing need no Python, and one core writes 3 GB/s at best. Commits and reads wait for the disk itself.
+    into the page cache, and more would only take the processor from the loop. On many, several threads check and write all
+    chunks: that needs no Python, and a core does 6 GB/s of the one and 4 of the other at best. Commits and reads wait for the
+    disk itself.
     """
 
     chunk_threads: int = field(default_factory=lambda: _chunk_threads(len(os.sched_getaffinity(0))))
@@ -52,14 +55,14 @@ class Pools:
         self.chunks = ThreadPoolExecutor(self.chunk_threads, "chunk")
 
     @property
-    def side_by_side(self) -> bool:
-        """Whether chunks of one sample are worth a thread each."""
+    def checks_ahead(self) -> bool:
+        """Whether a chunk's hash is computed by another thread than the one that writes its sample."""
         return self.chunk_threads > 1
 
     @property
     def loop_writes(self) -> bool:
         """Whether the event loop writes chunks itself."""
-        return not self.side_by_side and self.pace.is_fast
+        return not self.checks_ahead and self.pace.is_fast
 
     def shutdown(self) -> None:
         """Let the threads finish what they have and end them."""
@@ -88,6 +91,7 @@ class Chunk:
     data: memoryview
     digest: int
     slot: Slot | None = None  # Where `data` lies, if it was read over NIXL.
+    found: Future[int] | None = None  # The hash of `data`, where somebody else computes it.
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,15 +154,16 @@ class Lane:
         self._post = post
         self._opened_at = time.monotonic()
         self._items: deque[tuple[Item, int]] = deque()
-        self._lock = threading.Lock()  # Guards the four below.
+        self._lock = threading.Lock()  # Guards the items, and who has the turn.
         self._running = False  # A thread has its turn: it alone takes items.
-        self._writing = 0  # Chunks that are written beside it.
         self._ended = False
         self._abandoned = False
         self._upload: Upload | None = None  # Set once, by the thread whose turn it is.
 
     def push(self, item: Item, nbytes: int = 0) -> None:
         """Do `item` after those pushed before. `nbytes` of memory are held until its Done."""
+        if isinstance(item, Chunk) and self._pools.checks_ahead:
+            item = replace(item, found=self._pools.chunks.submit(xxh3, item.data))
         with self._lock:
             self._items.append((item, nbytes))
             if self._running:
@@ -177,16 +182,10 @@ class Lane:
     def _run(self) -> None:
         for _ in range(_TURN):
             with self._lock:
-                # All else waits for the chunks before it; the last of them goes on from here.
-                if not self._items or (self._writing and not isinstance(self._items[0][0], Chunk)):
+                if not self._items:
                     self._running = False
                     return
                 item, nbytes = self._items.popleft()
-                aside = isinstance(item, Chunk) and self._needs_no_order(item)
-                self._writing += aside
-            if aside:
-                self._pools.chunks.submit(self._write_aside, item, nbytes)
-                continue
             # A refusal waits for its row: many of them side by side share a transaction, and keep nobody's chunks waiting.
             if isinstance(item, Commit | Refuse) and not self._ended:
                 self._pools.commits.submit(self._run_commit, item, nbytes)
@@ -202,20 +201,6 @@ class Lane:
                 return
         self._pools.chunks.submit(self._run)
 
-    def _needs_no_order(self, chunk: Chunk) -> bool:
-        if self._upload is None or not self._pools.side_by_side:
-            return False
-        return not (chunk.first_row % self._upload.hash_rows or chunk.rows % self._upload.hash_rows)
-
-    def _write_aside(self, item: Item, nbytes: int) -> None:
-        self._guarded(item, nbytes)
-        with self._lock:
-            self._writing -= 1
-            if self._writing or self._running or not self._items:
-                return
-            self._running = True
-        self._run()
-
     def _guarded(self, item: Item, nbytes: int) -> None:
         """Does one item. Whatever goes wrong fails this sample and nothing else."""
         ended: Ended | None = None
@@ -223,18 +208,13 @@ class Lane:
             try:
                 ended = self._do(item)
             except SlotStreamError as error:
-                # Of chunks written side by side the first that failed says why: the others find the sample closed.
-                first = None if self._upload is None else self._upload.failure
-                ended = Ended(first or Failure.of(error))
+                ended = Ended(Failure.of(error))
             except Exception:
                 _log.exception("a fault in the server failed sample %s", self.key)
                 failure = Failure.of(InternalFault("the server failed; its log says how"))
                 self._give_up(failure)
                 ended = Ended(failure)
-        if ended is not None:
-            with self._lock:
-                ended = None if self._ended else ended  # Its last word was said.
-                self._ended = True
+        self._ended = self._ended or ended is not None
         acked, slot = (item.chunk, item.slot) if isinstance(item, Chunk) else (None, None)
         self._post(Done(self, nbytes, acked, slot, isinstance(item, Open) and ended is None, ended))
 
@@ -261,8 +241,10 @@ class Lane:
 
     def _write(self, upload: Upload, item: Chunk) -> None:
         begun_at = time.monotonic()
+        # One that nobody has begun with is computed here: waiting for it might be waiting for this thread.
+        found = item.found.result() if item.found is not None and not item.found.cancel() else None
         try:
-            upload.write_chunk(item.first_row, item.rows, item.data, item.digest)
+            upload.write_chunk(item.first_row, item.rows, item.data, item.digest, found)
         finally:
             self._pools.pace.took(time.monotonic() - begun_at)
 

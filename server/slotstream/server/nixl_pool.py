@@ -1,4 +1,4 @@
-"""The memory that NIXL reads announced chunks into: slots of one size, shared by the server and its reader process.
+"""The memory that NIXL reads announced chunks into: slots of the chunks' sizes, shared by the server and its reader process.
 
     free ──take──▶ being read ──────────▶ held by the server ──give──▶ free
                        └──set_aside──▶ quarantined ──give──▶ free
@@ -12,21 +12,28 @@ import mmap
 
 from slotstream.wire.names import CHUNK_BYTES_MAX
 
-SLOT_BYTES = CHUNK_BYTES_MAX
-SLOTS_MIN = 4
+POOL_BYTES_MIN = 4 * CHUNK_BYTES_MAX
+_SLOT_BYTES_MIN = 64 << 10
+_ORDERS = (CHUNK_BYTES_MAX // _SLOT_BYTES_MIN).bit_length()  # Sizes of slots: doubled each time.
 
 
 def map_pool(descriptor: int, nbytes: int) -> memoryview:
-    """The pool's memory in this process, [nbytes // SLOT_BYTES] slots; unmapped when the last view of it is gone."""
-    return memoryview(mmap.mmap(descriptor, nbytes - nbytes % SLOT_BYTES))
+    """The pool's memory in this process, whole slots of the largest size; unmapped when the last view of it is gone."""
+    return memoryview(mmap.mmap(descriptor, nbytes - nbytes % CHUNK_BYTES_MAX))
 
 
 class SlotPool:
-    """Which of `count` slots are whose. Pages are taken from the system as chunks first touch them."""
+    """Which slots of `nbytes` of memory are whose. Pages are taken from the system as chunks first touch them.
 
-    def __init__(self, count: int) -> None:
-        self._free = list(range(count - 1, -1, -1))  # A stack: slots used lately are warm, the others untouched.
-        self._taken: set[int] = set()
+    A buddy allocator: a slot is a power of two of bytes, aligned to its size, cut out of a larger one where there is none
+    that fits, and joined with its other half once both are free.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        """Slots are named by where they begin, in bytes. Those free lately are taken first: they are warm, others untouched."""
+        self._free: list[dict[int, None]] = [{} for _ in range(_ORDERS)]
+        self._free[-1] = dict.fromkeys(reversed(range(0, nbytes - nbytes % CHUNK_BYTES_MAX, CHUNK_BYTES_MAX)))
+        self._taken: dict[int, int] = {}  # slot -> order
         self._quarantined: set[int] = set()
 
     @property
@@ -34,12 +41,17 @@ class SlotPool:
         """Slots that nobody may use for now."""
         return len(self._quarantined)
 
-    def take(self) -> int | None:
-        """A free slot; None when there is none."""
-        if not self._free:
+    def take(self, nbytes: int) -> int | None:
+        """A free slot of at least `nbytes` (at most CHUNK_BYTES_MAX); None when there is none."""
+        wanted = ((nbytes - 1) // _SLOT_BYTES_MIN).bit_length()
+        order = next((order for order in range(wanted, _ORDERS) if self._free[order]), None)
+        if order is None:
             return None
-        slot = self._free.pop()
-        self._taken.add(slot)
+        slot, _ = self._free[order].popitem()
+        while order > wanted:
+            order -= 1
+            self._free[order][slot + (_SLOT_BYTES_MIN << order)] = None
+        self._taken[slot] = order
         return slot
 
     def set_aside(self, slot: int) -> None:
@@ -48,6 +60,10 @@ class SlotPool:
 
     def give(self, slot: int) -> None:
         """Nobody reads the slot any more, and nothing writes into it."""
-        self._taken.remove(slot)
+        order = self._taken.pop(slot)
         self._quarantined.discard(slot)
-        self._free.append(slot)
+        while order < _ORDERS - 1 and (other := slot ^ (_SLOT_BYTES_MIN << order)) in self._free[order]:
+            del self._free[order][other]
+            slot = min(slot, other)
+            order += 1
+        self._free[order][slot] = None

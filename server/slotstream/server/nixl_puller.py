@@ -19,12 +19,11 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
-from slotstream.server.config import ServerConfig
 from slotstream.server.metrics import Metrics
-from slotstream.server.nixl_pool import SLOT_BYTES, map_pool
+from slotstream.server.nixl_pool import map_pool
 from slotstream.server.nixl_reader import READ_S
 from slotstream.wire.errors import ConfigError
-from slotstream.wire.nixl import INSTALL, NixlFault, is_installed
+from slotstream.wire.nixl import NixlFault
 
 _log = logging.getLogger(__name__)
 _START_S = 30.0
@@ -41,7 +40,7 @@ class Slot:
     """Where a chunk's bytes lie, for `Puller.free`."""
 
     reader: _Reader
-    index: int
+    at: int
 
 
 @dataclass(slots=True, eq=False)
@@ -121,25 +120,8 @@ class _Reader:
             return self.process.wait()
 
 
-def start_puller(config: ServerConfig, metrics: Metrics) -> Puller | None:
-    """What reads rows over NIXL; None where rows come over gRPC only. Blocks where NIXL is asked for. Raises ConfigError."""
-    if config.transport == "auto" and not is_installed():
-        _log.info("rows come over gRPC; for NIXL: %s", INSTALL)
-        return None
-    if config.transport == "grpc":
-        return None
-    puller = Puller(config.nixl_pool_bytes, metrics)
-    if config.transport == "nixl":
-        try:
-            puller.prove()
-        except BaseException:
-            puller.close()
-            raise
-    return puller
-
-
 class Puller:
-    """All that a server reads over NIXL. Its methods may be called from any thread, and do not wait but where they say so."""
+    """What one reader process reads. Its methods may be called from any thread, and do not wait but where they say so."""
 
     def __init__(self, pool_bytes: int, metrics: Metrics) -> None:
         """Nothing is allocated or started before the first peer comes."""
@@ -152,6 +134,7 @@ class Puller:
         self._problem = ""  # Why there is no reader, and will be none.
         self._deaths = 0
         self._restart_at = 0.0
+        self._quarantined = 0
         self._closed = False
 
     def prove(self) -> None:
@@ -205,8 +188,8 @@ class Puller:
         """The bytes in `slots` are not needed any more."""
         with self._lock:
             reader = self._reader
-            if reader is not None and (indices := [slot.index for slot in slots if slot.reader is reader]):
-                reader.send("free", indices)
+            if reader is not None and (ours := [slot.at for slot in slots if slot.reader is reader]):
+                reader.send("free", ours)
 
     def disconnect(self, peer: PullPeer) -> list[Pull]:
         """The peer's stream ended: nobody waits for what it announced. The pulls that its `take` will not hear of."""
@@ -301,14 +284,13 @@ class Puller:
             del self._peers[number]
         peer.connected.set_exception(NixlFault(problem))
 
-    def _on_read(self, reader: _Reader, number: int, index: int) -> None:
+    def _on_read(self, reader: _Reader, number: int, at: int) -> None:
         with self._lock:
             if number not in reader.pulls:  # Its peer was disconnected.
-                reader.send("free", [index])
+                reader.send("free", [at])
                 return
             peer, pull, _ = reader.pulls.pop(number)
-        at = index * SLOT_BYTES
-        peer.take(Pulled(pull, Slot(reader, index), reader.memory[at : at + pull.nbytes]))
+        peer.take(Pulled(pull, Slot(reader, at), reader.memory[at : at + pull.nbytes]))
 
     def _on_failed(self, reader: _Reader, number: int, problem: str, timed_out: bool) -> None:
         if timed_out:
@@ -320,7 +302,11 @@ class Puller:
         peer.take(Pulled(pull, problem=problem))
 
     def _on_quarantined(self, reader: _Reader, count: int) -> None:
-        self._metrics.nixl_quarantined.set(count)
+        self._set_quarantined(count)
+
+    def _set_quarantined(self, count: int) -> None:
+        self._metrics.nixl_quarantined.inc(count - self._quarantined)  # The gauge is that of all readers.
+        self._quarantined = count
 
     def _check_stuck(self, reader: _Reader) -> None:
         with self._lock:
@@ -338,7 +324,7 @@ class Puller:
             closing = self._closed
             if not closing and not self._problem:
                 self._note_death(reader, code, len(pulls))
-        self._metrics.nixl_quarantined.set(0)  # What a dead process was to write nobody writes.
+        self._set_quarantined(0)  # What a dead process was to write nobody writes.
         problem = self._problem or "the process that reads over NIXL died"
         if not reader.ready.done():
             reader.ready.set_exception(NixlFault(problem))

@@ -22,7 +22,7 @@ from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 from typing import Any
 
-from slotstream.server.nixl_pool import SLOT_BYTES, SlotPool, map_pool
+from slotstream.server.nixl_pool import SlotPool, map_pool
 from slotstream.wire.nixl import NixlAgent, NixlFault, memory_address
 
 READ_S = 5.0  # A peer that was stopped never answers, and never fails.
@@ -71,7 +71,7 @@ class Reader:
         self._read_s = read_s
         self._memory = map_pool(pool_descriptor, pool_bytes)
         self._address = memory_address(self._memory)
-        self._pool = SlotPool(self._memory.nbytes // SLOT_BYTES)
+        self._pool = SlotPool(self._memory.nbytes)
         self._agent = NixlAgent(lambda line: self._say("log", line))
         # What that returns stays here: who does not have it cannot write into the pool.
         self._agent.register(self._address, self._memory.nbytes)
@@ -201,7 +201,7 @@ class Reader:
             self._say("read", pull.number, pull.slot)
 
     def _start(self, peer: _Peer) -> None:
-        while peer.waiting and len(peer.active) < _ACTIVE_MAX and (slot := self._pool.take()) is not None:
+        while peer.waiting and len(peer.active) < _ACTIVE_MAX and (slot := self._pool.take(peer.waiting[0].nbytes)) is not None:
             pull = peer.waiting.popleft()
             pull.slot = slot
             try:
@@ -224,7 +224,7 @@ class Reader:
             self._add(peer)
             peer.known = True
         handle = peer.handles.pop((pull.slot, pull.address, pull.nbytes), None)
-        local = self._address + pull.slot * SLOT_BYTES
+        local = self._address + pull.slot
         return handle or self._agent.read(peer.name, pull.address, local, pull.nbytes)
 
     def _expire(self, peer: _Peer) -> None:

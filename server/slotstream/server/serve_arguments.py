@@ -44,7 +44,7 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     option(
         "--window-bytes",
         "window_bytes",
-        "bytes of rows that a stream may have in flight before the server acknowledged them",
+        "bytes of rows that a stream may have in flight before the server acknowledged them; over NIXL at least half the pool",
         metavar="BYTES",
         type=int,
     )
@@ -59,6 +59,13 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
         "nixl_pool_bytes",
         "memory that rows are read into over NIXL, taken when the first sender offers that",
         metavar="BYTES",
+        type=int,
+    )
+    option(
+        "--nixl-readers",
+        "nixl_readers",
+        "processes that read rows over NIXL and share that memory; 0: one for every four cores, from 1 to 4",
+        metavar="N",
         type=int,
     )
     option(

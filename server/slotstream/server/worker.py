@@ -31,7 +31,7 @@ from slotstream.server.lane import Pools
 from slotstream.server.listening import LOCAL_OPTIONS, SERVICES, add_port, make_server
 from slotstream.server.logs import configure_logging
 from slotstream.server.metrics import Metrics
-from slotstream.server.nixl_puller import start_puller
+from slotstream.server.nixl_pullers import start_pullers
 from slotstream.server.remote_store import RemoteStore
 from slotstream.server.tls import Certificates
 from slotstream.v1 import workers_pb2 as pb
@@ -76,8 +76,8 @@ class Worker:
             certificates = Certificates(self._config) if self._config.tls_cert is not None else None
             store = RemoteStore(blocking, self._number, self._config.data_dir, self._config.free_bytes_min)
             # The primary wakes who waits for a sample, and applies retention: it hears of each one's beginning and end.
-            puller = await asyncio.to_thread(start_puller, self._config, self.metrics)
-            ingest = IngestService(self._config, store, pools, self.metrics, Arrivals(), gate, lambda namespace: None, puller)
+            pullers = await asyncio.to_thread(start_pullers, self._config, self.metrics)
+            ingest = IngestService(self._config, store, pools, self.metrics, Arrivals(), gate, lambda namespace: None, pullers)
             health = HealthService()
             health.serve("", *SERVICES)
             server = make_server(self._config)
@@ -91,8 +91,8 @@ class Worker:
                 ingest.end_streams()
                 await server.stop(_LAST_CALLS_S)
                 await ingest.idle()
-                if puller is not None:
-                    await asyncio.to_thread(puller.close)
+                if pullers is not None:
+                    await asyncio.to_thread(pullers.close)
                 await asyncio.to_thread(pools.shutdown)
                 await channel.close(None)
 

@@ -114,7 +114,6 @@ class Upload:
         self._first_chunk_unix_ns = 0
         self._writing = 0
         self._finished = False
-        self.failure: Failure | None = None  # Why it failed, once it has.
         self._preallocated = False
         name = partial or f"{spec.sample_id}.{secrets.token_hex(8)}{PARTIAL_SUFFIX}"
         self.partial = spec.key.directory(data_dir) / name
@@ -146,15 +145,16 @@ class Upload:
         if self._files.free_bytes(self._data_dir) - nbytes < self._free_bytes_min:
             raise StoreFull(f"writing {nbytes} bytes would leave less than the {self._free_bytes_min} bytes kept free")
 
-    def write_chunk(self, first_row: int, rows: int, data: Buffer, digest: int) -> None:
+    def write_chunk(self, first_row: int, rows: int, data: Buffer, digest: int, found: int | None = None) -> None:
         """Check `data` (rows [first_row, first_row + rows), xxh3-64 `digest`) and hand it to the operating system.
 
+        `found` is the hash of `data`, where the caller has computed it.
         Rows that were written before are not written again: the first to arrive stay. Any error fails the sample.
         Raises BadChunk, TooLarge, HashMismatch, StoreFull and InternalFault, and Interrupted when it ended before.
         """
         view = memoryview(data).cast("B")
         try:
-            self._check_chunk(first_row, rows, view, digest)
+            self._check_chunk(first_row, rows, view, digest, found)
             with self._lock:
                 if self._finished:
                     raise Interrupted("the sample is not open any more")
@@ -175,14 +175,14 @@ class Upload:
             self.abort(Failure.of(error))
             raise
 
-    def _check_chunk(self, first_row: int, rows: int, view: memoryview, digest: int) -> None:
+    def _check_chunk(self, first_row: int, rows: int, view: memoryview, digest: int, found: int | None) -> None:
         if rows < 1 or first_row < 0 or first_row + rows > self.spec.rows_max:
             raise BadChunk(f"rows [{first_row}, {first_row + rows}) are not rows of a sample of at most {self.spec.rows_max}")
         if view.nbytes > CHUNK_BYTES_MAX:
             raise TooLarge(f"a chunk of {view.nbytes} bytes is longer than the {CHUNK_BYTES_MAX} allowed")
         if view.nbytes != rows * self._row_bytes:
             raise BadChunk(f"a chunk of {view.nbytes} bytes does not hold {rows} rows of {self._row_bytes} bytes")
-        if xxh3(view) != digest:
+        if (xxh3(view) if found is None else found) != digest:
             raise HashMismatch(f"rows [{first_row}, {first_row + rows}) do not match the hash they were sent with")
 
     def _claim(self, start: int, stop: int, view: memoryview, digest: int) -> list[tuple[int, int]]:
@@ -292,7 +292,6 @@ class Upload:
             if self._finished:
                 return False
             self._finished = True
-            self.failure = failure
         self._discard()
         self._ended(self, failure)
         return True

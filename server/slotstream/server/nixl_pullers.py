@@ -1,0 +1,118 @@
+"""Several pullers as one: each reads over NIXL in a process, and a pool, of its own.
+
+On one host a read is a copy that the kernel makes in the reading process: a core does 4 to 5 GB/s (H200's host; 2 of them
+twice that, 4 of them four times), and a GPU captures more. So where there are cores the chunks of each sender are dealt out.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+from slotstream.server.config import ServerConfig
+from slotstream.server.metrics import Metrics
+from slotstream.server.nixl_pool import POOL_BYTES_MIN
+from slotstream.server.nixl_puller import Pull, Pulled, Puller, PullPeer, Slot
+from slotstream.wire.nixl import INSTALL, is_installed
+
+_log = logging.getLogger(__name__)
+_CORES_EACH = 4
+_READERS_MAX = 4  # When the server is to choose.
+
+
+@dataclass(slots=True, eq=False)
+class Route:
+    """One sender, as each puller that can read from it knows it. Belongs to its stream."""
+
+    ways: list[tuple[Puller, PullPeer]]
+    next: int = 0
+
+
+def readers_for(config: ServerConfig, cores: int) -> int:
+    """How many processes read over NIXL in each of the server's: what was asked for, else by the cores that it may use."""
+    wanted = config.nixl_readers or min(_READERS_MAX, cores // (_CORES_EACH * config.workers))
+    return max(1, min(wanted, config.nixl_pool_bytes // POOL_BYTES_MIN))
+
+
+def start_pullers(config: ServerConfig, metrics: Metrics) -> Pullers | None:
+    """What reads rows over NIXL; None where rows come over gRPC only. Blocks where NIXL is asked for. Raises ConfigError."""
+    if config.transport == "auto" and not is_installed():
+        _log.info("rows come over gRPC; for NIXL: %s", INSTALL)
+        return None
+    if config.transport == "grpc":
+        return None
+    count = readers_for(config, len(os.sched_getaffinity(0)))
+    pullers = Pullers([Puller(config.nixl_pool_bytes // count, metrics) for _ in range(count)])
+    if config.transport == "nixl":
+        try:
+            pullers.prove()
+        except BaseException:
+            pullers.close()
+            raise
+    return pullers
+
+
+class Pullers:
+    """All that a server reads over NIXL. Its methods may be called from any thread, and do not wait but where they say so."""
+
+    def __init__(self, pullers: Sequence[Puller]) -> None:
+        """Nothing is allocated or started before the first peer comes."""
+        self._pullers = tuple(pullers)
+
+    def prove(self) -> None:
+        """Start every reader now, and wait for them. Raises ConfigError where NIXL does not work."""
+        with ThreadPoolExecutor(len(self._pullers)) as pool:
+            list(pool.map(Puller.prove, self._pullers))
+
+    def connect(self, name: str, metadata: bytes, take: Callable[[Pulled], None]) -> Future[Route]:
+        """A new sender; `take` will get its results, on threads of the pullers. The future may hold a NixlFault or an OSError.
+
+        One puller that can read from it is enough. Starting processes, the first time, takes milliseconds.
+        """
+        connected: Future[Route] = Future()
+        connected.set_running_or_notify_cancel()  # Nobody can cancel it from here on.
+        waiting = len(self._pullers)
+        lock = threading.Lock()
+
+        def one_answered(_: Future[PullPeer]) -> None:
+            nonlocal waiting
+            with lock:
+                waiting -= 1
+                if waiting:
+                    return
+            ways = [(puller, said.result()) for puller, said in started if said.exception() is None]
+            if ways:
+                connected.set_result(Route(ways))
+            else:
+                connected.set_exception(started[0][1].exception())
+
+        started = [(puller, puller.connect(name, metadata, take)) for puller in self._pullers]
+        for _, said in started:
+            said.add_done_callback(one_answered)
+        return connected
+
+    def pull(self, route: Route, pulls: Sequence[Pull]) -> None:
+        """Read more chunks; the sender's `take` hears of each."""
+        count, first = len(route.ways), route.next
+        route.next = (first + len(pulls)) % count
+        for offset in range(min(count, len(pulls))):
+            puller, peer = route.ways[(first + offset) % count]
+            puller.pull(peer, pulls[offset::count])
+
+    def free(self, slots: Sequence[Slot]) -> None:
+        """The bytes in `slots` are not needed any more."""
+        for puller in self._pullers:
+            puller.free(slots)
+
+    def disconnect(self, route: Route) -> list[Pull]:
+        """The sender's stream ended: nobody waits for what it announced. The pulls that its `take` will not hear of."""
+        return [pull for puller, peer in route.ways for pull in puller.disconnect(peer)]
+
+    def close(self) -> None:
+        """End the readers, and wait for that. Every stream must have ended."""
+        for puller in self._pullers:
+            puller.close()

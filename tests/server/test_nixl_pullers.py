@@ -1,0 +1,109 @@
+"""Chunks are dealt out among the processes that read over NIXL. That they are read is in test_server_nixl.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slotstream.server.config import ServerConfig
+from slotstream.server.nixl_puller import Pull, Pulled, PullPeer
+from slotstream.server.nixl_pullers import Pullers, readers_for
+from slotstream.wire.nixl import NixlFault
+
+
+@dataclass
+class Recorder:
+    """A puller that notes what it is asked for."""
+
+    pulled: list[int] = field(default_factory=list)
+    calls: list[int] = field(default_factory=list)
+    peers: list[PullPeer] = field(default_factory=list)
+
+    def connect(self, name: str, metadata: bytes, take: Callable[[Pulled], None]) -> Future[PullPeer]:
+        self.peers.append(PullPeer(len(self.peers), name, metadata, take))
+        return self.peers[-1].connected
+
+    def pull(self, peer: PullPeer, pulls: Sequence[Pull]) -> None:
+        assert peer in self.peers
+        self.calls.append(len(pulls))
+        self.pulled += [pull.chunk for pull in pulls]
+
+    def disconnect(self, peer: PullPeer) -> list[Pull]:
+        self.peers.remove(peer)
+        return [chunk(number) for number in self.pulled]
+
+
+def chunk(number: int) -> Pull:
+    return Pull(1, number, 0, 1, 0, 4096, 1)
+
+
+def team(count: int) -> tuple[Any, list[Recorder]]:
+    recorders = [Recorder() for _ in range(count)]
+    return Pullers(recorders), recorders  # type: ignore[arg-type]
+
+
+def answer(recorder: Recorder, problem: str = "") -> None:
+    peer = recorder.peers[-1]
+    if problem:
+        peer.connected.set_exception(NixlFault(problem))
+    else:
+        peer.connected.set_result(peer)
+
+
+def test_chunks_are_dealt_out_in_turn() -> None:
+    pullers, recorders = team(3)
+    connected = pullers.connect("a", b"m", lambda pulled: None)
+    for recorder in recorders:
+        assert not connected.done()
+        answer(recorder)
+    route = connected.result(0)
+    for numbers in ([1], [2, 3, 4, 5], [6, 7]):
+        pullers.pull(route, [chunk(number) for number in numbers])
+    assert [recorder.pulled for recorder in recorders] == [[1, 4, 7], [2, 5], [3, 6]]
+    assert [recorder.calls for recorder in recorders] == [[1, 1, 1], [2], [1, 1]]
+    assert sorted(pull.chunk for pull in pullers.disconnect(route)) == [1, 2, 3, 4, 5, 6, 7]
+    assert not any(recorder.peers for recorder in recorders)
+
+
+def test_a_puller_that_cannot_read_from_a_sender_gets_none_of_its_chunks() -> None:
+    pullers, recorders = team(2)
+    connected = pullers.connect("a", b"m", lambda pulled: None)
+    answer(recorders[1], "no")
+    answer(recorders[0])
+    pullers.pull(connected.result(0), [chunk(1), chunk(2)])
+    assert [recorder.pulled for recorder in recorders] == [[1, 2], []]
+
+
+def test_a_sender_that_no_puller_can_read_from_is_refused() -> None:
+    pullers, recorders = team(2)
+    connected = pullers.connect("a", b"m", lambda pulled: None)
+    answer(recorders[1], "second")
+    answer(recorders[0], "first")
+    with pytest.raises(NixlFault, match="first"):
+        connected.result(0)
+
+
+@pytest.mark.parametrize(
+    ("options", "cores", "readers"),
+    [
+        ({}, 1, 1),
+        ({}, 7, 1),
+        ({}, 8, 2),
+        ({}, 16, 4),
+        ({}, 128, 4),
+        ({"workers": 4}, 16, 1),
+        ({"workers": 2}, 16, 2),
+        ({"nixl_pool_bytes": 64 << 20}, 16, 2),
+        ({"nixl_readers": 3}, 2, 3),
+        ({"nixl_readers": 8}, 2, 8),
+    ],
+)
+def test_readers_go_by_cores_unless_their_number_is_given(
+    tmp_path: Path, options: dict[str, int], cores: int, readers: int
+) -> None:
+    assert readers_for(ServerConfig(data_dir=tmp_path, **options), cores) == readers  # type: ignore[arg-type]
