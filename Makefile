@@ -35,7 +35,7 @@ test: check  ## Everything that CI runs.
 	$(BIN)/python -m pytest -m "not extended" --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 extended: $(VENV)/.installed  ## The tests that CI leaves out: parallel engines, pauses, other connectors, 1,000 hang-ups.
-	SLOTSTREAM_HANG_UPS=1000 $(BIN)/python -m pytest -m extended tests/engine tests/server tests/endurance tests/packaging
+	SLOTSTREAM_HANG_UPS=1000 $(BIN)/python -m pytest -m extended tests/engine tests/server tests/connector tests/endurance tests/packaging
 	SLOTSTREAM_HANG_UPS=1000 $(BIN)/python -m pytest -k hang_up tests/engine/test_requests.py
 
 unit: $(VENV)/.installed  ## The tests that start no vLLM.

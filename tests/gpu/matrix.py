@@ -12,6 +12,7 @@ import datetime
 import itertools
 import json
 import os
+import queue
 import subprocess
 import sys
 import tempfile
@@ -40,10 +41,27 @@ def cells(only: Sequence[str]) -> list[Cell]:
     return [c for c in every if not only or any(text in c.name for text in only)]
 
 
-def run_cell(cell: Cell, model: Path, server: str, logs: Path) -> dict[str, Any]:
+def visible_gpus() -> list[str]:
+    """The GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them."""
+    import torch
+
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return named.split(",") if named else [str(number) for number in range(torch.cuda.device_count())]
+
+
+def run_cell(cell: Cell, model: Path, server: str, logs: Path, free: queue.SimpleQueue[str]) -> dict[str, Any]:
+    """`free`: a GPU as often as one more engine may share it; one is taken while the cell runs."""
+    gpu = free.get()
+    try:
+        return _run_cell(cell, model, server, logs, gpu)
+    finally:
+        free.put(gpu)
+
+
+def _run_cell(cell: Cell, model: Path, server: str, logs: Path, gpu: str) -> dict[str, Any]:
     log = logs / f"{cell.name}.log"
     command = [sys.executable, str(Path(__file__).with_name("cell.py")), json.dumps(asdict(cell)), str(model), server]
-    env = {**os.environ, "VLLM_USE_V2_MODEL_RUNNER": str(cell.runner - 1)}
+    env = {**os.environ, "VLLM_USE_V2_MODEL_RUNNER": str(cell.runner - 1), "CUDA_VISIBLE_DEVICES": gpu}
     with log.open("w") as out, contextlib.suppress(subprocess.TimeoutExpired):
         subprocess.run(command, stdout=out, stderr=subprocess.STDOUT, env=env, timeout=CELL_TIMEOUT_S, check=False)
     said = [line for line in log.read_text(errors="replace").splitlines() if line.startswith("CELL ")]
@@ -98,7 +116,7 @@ def as_markdown(found: Sequence[dict[str, Any]], device: str) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--at-once", type=int, default=6, help="engines that share the GPU at a time (default: %(default)s)")
+    parser.add_argument("--at-once", type=int, default=6, help="engines that share a GPU at a time (default: %(default)s)")
     parser.add_argument("--only", action="append", default=[], metavar="TEXT", help="only cells whose name contains TEXT")
     parser.add_argument("--logs", type=Path, default=None, help="keep the engines' logs here")
     parser.add_argument("--write", type=Path, default=None, help="write the table here")
@@ -118,8 +136,12 @@ def main() -> int:
         chosen = cells(arguments.only)
         models = {kind: truth_model.make(work / kind, kind) for kind in {c.kind for c in chosen}}
         port = free_port()
-        with start_server(work / "data", logs / "server.log", port), ThreadPoolExecutor(arguments.at_once) as pool:
-            found = list(pool.map(lambda c: run_cell(c, models[c.kind], f"127.0.0.1:{port}", logs), chosen))
+        free: queue.SimpleQueue[str] = queue.SimpleQueue()
+        places = visible_gpus() * arguments.at_once
+        for gpu in places:
+            free.put(gpu)
+        with start_server(work / "data", logs / "server.log", port), ThreadPoolExecutor(len(places)) as pool:
+            found = list(pool.map(lambda c: run_cell(c, models[c.kind], f"127.0.0.1:{port}", logs, free), chosen))
     if arguments.write is not None:
         arguments.write.write_text(as_markdown(found, torch.cuda.get_device_name()))
     return 0 if all(is_green(f) for f in found) else 1

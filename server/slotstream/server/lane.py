@@ -32,7 +32,7 @@ _TURN = 16  # Items a lane does before it lets another lane have the thread.
 
 def _chunk_threads(cores: int) -> int:
     """How many threads check and write chunks."""
-    return min(8, cores // 2) if cores >= _MANY_CORES else 1
+    return min(4, cores // 4) if cores >= _MANY_CORES else 1
 
 
 @dataclass(slots=True)

@@ -1,7 +1,8 @@
 """Several pullers as one: each reads over NIXL in a process, and a pool, of its own.
 
-On one host a read is a copy that the kernel makes in the reading process: a core does 4 to 5 GB/s (H200's host; 2 of them
-twice that, 4 of them four times), and a GPU captures more. So where there are cores the chunks of each sender are dealt out.
+On one host a read is a copy that the kernel makes in the reading process: a core does 4 to 5 GB/s (H200's host; two do twice
+that), and a GPU captures more. So where there are cores the chunks of each sender are dealt out. Beyond two, memory is what
+the rest of the way waits for there (benchmarks/README.md).
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from slotstream.wire.nixl import INSTALL, is_installed
 
 _log = logging.getLogger(__name__)
 _CORES_EACH = 4
-_READERS_MAX = 4  # When the server is to choose.
+_READERS_MAX = 2  # When the server is to choose.
 
 
 @dataclass(slots=True, eq=False)

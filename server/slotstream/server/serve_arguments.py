@@ -44,7 +44,7 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     option(
         "--window-bytes",
         "window_bytes",
-        "bytes of rows that a stream may have in flight before the server acknowledged them; over NIXL at least half the pool",
+        "bytes of rows that a stream may have unacknowledged; over NIXL it is at least a quarter of the pool",
         metavar="BYTES",
         type=int,
     )
@@ -64,7 +64,7 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     option(
         "--nixl-readers",
         "nixl_readers",
-        "processes that read rows over NIXL and share that memory; 0: one for every four cores, from 1 to 4",
+        "processes that read rows over NIXL and share that memory; 0: two with eight cores for each of --workers, else one",
         metavar="N",
         type=int,
     )
