@@ -1,4 +1,4 @@
-"""Chunks are dealt out among the processes that read over NIXL. That they are read is in test_server_nixl.py."""
+"""Samples are dealt out among the processes that read over NIXL. That they are read is in test_server_nixl.py."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ class Recorder:
         return [chunk(number) for number in self.pulled]
 
 
-def chunk(number: int) -> Pull:
-    return Pull(1, number, 0, 1, 0, 4096, 1)
+def chunk(number: int, sample: int = 1) -> Pull:
+    return Pull(sample, number, 0, 1, 0, 4096, 1)
 
 
 def team(count: int) -> tuple[Any, list[Recorder]]:
@@ -55,17 +55,18 @@ def answer(recorder: Recorder, problem: str = "") -> None:
         peer.connected.set_result(peer)
 
 
-def test_chunks_are_dealt_out_in_turn() -> None:
+def test_samples_are_dealt_out_and_their_chunks_stay_in_order() -> None:
     pullers, recorders = team(3)
     connected = pullers.connect("a", b"m", lambda pulled: None)
     for recorder in recorders:
         assert not connected.done()
         answer(recorder)
     route = connected.result(0)
-    for numbers in ([1], [2, 3, 4, 5], [6, 7]):
-        pullers.pull(route, [chunk(number) for number in numbers])
-    assert [recorder.pulled for recorder in recorders] == [[1, 4, 7], [2, 5], [3, 6]]
-    assert [recorder.calls for recorder in recorders] == [[1, 1, 1], [2], [1, 1]]
+    pullers.pull(route, [chunk(1, 1)])
+    pullers.pull(route, [chunk(2, 1), chunk(3, 2), chunk(4, 1), chunk(5, 3), chunk(6, 4)])
+    pullers.pull(route, [chunk(7, 2)])
+    assert [recorder.pulled for recorder in recorders] == [[5], [1, 2, 4, 6], [3, 7]]
+    assert [recorder.calls for recorder in recorders] == [[1], [1, 3], [1, 1]]
     assert sorted(pull.chunk for pull in pullers.disconnect(route)) == [1, 2, 3, 4, 5, 6, 7]
     assert not any(recorder.peers for recorder in recorders)
 
@@ -75,7 +76,7 @@ def test_a_puller_that_cannot_read_from_a_sender_gets_none_of_its_chunks() -> No
     connected = pullers.connect("a", b"m", lambda pulled: None)
     answer(recorders[1], "no")
     answer(recorders[0])
-    pullers.pull(connected.result(0), [chunk(1), chunk(2)])
+    pullers.pull(connected.result(0), [chunk(1, 1), chunk(2, 2)])
     assert [recorder.pulled for recorder in recorders] == [[1, 2], []]
 
 

@@ -1,8 +1,9 @@
 """Several pullers as one: each reads over NIXL in a process, and a pool, of its own.
 
 On one host a read is a copy that the kernel makes in the reading process: a core does 4 to 5 GB/s (H200's host; two do twice
-that), and a GPU captures more. So where there are cores the chunks of each sender are dealt out. Beyond two, memory is what
-the rest of the way waits for there (benchmarks/README.md).
+that), and a GPU captures more. So where there are cores the samples of each sender are dealt out; the chunks of one sample stay
+in order that way, and its hashes need not be read back. Beyond two, memory is what the rest of the way waits for there
+(benchmarks/README.md).
 """
 
 from __future__ import annotations
@@ -27,10 +28,9 @@ _READERS_MAX = 2  # When the server is to choose.
 
 @dataclass(slots=True, eq=False)
 class Route:
-    """One sender, as each puller that can read from it knows it. Belongs to its stream."""
+    """One sender, as each puller that can read from it knows it."""
 
     ways: list[tuple[Puller, PullPeer]]
-    next: int = 0
 
 
 def readers_for(config: ServerConfig, cores: int) -> int:
@@ -98,11 +98,10 @@ class Pullers:
 
     def pull(self, route: Route, pulls: Sequence[Pull]) -> None:
         """Read more chunks; the sender's `take` hears of each."""
-        count, first = len(route.ways), route.next
-        route.next = (first + len(pulls)) % count
-        for offset in range(min(count, len(pulls))):
-            puller, peer = route.ways[(first + offset) % count]
-            puller.pull(peer, pulls[offset::count])
+        count = len(route.ways)
+        for number, (puller, peer) in enumerate(route.ways):
+            if ours := [pull for pull in pulls if pull.sample % count == number]:
+                puller.pull(peer, ours)
 
     def free(self, slots: Sequence[Slot]) -> None:
         """The bytes in `slots` are not needed any more."""
