@@ -79,6 +79,49 @@ def test_any_steps_of_any_requests_give_exactly_their_rows(data: st.DataObject) 
         rig.worker.close()
 
 
+class _OrderSink(WatchedSink):
+    """Notes in which order samples got rows, and were committed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.said: list[tuple[str, int]] = []
+
+    def submit(self, chunk: StagedChunk) -> None:
+        self.said.append(("rows", chunk.sample))
+        super().submit(chunk)
+
+    def commit(self, request: ingest_pb2.CommitSample) -> None:
+        self.said.append(("commit", request.sample))
+        super().commit(request)
+
+
+def test_a_sample_is_committed_behind_its_own_rows_and_not_behind_all_of_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("slotstream.connector.worker._BATCH_BYTES_MAX", 10 * ROW_BYTES)
+    rig = make_rig(sink=_OrderSink())
+    tokens = {"one": 8, "spread": 30, "open": 8, "last": 8}
+    tables = {req_id: rig.table(req_id, count) for req_id, count in tokens.items()}
+    mapping = [slot for req_id, count in tokens.items() for slot in rig.slots(req_id, 0, count)]
+    rig.write(mapping)
+    plan = StepPlan(
+        tuple(opened(req_id, count) for req_id, count in tokens.items()),
+        tuple(RowPlan(req_id, 0, tokens[req_id], 0, table) for req_id, table in tables.items()),
+        tuple(SampleFinish(req_id, tuple(range(tokens[req_id]))) for req_id in ("last", "spread", "one")),
+    )
+    rig.step(plan, mapping)
+    for number, req_id in ((1, "one"), (2, "spread"), (4, "last")):
+        assert isinstance(rig.sink.verdict(number), Committed)
+        assert rig.stored(number) == rig.rows(req_id, 0, tokens[req_id])
+    rig.worker.close()
+    said = rig.sink.said
+    assert said == [
+        *[("rows", 1), ("commit", 1)],
+        *[("rows", 2)] * 3,
+        ("commit", 2),
+        ("rows", 3),
+        *[("rows", 4), ("commit", 4)],
+    ]
+
+
 @pytest.mark.parametrize(
     "damage",
     [
