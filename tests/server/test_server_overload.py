@@ -79,7 +79,8 @@ def test_a_stuck_disk_fills_staging_and_fails_what_finds_no_room(tmp_path: Path,
     options = {"spool_dir": str(tmp_path / "spool")} if spooling else {}
     with RunningServer(tmp_path / "data", store=SampleStore.open(tmp_path / "data", files=disk)) as running:
         _set_slow(running)
-        engine = Engine.start(running.address, seed=3, wait_s_max=0.1, ack_timeout_s=600.0, **SMALL, **options)
+        # The first step that finds staging full waits for what is left of that since the last answer; those after it do not.
+        engine = Engine.start(running.address, seed=3, wait_s_max=5.0, ack_timeout_s=600.0, **SMALL, **options)
         try:
             engine.work(3)
             wait_until(lambda: engine.settled)
@@ -97,6 +98,7 @@ def test_a_stuck_disk_fills_staging_and_fails_what_finds_no_room(tmp_path: Path,
             wait_until(lambda: engine.settled)
             account(running.address, engine.promised)
         finally:
+            disk.goes_on.set()
             engine.close()
 
 
