@@ -121,6 +121,8 @@ class Soak:
         with connect(self.world.address) as client:
             for state in ("committed", "failed"):
                 for info in list(client.list(namespace=NAMESPACE, state=state))[_STORED_MAX:]:
+                    if self._stop.is_set():
+                        return
                     client.delete(info.sample_id, namespace=NAMESPACE)
                     self.done["deletions"] += 1
                     if state == "committed":
