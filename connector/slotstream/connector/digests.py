@@ -1,7 +1,7 @@
 """The hashes of a batch's rows, on several threads where that pays.
 
-A core hashes 6 GB/s of rows that it does not have in its cache (H200's host; else seven times that). A step's 256 MiB would take
-40 ms, and 16 layers of an 8B model are 5.4 GB/s.
+A core hashes 6 GB/s of rows that it does not have in its cache (H200's host; else seven times that). A step's 256 MiB would
+take 40 ms, and 16 layers of an 8B model are 5.4 GB/s.
 """
 
 from __future__ import annotations
