@@ -158,23 +158,15 @@ def test_a_failure_that_the_server_does_not_take_yet_lies_in_the_spool(
 
     append_record = spool_files.append
     monkeypatch.setattr(spool_files, "append", append)
-    sink = _Sink()
-    sink.draining = True
-    rig = make_rig(sink=sink, spool_dir=str(tmp_path))
-    try:
-        rig.step(StepPlan((opened("a", 8),), (RowPlan("a", 0, 4, 0, rig.table("a", 8)),)), rig.slots("a", 0, 4))
-        rig.step(StepPlan(aborts=(SampleAbort("a", "ABORTED", "it ended"),)), None)
-        faults: list[SampleFault] = []
-        wait_until(lambda: faults.extend(rig.worker.take_faults()) or bool(faults))
+    with _draining_rig(tmp_path) as rig:
+        _fail_a_sample(rig)
         if not refusals:  # The engine hears of it when it is there, and not before.
             assert _aborts(tmp_path) == ["ABORTED"]
         wait_until(lambda: _aborts(tmp_path) == ["ABORTED"])
         assert rig.worker._pump.link_up
-        sink.draining = False
+        rig.sink.draining = False
         wait_until(lambda: _is_empty(rig))
         wait_until(lambda: not list(tmp_path.glob("*/*.spool")))
-    finally:
-        rig.worker.close()
 
 
 def test_an_engine_hears_of_a_failure_though_the_spools_disk_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,22 +174,36 @@ def test_an_engine_hears_of_a_failure_though_the_spools_disk_hangs(tmp_path: Pat
     goes_on = threading.Event()
     append_record = spool_files.append
     monkeypatch.setattr(spool_files, "append", lambda *arguments: (goes_on.wait(4 * WAIT_S), append_record(*arguments))[1])
+    with _draining_rig(tmp_path) as rig:
+        try:
+            assert [fault.code for fault in _fail_a_sample(rig)] == ["ABORTED"]
+            assert _aborts(tmp_path) == []
+            goes_on.set()
+            wait_until(lambda: _aborts(tmp_path) == ["ABORTED"])
+            assert not rig.worker.take_faults()  # Once is enough.
+        finally:
+            goes_on.set()
+
+
+@contextlib.contextmanager
+def _draining_rig(spool_dir: Path) -> Iterator[Rig]:
+    """With a spool, and a server that takes nothing new for now."""
     sink = _Sink()
     sink.draining = True
-    rig = make_rig(sink=sink, spool_dir=str(tmp_path))
+    rig = make_rig(sink=sink, spool_dir=str(spool_dir))
     try:
-        rig.step(StepPlan((opened("a", 8),), (RowPlan("a", 0, 4, 0, rig.table("a", 8)),)), rig.slots("a", 0, 4))
-        rig.step(StepPlan(aborts=(SampleAbort("a", "ABORTED", "it ended"),)), None)
-        faults: list[SampleFault] = []
-        wait_until(lambda: faults.extend(rig.worker.take_faults()) or bool(faults))
-        assert [fault.code for fault in faults] == ["ABORTED"]
-        assert _aborts(tmp_path) == []
-        goes_on.set()
-        wait_until(lambda: _aborts(tmp_path) == ["ABORTED"])
-        assert not rig.worker.take_faults()  # Once is enough.
+        yield rig
     finally:
-        goes_on.set()
         rig.worker.close()
+
+
+def _fail_a_sample(rig: Rig) -> list[SampleFault]:
+    """Aborts a sample half way; what the engine hears of it, once it does."""
+    rig.step(StepPlan((opened("a", 8),), (RowPlan("a", 0, 4, 0, rig.table("a", 8)),)), rig.slots("a", 0, 4))
+    rig.step(StepPlan(aborts=(SampleAbort("a", "ABORTED", "it ended"),)), None)
+    faults: list[SampleFault] = []
+    wait_until(lambda: faults.extend(rig.worker.take_faults()) or bool(faults))
+    return faults
 
 
 def _aborts(base: Path) -> list[str]:

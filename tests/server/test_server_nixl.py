@@ -515,9 +515,8 @@ def test_a_sender_that_is_killed_takes_only_its_own_samples_with_it(running: Run
     wait_until(lambda: running.metric("open_samples") == running.metric("held_bytes") == 0)
     wait_until(lambda: running.metric("nixl_quarantined_slots") == 0)
     readers = [puller._reader for puller in running.server._ingest.pullers._pullers]
-    assert not any(
-        reader.pulls for reader in readers if reader is not None
-    )  # What nobody waits for would count as a sign that the reader hangs.
+    # What nobody waits for would count as a sign that the reader hangs.
+    assert not any(reader.pulls for reader in readers if reader is not None)
 
 
 def test_a_stopped_sender_is_given_up_and_goes_on_when_it_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

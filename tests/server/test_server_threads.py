@@ -25,7 +25,7 @@ GROUP_ROWS = 16
 
 @pytest.fixture
 def running(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RunningServer]:
-    monkeypatch.setattr("slotstream.server.lane._chunk_threads", lambda cores: 4)
+    monkeypatch.setattr("slotstream.server.lane.for_cores", lambda most: most)
     monkeypatch.setattr("slotstream.store.rowhash.GROUP_BYTES", GROUP_ROWS * Sample.row_bytes)
     with RunningServer(tmp_path) as server:
         yield server

@@ -6,13 +6,12 @@ take 40 ms, and 16 layers of an 8B model are 5.4 GB/s.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
+from slotstream.wire.cores import for_cores
 from slotstream.wire.hashing import xxh3
 
-_CORES_EACH = 4
 _THREADS_MAX = 4
 _WORTH_BYTES = 4 << 20  # Below that handing it to threads costs about what they save.
 
@@ -22,7 +21,7 @@ class Digests:
 
     def __init__(self, cores: int | None = None) -> None:
         """`cores`: how many this process may use, unless the system is to say."""
-        threads = min(_THREADS_MAX, (cores or len(os.sched_getaffinity(0))) // _CORES_EACH)
+        threads = for_cores(_THREADS_MAX, cores=cores)
         self._threads = ThreadPoolExecutor(threads, "slotstream-hash") if threads > 1 else None
 
     def of(self, buffers: Sequence[memoryview]) -> Iterator[int]:

@@ -9,7 +9,6 @@ of their own.
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 from collections import deque
@@ -22,17 +21,13 @@ from slotstream.server.nixl_puller import Slot
 from slotstream.server.pace import Pace
 from slotstream.store.records import Failure, SampleKey, SampleRecord, SampleSpec
 from slotstream.store.upload import Upload
+from slotstream.wire.cores import for_cores
 from slotstream.wire.errors import InternalFault, SlotStreamError
 from slotstream.wire.hashing import xxh3
 
 _log = logging.getLogger(__name__)
-_MANY_CORES = 8
+_CHUNK_THREADS_MAX = 4
 _TURN = 16  # Items a lane does before it lets another lane have the thread.
-
-
-def _chunk_threads(cores: int) -> int:
-    """How many threads check and write chunks."""
-    return min(4, cores // 4) if cores >= _MANY_CORES else 1
 
 
 @dataclass(slots=True)
@@ -45,7 +40,7 @@ class Pools:
     disk itself.
     """
 
-    chunk_threads: int = field(default_factory=lambda: _chunk_threads(len(os.sched_getaffinity(0))))
+    chunk_threads: int = field(default_factory=lambda: for_cores(_CHUNK_THREADS_MAX))
     chunks: ThreadPoolExecutor = field(init=False)
     commits: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(8, "commit"))
     pace: Pace = field(default_factory=Pace)

@@ -9,7 +9,6 @@ in order that way, and its hashes need not be read back. Beyond two, memory is w
 from __future__ import annotations
 
 import logging
-import os
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -19,10 +18,10 @@ from slotstream.server.config import ServerConfig
 from slotstream.server.metrics import Metrics
 from slotstream.server.nixl_pool import POOL_BYTES_MIN
 from slotstream.server.nixl_puller import Pull, Pulled, Puller, PullPeer, Slot
+from slotstream.wire.cores import for_cores
 from slotstream.wire.nixl import INSTALL, is_installed
 
 _log = logging.getLogger(__name__)
-_CORES_EACH = 4
 _READERS_MAX = 2  # When the server is to choose.
 
 
@@ -33,10 +32,10 @@ class Route:
     ways: list[tuple[Puller, PullPeer]]
 
 
-def readers_for(config: ServerConfig, cores: int) -> int:
+def readers_for(config: ServerConfig, cores: int | None = None) -> int:
     """How many processes read over NIXL in each of the server's: what was asked for, else by the cores that it may use."""
-    wanted = config.nixl_readers or min(_READERS_MAX, cores // (_CORES_EACH * config.workers))
-    return max(1, min(wanted, config.nixl_pool_bytes // POOL_BYTES_MIN))
+    most = min(_READERS_MAX, config.nixl_pool_bytes // POOL_BYTES_MIN)
+    return config.nixl_readers or for_cores(most, cores=cores, sharers=config.workers)
 
 
 def start_pullers(config: ServerConfig, metrics: Metrics) -> Pullers | None:
@@ -46,7 +45,7 @@ def start_pullers(config: ServerConfig, metrics: Metrics) -> Pullers | None:
         return None
     if config.transport == "grpc":
         return None
-    count = readers_for(config, len(os.sched_getaffinity(0)))
+    count = readers_for(config)
     pullers = Pullers([Puller(config.nixl_pool_bytes // count, metrics) for _ in range(count)])
     if config.transport == "nixl":
         try:
