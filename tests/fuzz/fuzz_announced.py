@@ -68,7 +68,8 @@ class _Puller:
             return
         self.lent += 1
         slot: Any = self
-        peer.take(Pulled(pull, Slot(slot, 0), memoryview(_STAGING)[at : at + pull.nbytes]))
+        data = memoryview(_STAGING)[at : at + pull.nbytes]
+        peer.take(Pulled(pull, Slot(slot, 0), data, xxh3(data)))
 
     def free(self, slots: Sequence[Slot]) -> None:
         self.lent -= len(slots)

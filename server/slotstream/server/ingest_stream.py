@@ -284,7 +284,7 @@ class Stream:
         lane = self._lanes.get(pull.sample)
         if lane is not None and self._connected and pulled.data is not None:
             self._count_chunk("nixl", pull.nbytes)
-            item = Chunk(pull.chunk, pull.first_row, pull.rows, pulled.data, pull.digest, pulled.slot)
+            item = Chunk(pull.chunk, pull.first_row, pull.rows, pulled.data, pull.digest, pulled.slot, pulled.found)
             lane.push(item, pull.nbytes)
             self._arrived(lane, pull.chunk)
             return
@@ -437,7 +437,7 @@ class Stream:
     def _ack(self, chunk: int, nbytes: int) -> None:
         self._acks.append(chunk)
         self._acks_bytes += nbytes
-        if self._acks_bytes * _ACKS_SHARE >= self._service.config.window_bytes:
+        if self._acks_bytes * _ACKS_SHARE >= self._window_bytes:
             self._send_acks()
         else:
             self._look_later()

@@ -2,7 +2,7 @@
 
 Samples of a stream run side by side, the chunks of one sample one after another: written in order they are hashed in
 order, and nothing has to be read back at the commit. (Linux writes to one file from one thread at a time anyway, and has the
-others spin.) Their own hashes are checked ahead where there are threads for it. Commits wait for the disk, so they have threads
+others spin.) Hashes of chunks that came in frames are checked ahead where there are threads for it; NIXL's reader knows its own. Commits wait for the disk, so they have threads
 of their own.
 """
 
@@ -86,7 +86,7 @@ class Chunk:
     data: memoryview
     digest: int
     slot: Slot | None = None  # Where `data` lies, if it was read over NIXL.
-    found: Future[int] | None = None  # The hash of `data`, where somebody else computes it.
+    found: int | Future[int] | None = None  # The hash of `data`, where somebody else computes it.
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +157,7 @@ class Lane:
 
     def push(self, item: Item, nbytes: int = 0) -> None:
         """Do `item` after those pushed before. `nbytes` of memory are held until its Done."""
-        if isinstance(item, Chunk) and self._pools.checks_ahead:
+        if isinstance(item, Chunk) and item.found is None and self._pools.checks_ahead:
             item = replace(item, found=self._pools.chunks.submit(xxh3, item.data))
         with self._lock:
             self._items.append((item, nbytes))
@@ -236,8 +236,10 @@ class Lane:
 
     def _write(self, upload: Upload, item: Chunk) -> None:
         begun_at = time.monotonic()
-        # One that nobody has begun with is computed here: waiting for it might be waiting for this thread.
-        found = item.found.result() if item.found is not None and not item.found.cancel() else None
+        found = item.found
+        if isinstance(found, Future):
+            # One that nobody has begun with is computed here: waiting for it might be waiting for this thread.
+            found = None if found.cancel() else found.result()
         try:
             upload.write_chunk(item.first_row, item.rows, item.data, item.digest, found)
         finally:

@@ -58,11 +58,12 @@ class Pull:
 
 @dataclass(frozen=True, slots=True)
 class Pulled:
-    """What became of a pull: its bytes, in `slot` until that is freed; or why there are none."""
+    """What became of a pull: its bytes, in `slot` until that is freed, and their xxh3-64; or why there are none."""
 
     pull: Pull
     slot: Slot | None = None
     data: memoryview | None = None
+    found: int | None = None
     problem: str = ""
 
 
@@ -284,13 +285,13 @@ class Puller:
             del self._peers[number]
         peer.connected.set_exception(NixlFault(problem))
 
-    def _on_read(self, reader: _Reader, number: int, at: int) -> None:
+    def _on_read(self, reader: _Reader, number: int, at: int, found: int) -> None:
         with self._lock:
             if number not in reader.pulls:  # Its peer was disconnected.
                 reader.send("free", [at])
                 return
             peer, pull, _ = reader.pulls.pop(number)
-        peer.take(Pulled(pull, Slot(reader, at), reader.memory[at : at + pull.nbytes]))
+        peer.take(Pulled(pull, Slot(reader, at), reader.memory[at : at + pull.nbytes], found))
 
     def _on_failed(self, reader: _Reader, number: int, problem: str, timed_out: bool) -> None:
         if timed_out:

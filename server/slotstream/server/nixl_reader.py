@@ -2,7 +2,8 @@
 
 It is a process of its own because NIXL and UCX parse what peers send, and crash at times when peers come and go (seen in
 NIXL 1.5.1: an endpoint that is closed while its peer dies). Here that costs a few chunks that come over gRPC instead, and
-the work of the reads is not done under the server's interpreter lock.
+the work of the reads is not done under the server's interpreter lock. It hashes what it has read, too: the bytes are in the
+processor's cache then, and would come out of memory again later.
 
 A peer whose transfer failed, or took too long, gets no further one until all that it has are over; then NIXL forgets it, and
 its next chunk begins anew.
@@ -23,6 +24,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from slotstream.server.nixl_pool import SlotPool, map_pool
+from slotstream.wire.hashing import xxh3
 from slotstream.wire.nixl import NixlAgent, NixlFault, memory_address
 
 READ_S = 5.0  # A peer that was stopped never answers, and never fails.
@@ -42,6 +44,7 @@ class _Pull:
     slot: int = -1
     handle: Any = None
     over: bool = False
+    digest: int | None = None  # Of the bytes in `slot`, once they are all there.
 
 
 @dataclass(slots=True, eq=False)
@@ -183,7 +186,7 @@ class Reader:
             self._say("quarantined", self._quarantined)
 
     def _finish(self, peer: _Peer) -> None:
-        """Hand on what was read, in order."""
+        """Hand on what was read, in order, with its hash."""
         while peer.active:
             pull = peer.active[0]
             try:
@@ -198,7 +201,7 @@ class Reader:
             if len(peer.handles) > _HANDLES_MAX:
                 self._release(peer.handles.popitem(last=False)[1])
             self._moved = True
-            self._say("read", pull.number, pull.slot)
+            self._say("read", pull.number, pull.slot, self._hash(pull) if pull.digest is None else pull.digest)
 
     def _start(self, peer: _Peer) -> None:
         while peer.waiting and len(peer.active) < _ACTIVE_MAX and (slot := self._pool.take(peer.waiting[0].nbytes)) is not None:
@@ -217,6 +220,11 @@ class Reader:
                 pull.over = True
                 self._break(peer, str(error))
                 return
+            if pull.over:
+                pull.digest = self._hash(pull)  # Now, and not behind the next one: see above.
+
+    def _hash(self, pull: _Pull) -> int:
+        return xxh3(self._memory[pull.slot : pull.slot + pull.nbytes])
 
     def _prepare(self, peer: _Peer, pull: _Pull) -> Any:
         """A transfer that was used before, or a new one. Raises NixlFault for a peer, or memory of it, that cannot be read."""
