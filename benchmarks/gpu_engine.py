@@ -71,8 +71,11 @@ class Runner:
         self._rng = random.Random(0)
         self._runs = 0
 
-    def run(self, *, capture: bool, prompts: int, tokens: int, output: int) -> dict[str, Any]:
-        """`prompts` random prompts of `tokens` tokens, `output` sampled tokens each."""
+    def run(self, *, capture: bool, prompts: int, tokens: int, output: int, pause_ms: int = 0) -> dict[str, Any]:
+        """`prompts` random prompts of `tokens` tokens, `output` sampled tokens each; with a pause one at a time.
+
+        A pause is not counted in what is said of tokens a second.
+        """
         from vllm import SamplingParams
 
         self._runs += 1
@@ -92,9 +95,16 @@ class Runner:
         ]
         texts = [{"prompt_token_ids": [self._rng.randrange(1, 8000) for _ in range(tokens)]} for _ in names]
         ours = capture and self._options["kind"] == "slotstream"
-        watch = _Watch(self._options["server"], names[::_WATCHED_EVERY]) if ours else None
+        watch = _Watch(self._options["server"], names[:: 1 if pause_ms else _WATCHED_EVERY]) if ours else None
         began = time.perf_counter()
-        answers = self._engine.generate(texts, params, use_tqdm=False)
+        if pause_ms:
+            answers = []
+            for text, wanted in zip(texts, params, strict=True):
+                time.sleep(pause_ms / 1000)
+                answers += self._engine.generate([text], [wanted], use_tqdm=False)
+            began += prompts * pause_ms / 1000
+        else:
+            answers = self._engine.generate(texts, params, use_tqdm=False)
         generated_s = time.perf_counter() - began
         computed = prompts * (tokens + (output if output > 1 else 0))
         found: dict[str, Any] = {"tokens_per_s": computed / generated_s}

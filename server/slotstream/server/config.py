@@ -127,8 +127,8 @@ class ServerConfig:
 
     @property
     def nixl_window_bytes(self) -> int:
-        """What a stream may have unacknowledged over NIXL: enough for the next sample to be read while one is written."""
-        return max(self.window_bytes, min(self.nixl_pool_bytes, self.ingest_bytes_max) // 4)
+        """What a stream may have unacknowledged over NIXL: several samples, for each is read and written by one thread."""
+        return max(self.window_bytes, min(self.nixl_pool_bytes, self.ingest_bytes_max) // 2)
 
     @property
     def is_private(self) -> bool:

@@ -2,8 +2,8 @@
 
 Samples of a stream run side by side, the chunks of one sample one after another: written in order they are hashed in
 order, and nothing has to be read back at the commit. (Linux writes to one file from one thread at a time anyway, and has the
-others spin.) Hashes of chunks that came in frames are checked ahead where there are threads for it; NIXL's reader knows its own. Commits wait for the disk, so they have threads
-of their own.
+others spin.) Hashes of chunks that came in frames are computed ahead where there are threads for it; NIXL's reader has computed
+those of its own. Commits wait for the disk, so they have threads of their own.
 """
 
 from __future__ import annotations

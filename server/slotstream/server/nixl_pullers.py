@@ -2,7 +2,7 @@
 
 On one host a read is a copy that the kernel makes in the reading process: a core does 4 to 5 GB/s (H200's host; two do twice
 that), and a GPU captures more. So where there are cores the samples of each sender are dealt out; the chunks of one sample stay
-in order that way, and its hashes need not be read back. Beyond two, memory is what the rest of the way waits for there
+in order that way, and its hashes need not be read back. Beyond four, what writes is what the rest waits for there
 (benchmarks/README.md).
 """
 
@@ -22,7 +22,7 @@ from slotstream.wire.cores import for_cores
 from slotstream.wire.nixl import INSTALL, is_installed
 
 _log = logging.getLogger(__name__)
-_READERS_MAX = 2  # When the server is to choose.
+_READERS_MAX = 4  # When the server is to choose.
 
 
 @dataclass(slots=True, eq=False)

@@ -64,7 +64,7 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     option(
         "--nixl-readers",
         "nixl_readers",
-        "processes that read rows over NIXL and share that memory; 0: two with eight cores for each of --workers, else one",
+        "processes that read rows over NIXL and share that memory; 0: one for every four cores of a worker, up to four",
         metavar="N",
         type=int,
     )
