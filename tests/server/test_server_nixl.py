@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import mmap
 import os
 import queue
@@ -22,6 +23,7 @@ from support.server import ServerProcess
 from support.waiting import wait_until
 
 from slotstream.client import connect
+from slotstream.store.upload import Upload
 from slotstream.v1 import ingest_pb2 as pb
 from slotstream.wire.hashing import xxh3
 from slotstream.wire.names import CHUNK_BYTES_MAX
@@ -178,6 +180,38 @@ def test_more_at_a_time_than_the_window_holds_is_a_violation(tmp_path: Path, own
     with RunningServer(tmp_path, **small) as running, greeted(running.address, owner.offer) as peer:
         peer.say(sample.open(1), pb.IngestRequest(announcements=pb.Announcements(chunks=chunks)))
         assert peer.ending()[1] == "PROTOCOL"
+
+
+def test_chunks_that_arrive_together_leave_the_event_loop_to_others(
+    tmp_path: Path, owner: Owner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It writes them itself where there are few cores."""
+    monkeypatch.setattr("slotstream.server.lane.for_cores", lambda most: 1)
+    monkeypatch.setattr("slotstream.server.ingest_stream._TURN_BYTES", 1)
+    turns: list[int] = []
+    turn = 0
+    write_chunk = Upload.write_chunk
+
+    def noted(*arguments: Any) -> None:
+        def turned() -> None:
+            nonlocal turn
+            turn += 1
+
+        turns.append(turn)
+        asyncio.get_running_loop().call_soon(turned)
+        write_chunk(*arguments)
+
+    monkeypatch.setattr(Upload, "write_chunk", noted)
+    sample = Sample(rows=SLOTS)
+    together = [chunk_of(owner.announce(sample, 1, 1 + row, row, row + 1, slot=row)) for row in range(SLOTS)]
+    with RunningServer(tmp_path) as server, greeted(server.address, owner.offer) as peer:
+        peer.say(sample.open(1))
+        wait_until(lambda: server.metric("open_samples") == 1)
+        peer.say(pb.IngestRequest(announcements=pb.Announcements(chunks=together)), sample.commit(1))
+        assert peer.acks(SLOTS) == list(range(1, SLOTS + 1))
+        peer.committed()
+    assert len(turns) == SLOTS
+    assert len(set(turns)) >= SLOTS - 2  # A frame that arrives, or a look at what is done, takes one more in a turn.
 
 
 def test_pulls_wait_for_slots(tmp_path: Path, owner: Owner) -> None:

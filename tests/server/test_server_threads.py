@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import queue
 import random
 import threading
@@ -144,3 +145,35 @@ def test_chunks_are_written_in_order_and_checked_ahead(threads: int, wrong: int 
         hashes = [xxh3(bytes([row, lane.number]) * 1000) for row in written]
         assert all(found in (None, expected) for found, expected in zip(upload.found, hashes, strict=True))
         assert any(upload.found)
+
+
+@pytest.mark.parametrize(("chunk_bytes", "waits"), [(1 << 20, True), (4 << 20, False)])
+def test_one_thread_finishes_a_sample_before_it_turns_to_the_next(chunk_bytes: int, waits: bool) -> None:
+    """Else all samples of a step are finished when the last one is. Past 64 MiB the others have their turn."""
+    data = memoryview(bytes(chunk_bytes))
+    digest = xxh3(data)
+    begin = threading.Event()
+    order: list[int] = []
+
+    def open_upload(number: int) -> Any:
+        begin.wait(TIMEOUT_S)
+        return SimpleNamespace(write_chunk=lambda *_: order.append(number))
+
+    store: Any = SimpleNamespace(open_upload=open_upload)
+    done: queue.SimpleQueue[Done] = queue.SimpleQueue()
+    pools = Pools(chunk_threads=1)
+    pools.pace.took(60.0)  # The event loop leaves all chunks to the thread.
+    lanes = [Lane(store, pools, number, None, done.put) for number in range(3)]
+    for lane in lanes:
+        number: Any = lane.number
+        lane.push(Open(number))
+    for row in range(40):
+        for lane in lanes:
+            lane.push(Chunk(row, row, 1, data, digest), chunk_bytes)
+    begin.set()
+    for _ in range(3 * 41):
+        done.get(timeout=TIMEOUT_S)
+    pools.shutdown()
+    changes = sum(one != other for one, other in itertools.pairwise(order))
+    assert (changes == 2) == waits
+    assert [order.count(number) for number in range(3)] == [40] * 3

@@ -43,6 +43,7 @@ _log = logging.getLogger(__name__)
 # message, cost about as much as a chunk does. An ack does not wait for more once it is worth an _ACKS_SHARE of the window.
 _ACK_DELAY_S = 0.004
 _ACKS_SHARE = 8
+_TURN_BYTES = 4 << 20  # Of announced chunks that arrived, before others have their turn on the event loop: it may write them.
 _WATCHES_A_LIMIT = 8  # Looks at the clock within the shortest of a stream's limits of time.
 _HELD_ITEMS_MAX = 4096  # Frames taken and not done with, and replies not sent, on one stream.
 _REFUSED_MAX = 256  # Samples beyond the limit of open ones whose refusal is under way.
@@ -413,8 +414,14 @@ class Stream:
 
     def _collect(self) -> None:
         self._collecting = False  # Before looking: what is posted from here on asks for another wake-up.
+        taken = 0
         while self._announced.results:
-            self._take_pulled(self._announced.results.popleft())
+            if taken >= _TURN_BYTES:
+                self._wake()
+                break
+            pulled = self._announced.results.popleft()
+            taken += pulled.pull.nbytes
+            self._take_pulled(pulled)
         freed: list[Slot] = []
         while self._results:
             done = self._results.popleft()

@@ -27,7 +27,8 @@ from slotstream.wire.hashing import xxh3
 
 _log = logging.getLogger(__name__)
 _CHUNK_THREADS_MAX = 4
-_TURN = 16  # Items a lane does before it lets another lane have the thread.
+_TURN = 64  # Items, or bytes, that a lane does before it lets another lane have the thread: most samples whole.
+_TURN_BYTES = 64 << 20
 
 
 @dataclass(slots=True)
@@ -175,7 +176,10 @@ class Lane:
         self.push(Abort(failure))
 
     def _run(self) -> None:
+        bytes_left = _TURN_BYTES
         for _ in range(_TURN):
+            if bytes_left <= 0:
+                break
             with self._lock:
                 if not self._items:
                     self._running = False
@@ -186,6 +190,7 @@ class Lane:
                 self._pools.commits.submit(self._run_commit, item, nbytes)
                 return
             self._guarded(item, nbytes)
+            bytes_left -= nbytes
         self._pools.chunks.submit(self._run)
 
     def _run_commit(self, item: Commit | Refuse, nbytes: int) -> None:

@@ -24,7 +24,7 @@ from slotstream.server.lane import Pools
 from slotstream.server.metrics import Metrics
 from slotstream.server.status import abort
 from slotstream.store.reading import RowBlock, SampleReader
-from slotstream.store.records import SampleKey, State
+from slotstream.store.records import SampleKey
 from slotstream.store.retention import Reason
 from slotstream.store.samples import SampleStore
 from slotstream.store.verifying import Verdict
@@ -157,9 +157,7 @@ class SamplesService:
             try:
                 reader, frames, header = await self._open(key, request)
             except (SampleNotFound, StillArriving):
-                await self._await_end(key, request.wait_s)
-                _key(session, "read", request)  # Again: the token may have been withdrawn while the read waited.
-                reader, frames, header = await self._open(key, request)
+                reader, frames, header = await self._open_later(session, key, request)
             step: Future[bytes | None] | None = None
             was_whole = False
             try:
@@ -228,26 +226,29 @@ class SamplesService:
             opening.add_done_callback(_close_unwanted)
             raise
 
-    async def _await_end(self, key: SampleKey, wait_s: float) -> None:
-        """Returns once the sample is committed or failed. Raises SampleNotFound, DeadlineExceeded and ServerDraining."""
+    async def _open_later(self, session: Session, key: SampleKey, request: pb.ReadRequest) -> _Opened:
+        """As `_open`, of a sample that is committed within `wait_s`. Raises DeadlineExceeded and ServerDraining, too."""
         loop = asyncio.get_running_loop()
         begun = loop.time()
         with self._arrivals.watch(key) as changed:
             while True:
                 changed.clear()
                 self._arrivals.check_open()
-                record = await self._in_thread(self._store.stat, key)
-                if record is not None and record.state is not State.ARRIVING:
-                    return
-                limit_s = wait_s if record is not None else min(wait_s, self._config.appear_grace_s)
+                try:
+                    return await self._open(key, request)
+                except StillArriving:
+                    limit_s = request.wait_s
+                    late: SlotStreamError = DeadlineExceeded(f"{key} is still arriving after {request.wait_s:g} seconds")
+                except SampleNotFound:
+                    limit_s = min(request.wait_s, self._config.appear_grace_s)
+                    late = SampleNotFound(f"there is no sample {key}, and none appeared")
                 try:
                     with self._one_wait():
                         async with asyncio.timeout_at(begun + limit_s):
                             await changed.wait()
                 except TimeoutError as error:
-                    if record is None:
-                        raise SampleNotFound(f"there is no sample {key}, and none appeared") from error
-                    raise DeadlineExceeded(f"{key} is still arriving after {wait_s:g} seconds") from error
+                    raise late from error
+                _key(session, "read", request)  # Again: the token may have been withdrawn while the read waited.
 
     # The short ones.
 
