@@ -16,7 +16,7 @@ import queue
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict
 from pathlib import Path
@@ -49,11 +49,11 @@ def visible_gpus() -> list[str]:
     return named.split(",") if named else [str(number) for number in range(torch.cuda.device_count())]
 
 
-def run_cell(cell: Cell, model: Path, server: str, logs: Path, free: queue.SimpleQueue[str]) -> dict[str, Any]:
+def run_cell(cell: Cell, model: Path, server: str, logs: Path, free: queue.SimpleQueue[str]) -> tuple[Cell, dict[str, Any]]:
     """`free`: a GPU as often as one more engine may share it; one is taken while the cell runs."""
     gpu = free.get()
     try:
-        return _run_cell(cell, model, server, logs, gpu)
+        return cell, _run_cell(cell, model, server, logs, gpu)
     finally:
         free.put(gpu)
 
@@ -78,15 +78,33 @@ def is_green(found: dict[str, Any]) -> bool:
     return bool(found["rows"] and not found["wrong"] and not found["problems"])
 
 
-def as_markdown(found: Sequence[dict[str, Any]], wanted: int, device: str) -> str:
-    """docs/compatibility.md, of a run that has found so many of the `wanted` cells."""
-    first = next((f for f in found if "vllm" in f), {"vllm": "?", "torch": "?"})
+def key_of(cell: Cell) -> tuple[str, ...]:
+    """What tells its row of the table from others: the first columns."""
+    prompts = ("chunked" if cell.chunked else "whole") + (", asleep in between" if cell.sleeps else "")
+    return cell.kind, f"V{cell.runner}", "eager" if cell.eager else "graphs", "on" if cell.prefix_caching else "off", prompts
+
+
+def row_of(found: dict[str, Any], device: str) -> list[str]:
+    """The other columns."""
+    verdict = "right" if is_green(found) else "; ".join(found["problems"]) or "wrong rows"
+    run = f"{datetime.date.today().isoformat()}, {device}, vLLM {found.get('vllm', '?')}, torch {found.get('torch', '?')}"
+    return [f"{found['rows']:,}", f"{found.get('output_rows', 0):,}", str(found["wrong"]), verdict.replace("|", "/"), run]
+
+
+def rows_in(text: str) -> dict[tuple[str, ...], list[str]]:
+    """The rows of a table that an earlier run wrote."""
+    lines = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ")]
+    return {tuple(line[:5]): line[5:] for line in lines if len(line) == 10 and line[1] in ("V1", "V2")}
+
+
+def as_markdown(rows: Mapping[tuple[str, ...], Sequence[str]]) -> str:
+    """docs/compatibility.md."""
     lines = [
         "# Compatibility",
         "",
-        "Written by `python tests/gpu/matrix.py --write docs/compatibility.md`: every row of every sample was compared with",
-        "the truth model's, in two passes over the same prompts (with prefix caching the second finds most of them cached),",
-        "output rows included for every other request.",
+        "Written by `python tests/gpu/matrix.py --write docs/compatibility.md`; a run of some engines leaves the rows of the",
+        "others. Every row of every sample was compared with the truth model's, in two passes over the same prompts (with",
+        "prefix caching the second finds most of them cached), output rows included for every other request.",
         "",
         "Model runner V1 runs with `--no-async-scheduling`, and on a GPU the connector refuses to start without it: with both,",
         "vLLM 0.33 loses track of the text after an accepted draft token, and its text and rows are wrong from there on",
@@ -96,22 +114,12 @@ def as_markdown(found: Sequence[dict[str, Any]], wanted: int, device: str) -> st
         "afresh, and with transformers'; `tests/gpu/multi.py` compares slotstream's rows with those that",
         "`ExampleHiddenStatesConnector` wrote in the same engine.",
         "",
-        f"{datetime.date.today().isoformat()}, {device}, vLLM {first['vllm']}, torch {first['torch']}.",
-        "",
-        "| model | runner | mode | prefix caching | prompts | rows | of them output | wrong | verdict |",
-        "| --- | --- | --- | --- | --- | ---: | ---: | ---: | --- |",
+        "| model | runner | mode | prefix caching | prompts | rows | of them output | wrong | verdict | run |",
+        "| --- | --- | --- | --- | --- | ---: | ---: | ---: | --- | --- |",
     ]
-    for f in sorted(found, key=lambda f: f["name"]):
-        mode, caching = "eager" if f["eager"] else "graphs", "on" if f["prefix_caching"] else "off"
-        prompts = ("chunked" if f["chunked"] else "whole") + (", asleep in between" if f["sleeps"] else "")
-        verdict = "right" if is_green(f) else "; ".join(f["problems"]) or "wrong rows"
-        lines.append(
-            f"| {f['kind']} | V{f['runner']} | {mode} | {caching} | {prompts} | {f['rows']:,} | "
-            f"{f.get('output_rows', 0):,} | {f['wrong']} | {verdict} |"
-        )
-    total = sum(f["rows"] for f in found)
-    rest = f"; {wanted - len(found)} engines were not run" if len(found) < wanted else ""
-    lines += ["", f"{total:,} rows in {len(found)} engines, {sum(f['wrong'] for f in found)} wrong{rest}."]
+    lines += [f"| {' | '.join((*key, *row))} |" for key, row in sorted(rows.items())]
+    total, wrong = (sum(int(row[at].replace(",", "")) for row in rows.values()) for at in (0, 2))
+    lines += ["", f"{total:,} rows in {len(rows)} engines, {wrong} wrong."]
     return "\n".join(lines) + "\n"
 
 
@@ -120,7 +128,7 @@ def main() -> int:
     parser.add_argument("--at-once", type=int, default=6, help="engines that share a GPU at a time (default: %(default)s)")
     parser.add_argument("--only", action="append", default=[], metavar="TEXT", help="only cells whose name contains TEXT")
     parser.add_argument("--logs", type=Path, default=None, help="keep the engines' logs here")
-    parser.add_argument("--write", type=Path, default=None, help="write the table here")
+    parser.add_argument("--write", type=Path, default=None, help="write the table here, over the rows that are run")
     arguments = parser.parse_args()
     import torch
 
@@ -143,12 +151,15 @@ def main() -> int:
             free.put(gpu)
         with start_server(work / "data", logs / "server.log", port), ThreadPoolExecutor(len(places)) as pool:
             runs = [pool.submit(run_cell, c, models[c.kind], f"127.0.0.1:{port}", logs, free) for c in chosen]
-            found = []
+            table = rows_in(arguments.write.read_text()) if arguments.write and arguments.write.exists() else {}
+            green = True
             for run in as_completed(runs):
-                found.append(run.result())
+                cell, found = run.result()
+                green &= is_green(found)
+                table[key_of(cell)] = row_of(found, torch.cuda.get_device_name())
                 if arguments.write is not None:  # Each time: a run that is cut short leaves what it found.
-                    arguments.write.write_text(as_markdown(found, len(chosen), torch.cuda.get_device_name()))
-    return 0 if all(is_green(f) for f in found) else 1
+                    arguments.write.write_text(as_markdown(table))
+    return 0 if green else 1
 
 
 if __name__ == "__main__":
