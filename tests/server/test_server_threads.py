@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from server_kit import TIMEOUT_S, Peer, Reader, RunningServer, Sample
 
-from slotstream.server.lane import Chunk, Done, Lane, Open, Pools
+from slotstream.server.lane import Chunk, Commit, Done, Lane, Open, Pools
 from slotstream.v1 import ingest_pb2 as pb
 from slotstream.wire.errors import HashMismatch
 from slotstream.wire.frames import encode_chunk
@@ -177,3 +177,25 @@ def test_one_thread_finishes_a_sample_before_it_turns_to_the_next(chunk_bytes: i
     changes = sum(one != other for one, other in itertools.pairwise(order))
     assert (changes == 2) == waits
     assert [order.count(number) for number in range(3)] == [40] * 3
+
+
+def test_a_commit_does_not_wait_for_chunks_of_other_samples() -> None:
+    stuck = threading.Event()
+    stored: Any = SimpleNamespace(write_chunk=lambda *_: stuck.wait(TIMEOUT_S), commit=lambda *_: False)
+    store: Any = SimpleNamespace(open_upload=lambda spec: stored)
+    done: queue.SimpleQueue[Done] = queue.SimpleQueue()
+    pools = Pools(chunk_threads=1)
+    pools.pace.took(60.0)  # The event loop leaves all chunks to the thread.
+    writing, whole = (Lane(store, pools, number, None, done.put) for number in range(2))
+    spec: Any = None
+    for lane in (writing, whole):
+        lane.push(Open(spec))
+        assert done.get(timeout=TIMEOUT_S).opened
+    writing.push(Chunk(1, 0, 1, memoryview(b"row"), xxh3(b"row")))
+    whole.push(Commit(1, [1], {}))
+    first = done.get(timeout=TIMEOUT_S)
+    stuck.set()
+    assert first.lane is whole
+    assert first.ended is not None
+    assert first.ended.failure is None
+    pools.shutdown()

@@ -165,8 +165,8 @@ class Lane:
             if self._running:
                 return
             self._running = True
-        if isinstance(item, Chunk) and self._pools.loop_writes:
-            self._run()
+        if isinstance(item, Commit | Refuse) or (isinstance(item, Chunk) and self._pools.loop_writes):
+            self._run()  # Which hands what waits for the disk to a thread of its own, past other samples' chunks.
         else:
             self._pools.chunks.submit(self._run)
 
