@@ -27,7 +27,8 @@ from slotstream.wire.hashing import xxh3
 
 _log = logging.getLogger(__name__)
 _CHUNK_THREADS_MAX = 4
-_TURN = 64  # Items, or bytes, that a lane does before it lets another lane have the thread: most samples whole.
+# What a lane does before it lets another lane have the thread: enough for most samples, which are finished one by one then.
+_TURN = 64
 _TURN_BYTES = 64 << 20
 
 

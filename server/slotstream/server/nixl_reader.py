@@ -221,7 +221,7 @@ class Reader:
                 self._break(peer, str(error))
                 return
             if pull.over:
-                pull.digest = self._hash(pull)  # Now, and not behind the next one: see above.
+                pull.digest = self._hash(pull)  # Before the next one is read, which would push it out of the cache.
 
     def _hash(self, pull: _Pull) -> int:
         return xxh3(self._memory[pull.slot : pull.slot + pull.nbytes])
