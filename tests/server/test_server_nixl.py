@@ -230,6 +230,39 @@ def test_pulls_wait_for_slots(tmp_path: Path, owner: Owner) -> None:
         peer.committed()
 
 
+def test_pulls_that_wait_for_a_slow_disk_are_no_fault_of_nixl(
+    tmp_path: Path, owner: Owner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its slots are all with the server for longer than a read may take, and than a reader may be silent."""
+    monkeypatch.setattr("slotstream.server.lane.for_cores", lambda most: most)  # Threads write, not the event loop.
+    monkeypatch.setattr("slotstream.server.nixl_puller.READ_S", 0.3)
+    monkeypatch.setattr("slotstream.server.nixl_puller._STUCK_S", 1.5)
+    written = threading.Event()
+    write_chunk = Upload.write_chunk
+
+    def late(*arguments: Any) -> None:
+        assert written.wait(TIMEOUT_S)
+        write_chunk(*arguments)
+
+    monkeypatch.setattr(Upload, "write_chunk", late)
+    sample = Sample(rows=256)
+    with RunningServer(tmp_path, nixl_pool_bytes=32 << 20) as running, greeted(running.address, owner.offer) as peer:
+        peer.say(sample.open(1))
+        requests = [owner.announce(sample, 1, 1 + at, at * 32, (at + 1) * 32, slot=at) for at in range(8)]
+        for again in range(80):
+            for at, request in enumerate(requests):
+                announce = chunk_of(request)
+                announce.header.chunk = announce.generation = 1 + at + 8 * again
+                peer.say(request)
+        peer.say(sample.commit(1))
+        time.sleep(4.0)
+        written.set()
+        assert peer.acks(640) == list(range(1, 641))
+        peer.committed()
+    assert running.metric("nixl_fallbacks_total") == 0
+    assert running.metric("nixl_reader_deaths_total") == 0
+
+
 # What cannot be read is asked for again, and waited for.
 
 

@@ -27,7 +27,7 @@ from slotstream.wire.nixl import NixlFault
 
 _log = logging.getLogger(__name__)
 _START_S = 30.0
-_STUCK_S = 5.0  # Past a read's deadline: a reader that says nothing by then hangs in a library, and is killed.
+_STUCK_S = 5.0  # Past a read's deadline: a reader that has said nothing for so long hangs in a library, and is killed.
 _EXIT_S = 2.0
 _LINK_BYTES = 4 << 20
 _PAUSE_S = 5.0  # Before a third reader, after two that died; doubles up to _PAUSE_S_MAX.
@@ -83,7 +83,7 @@ class _Reader:
     """A reader process, and the memory shared with it."""
 
     def __init__(self, pool_bytes: int) -> None:
-        self.started_at = time.monotonic()
+        self.started_at = self.heard_at = time.monotonic()
         self.pulls: dict[int, tuple[PullPeer, Pull, float]] = {}  # What it is to read, and when it has to have answered.
         self.ready: Future[None] = Future()
         self.link, theirs = socket.socketpair()
@@ -247,6 +247,7 @@ class Puller:
                 received = b""
             if not received:
                 break
+            reader.heard_at = time.monotonic()
             *lines, rest = (rest + received).split(b"\n")
             for line in lines:
                 try:
@@ -267,6 +268,9 @@ class Puller:
 
     def _on_log(self, reader: _Reader, line: str) -> None:
         _log.info("%s", line)
+
+    def _on_alive(self, reader: _Reader) -> None:
+        """It waits for slots that the server holds."""
 
     def _on_connected(self, reader: _Reader, number: int) -> None:
         with self._lock:
@@ -310,8 +314,9 @@ class Puller:
         self._quarantined = count
 
     def _check_stuck(self, reader: _Reader) -> None:
+        silent_since = reader.heard_at + _STUCK_S
         with self._lock:
-            if any(answer_by < time.monotonic() for _, _, answer_by in reader.pulls.values()):
+            if any(max(answer_by, silent_since) < time.monotonic() for _, _, answer_by in reader.pulls.values()):
                 _log.error("the process that reads over NIXL hangs: it is killed")
                 reader.process.kill()
 

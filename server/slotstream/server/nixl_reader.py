@@ -28,6 +28,8 @@ from slotstream.wire.hashing import xxh3
 from slotstream.wire.nixl import NixlAgent, NixlFault, memory_address
 
 READ_S = 5.0  # A peer that was stopped never answers, and never fails.
+_WAIT_S = 20.0  # For a slot, while the server writes what it holds.
+_ALIVE_S = 1.0
 _ACTIVE_MAX = 4  # Transfers of one peer at a time: enough to keep a connection busy, few enough to quarantine.
 _HANDLES_MAX = 128  # Prepared transfers kept for each peer.
 _BUSY_S = 0.0002
@@ -40,7 +42,7 @@ class _Pull:
     number: int
     address: int
     nbytes: int
-    deadline: float
+    deadline: float  # Monotonic: of being started without a wait, then of being over.
     slot: int = -1
     handle: Any = None
     over: bool = False
@@ -82,6 +84,8 @@ class Reader:
         self._turn: deque[int] = deque()
         self._received = b""
         self._quarantined = 0
+        self._lent = 0  # Slots that the server was told of, and holds.
+        self._said_at = 0.0
         self._moved = False  # A transfer is over: there may be another to start at once.
         self._say("ready")
 
@@ -96,7 +100,11 @@ class Reader:
         self._to_say.append(message)
 
     def _tell(self) -> None:
+        now = time.monotonic()
+        if not self._to_say and now - self._said_at > _ALIVE_S and any(peer.waiting for peer in self._peers.values()):
+            self._say("alive")  # Else the server would take one that waits for its slots for one that hangs.
         if self._to_say:
+            self._said_at = now
             said, self._to_say = self._to_say, []
             self._link.sendall(json.dumps(said).encode() + b"\n")
 
@@ -142,6 +150,7 @@ class Reader:
 
     def on_free(self, slots: list[int]) -> None:
         """The server is done with slots that it was told of."""
+        self._lent -= len(slots)
         for slot in slots:
             self._pool.give(slot)
 
@@ -201,12 +210,14 @@ class Reader:
             if len(peer.handles) > _HANDLES_MAX:
                 self._release(peer.handles.popitem(last=False)[1])
             self._moved = True
+            self._lent += 1
             self._say("read", pull.number, pull.slot, self._hash(pull) if pull.digest is None else pull.digest)
 
     def _start(self, peer: _Peer) -> None:
         while peer.waiting and len(peer.active) < _ACTIVE_MAX and (slot := self._pool.take(peer.waiting[0].nbytes)) is not None:
             pull = peer.waiting.popleft()
             pull.slot = slot
+            pull.deadline = time.monotonic() + self._read_s
             try:
                 pull.handle = self._prepare(peer, pull)
             except NixlFault as error:
@@ -239,7 +250,8 @@ class Reader:
         now = time.monotonic()
         if peer.active and peer.active[0].deadline < now:
             self._break(peer, f"a chunk was not read within {self._read_s:.0f} s", timed_out=True)
-        while peer.waiting and peer.waiting[0].deadline < now:
+        patience_s = _WAIT_S if self._lent else 0.0
+        while peer.waiting and peer.waiting[0].deadline + patience_s < now:
             self._say("failed", peer.waiting.popleft().number, "no slot of the pool came free", False)
 
     def _break(self, peer: _Peer, problem: str, *, timed_out: bool = False) -> None:
