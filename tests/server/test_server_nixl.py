@@ -74,6 +74,16 @@ def chunk_of(request: pb.IngestRequest) -> pb.Announce:
     return announce
 
 
+def announce_again_and_again(peer: Peer, owner: Owner, sample: Sample) -> None:
+    """Say that all 256 rows of sample 1 are there, 80 times: 640 chunks, more than the smallest pool has slots for."""
+    requests = [owner.announce(sample, 1, 1 + at, at * 32, (at + 1) * 32, slot=at) for at in range(8)]
+    for again in range(80):
+        for at, request in enumerate(requests):
+            announce = chunk_of(request)
+            announce.header.chunk = announce.generation = 1 + at + 8 * again
+            peer.say(request)
+
+
 @pytest.fixture
 def owner() -> Iterator[Owner]:
     owner = Owner()
@@ -219,12 +229,7 @@ def test_pulls_wait_for_slots(tmp_path: Path, owner: Owner) -> None:
     sample = Sample(rows=256)
     with RunningServer(tmp_path, nixl_pool_bytes=32 << 20) as running, greeted(running.address, owner.offer) as peer:
         peer.say(sample.open(1))
-        requests = [owner.announce(sample, 1, 1 + at, at * 32, (at + 1) * 32, slot=at) for at in range(8)]
-        for again in range(80):
-            for at, request in enumerate(requests):
-                announce = chunk_of(request)
-                announce.header.chunk = announce.generation = 1 + at + 8 * again
-                peer.say(request)
+        announce_again_and_again(peer, owner, sample)
         peer.say(sample.commit(1))
         assert peer.acks(640) == list(range(1, 641))
         peer.committed()
@@ -248,12 +253,7 @@ def test_pulls_that_wait_for_a_slow_disk_are_no_fault_of_nixl(
     sample = Sample(rows=256)
     with RunningServer(tmp_path, nixl_pool_bytes=32 << 20) as running, greeted(running.address, owner.offer) as peer:
         peer.say(sample.open(1))
-        requests = [owner.announce(sample, 1, 1 + at, at * 32, (at + 1) * 32, slot=at) for at in range(8)]
-        for again in range(80):
-            for at, request in enumerate(requests):
-                announce = chunk_of(request)
-                announce.header.chunk = announce.generation = 1 + at + 8 * again
-                peer.say(request)
+        announce_again_and_again(peer, owner, sample)
         peer.say(sample.commit(1))
         time.sleep(4.0)
         written.set()

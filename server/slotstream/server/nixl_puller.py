@@ -314,9 +314,11 @@ class Puller:
         self._quarantined = count
 
     def _check_stuck(self, reader: _Reader) -> None:
-        silent_since = reader.heard_at + _STUCK_S
+        now = time.monotonic()
+        if now - reader.heard_at < _STUCK_S:
+            return
         with self._lock:
-            if any(max(answer_by, silent_since) < time.monotonic() for _, _, answer_by in reader.pulls.values()):
+            if any(answer_by < now for _, _, answer_by in reader.pulls.values()):
                 _log.error("the process that reads over NIXL hangs: it is killed")
                 reader.process.kill()
 

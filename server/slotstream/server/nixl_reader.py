@@ -28,7 +28,7 @@ from slotstream.wire.hashing import xxh3
 from slotstream.wire.nixl import NixlAgent, NixlFault, memory_address
 
 READ_S = 5.0  # A peer that was stopped never answers, and never fails.
-_WAIT_S = 20.0  # For a slot, while the server writes what it holds.
+_WAIT_S = 20.0  # So much longer for a slot while the server writes what it holds.
 _ALIVE_S = 1.0
 _ACTIVE_MAX = 4  # Transfers of one peer at a time: enough to keep a connection busy, few enough to quarantine.
 _HANDLES_MAX = 128  # Prepared transfers kept for each peer.
