@@ -17,7 +17,10 @@ from support.worker_rig import BLOCKS, Rig, WatchedSink, make_rig, opened
 
 from slotstream.connector import reports, spool_files
 from slotstream.connector.faults import SampleFault
+from slotstream.connector.held import HeldSample
 from slotstream.connector.plan import RowPlan, SampleAbort, SampleFinish, StepPlan
+from slotstream.connector.pump import Pump, StagedBatch
+from slotstream.connector.shelf import Shelf
 from slotstream.connector.spool_files import OwnedDir, SpooledSample, SpoolFile
 from slotstream.transport.base import Acked, Committed, Failed, LinkDown, LinkUp, StagedChunk
 from slotstream.v1 import ingest_pb2
@@ -262,6 +265,43 @@ def test_a_short_staging_is_relieved_by_the_spool_and_then_nothing_is_lost(tmp_p
         for i in range(16):
             assert _committed(rig, f"r{i}") == rig.rows(f"r{i}", 0, 4)
     finally:
+        rig.worker.close()
+
+
+def test_an_engine_waits_for_room_that_the_spool_is_about_to_make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While the pump hears of the lost link, and while it has batches that it has not looked at."""
+    sink = _Sink()
+    sink.verdicts = False
+    rig = make_rig(sink=sink, staging_bytes=1 << 20, chunk_bytes=64 << 10, spool_dir=str(tmp_path / "spool"))
+    pump = rig.worker._pump
+    waiting_makes_sense = []
+    put, batch, go_on = Shelf.put, Pump._batch, threading.Event()
+
+    def watched_put(shelf: Shelf, sample: HeldSample) -> None:
+        waiting_makes_sense.append(pump.taking_rows)
+        put(shelf, sample)
+
+    def late_batch(pump: Pump, staged: StagedBatch) -> None:
+        assert go_on.wait(30)
+        batch(pump, staged)
+
+    monkeypatch.setattr(Shelf, "put", watched_put)
+    monkeypatch.setattr(Pump, "_batch", late_batch)
+    try:
+        go_on.set()
+        rig.capture("a", 4)
+        assert sink.acked.acquire(timeout=30)
+        sink.break_link()
+        wait_until(lambda: not pump.link_up and not pump._shelf.writing)
+        assert waiting_makes_sense == [True]
+        assert not pump.taking_rows
+        go_on.clear()
+        rig.capture("b", 4)
+        assert pump.taking_rows
+        go_on.set()
+        wait_until(lambda: not pump.taking_rows)
+    finally:
+        go_on.set()
         rig.worker.close()
 
 

@@ -155,7 +155,6 @@ class Outbox:
 
     def link_is_down(self, message: str, code: str = "") -> None:
         """The stream broke, or was refused (`code`): nothing counts that was sent on it without a verdict."""
-        self.link_up = False
         for sent in self._sent.values():
             sent.chunk.wire = 0
         lent = [sent.lent for sent in self._sent.values() if sent.lent is not None]
@@ -179,6 +178,7 @@ class Outbox:
             self._settle(sent.sample, sent.chunk)
         for slot in lent:
             self._shelf.give_back(slot)
+        self.link_up = False  # Only now that the spool is at work: an engine that waits for room would give up between the two.
         self._sink.reset()
 
     def acked(self, number: int) -> None:

@@ -110,6 +110,8 @@ class Pump:
         self._shelf = Shelf(self._spool, pool)
         self._outbox = Outbox(config, pool, sink, self._shelf, counters, self._faults)
         self._bad_rows: dict[str, BadRowCount] = {}  # by request, while rows come
+        self._batches_posted = 0  # Written by the engine's thread only,
+        self._batches_done = 0  # and this by ours.
         self._throttle = Throttle(every_s=10.0)
         self._throttle_link = Throttle(every_s=60.0)
         self._thread = threading.Thread(target=self._run, name="slotstream-pump", daemon=True)
@@ -122,14 +124,16 @@ class Pump:
         self._sink.start(self._inbox.put)
 
     def post(self, item: SampleOpen | StagedBatch | SampleFinish | SampleAbort | FailSample) -> None:
-        """Hand something over, from any thread; kept in order."""
+        """Hand something over, from the engine's thread; kept in order."""
+        self._batches_posted += isinstance(item, StagedBatch)
         self._inbox.put(item)
 
     @property
     def taking_rows(self) -> bool:
         """Whether waiting for room in staging makes sense: whoever can make some has done so of late."""
         if not self._outbox.link_up:
-            return self._shelf.taking_rows(self._wait_s_max)
+            unseen = self._batches_posted != self._batches_done  # What the spool will be asked to write.
+            return (self._spool is not None and unseen) or self._shelf.taking_rows(self._wait_s_max)
         return not self._outbox.unacked or time.monotonic() - self._outbox.answered_at < self._wait_s_max
 
     @property
@@ -276,6 +280,7 @@ class Pump:
                 self._segment(segment, batch.mapping, peaks[at : at + segment.rows], digest, copied_unix_ns)
                 at += segment.rows
         finally:
+            self._batches_done += 1
             self._pool.release([*batch.scratch, *(s.slot for s in batch.segments[done:])])
 
     def _segment(
