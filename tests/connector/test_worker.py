@@ -15,7 +15,7 @@ from support.worker_rig import BLOCK_SIZE, BLOCKS, ROW_BYTES, Rig, WatchedSink, 
 
 from slotstream.connector.faults import SampleFault
 from slotstream.connector.plan import RowPlan, SampleAbort, SampleFinish, StepPlan
-from slotstream.connector.worker import WorkerHalf
+from slotstream.connector.worker import WorkerHalf, default_staging_bytes
 from slotstream.transport.base import Acked, Committed, Failed, LinkDown, LinkUp, StagedChunk
 from slotstream.v1 import ingest_pb2
 from slotstream.wire.errors import ConfigError
@@ -316,6 +316,20 @@ def test_options_that_do_not_fit_the_model_stop_the_start(options: dict[str, obj
     cache = torch.zeros(4, 3, 4, 8, dtype=torch.bfloat16)
     with pytest.raises(ConfigError, match="staging_bytes must be at least"):
         WorkerHalf(config(**options), cache, WatchedSink(), 16)
+
+
+def test_staging_holds_a_few_steps_unless_an_option_says_how_much(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert default_staging_bytes(3 * 64 * ROW_BYTES) == 512 << 20
+    # Four layers of 4096 bf16, steps of 8192 tokens and 1024 requests; then 16 layers.
+    assert default_staging_bytes(3 * (8192 + 2048) * 4 * 8192) == 1 << 30
+    assert default_staging_bytes(3 * (8192 + 2048) * 16 * 8192) == 2 << 30
+    rig = make_rig(staging_bytes=None)
+    try:
+        rig.capture("a", 6)
+        assert isinstance(rig.sink.verdict(1), Committed)
+        assert rig.worker.take_stats()["staging_bytes_limit"] == 512 << 20
+    finally:
+        rig.worker.close()
 
 
 def test_a_cache_of_another_shape_stops_the_start() -> None:

@@ -34,7 +34,12 @@ class ConnectorOptions:
     namespace: str = field(default=DEFAULT_NAMESPACE, metadata={"help": "namespace of requests that name none"})
     capture: bool = field(default=True, metadata={"help": "capture requests that do not say; false: only those that ask"})
     include_output_tokens: bool = field(default=False, metadata={"help": "capture output rows of requests that do not say"})
-    staging_bytes: int = field(default=512 << 20, metadata={"help": "host memory for rows on their way, allocated once"})
+    staging_bytes: int | None = field(
+        default=None,
+        metadata={
+            "help": "host memory for rows on their way, allocated once; null: three steps' rows or more, 512 MiB to 2 GiB"
+        },
+    )
     chunk_bytes: int = field(default=2 << 20, metadata={"help": "most bytes of rows a message carries"})
     on_full: str = field(
         default="wait", metadata={"help": "when staging is full: wait (up to wait_s_max a step) or fail_sample at once"}
@@ -69,7 +74,8 @@ class ConnectorOptions:
             check_namespace(self.namespace)
         except BadNamespace as error:
             raise ConfigError(f"connector option namespace: {error}") from error
-        _check_number("staging_bytes", self.staging_bytes, int, 1 << 20, 1 << 40)
+        if self.staging_bytes is not None:
+            _check_number("staging_bytes", self.staging_bytes, int, 1 << 20, 1 << 40)
         _check_number("chunk_bytes", self.chunk_bytes, int, 4096, CHUNK_BYTES_MAX)
         _check_number("wait_s_max", self.wait_s_max, float, 0.0, 600.0)
         _check_number("ack_timeout_s", self.ack_timeout_s, float, 0.1, 3600.0)
@@ -93,7 +99,7 @@ class ConnectorOptions:
             self.access.check(self.server)
         except ConfigError as error:
             raise ConfigError(f"connector option {error}") from error
-        if self.chunk_bytes * 4 > self.staging_bytes:
+        if self.staging_bytes is not None and self.chunk_bytes * 4 > self.staging_bytes:
             raise ConfigError("connector option staging_bytes must be at least four times chunk_bytes")
 
     @property

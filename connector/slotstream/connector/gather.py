@@ -74,7 +74,8 @@ class RowGather:
     """Reads rows of one cache tensor [blocks, layers, block_size, hidden] (its strides may be any) into a staging pool."""
 
     def __init__(self, cache: torch.Tensor, pool: StagingPool) -> None:
-        self._cache = cache
+        self._words = _words(cache)
+        self._dtype = cache.dtype
         self._pool = pool
         self.block_size = int(cache.shape[2])
         self.row_bytes = int(cache.shape[1] * cache.shape[3] * cache.element_size())
@@ -94,7 +95,7 @@ class RowGather:
         assert scratch is not None, "an accelerator copies its index from pinned memory"
         index = self._pool.tensor(scratch, slots.nbytes).view(torch.int64)
         index.numpy()[:] = slots
-        rows = self._rows(index.to(self._cache.device, non_blocking=True))
+        rows = self._rows(index.to(self._words.device, non_blocking=True))
         peaks = self._pool.tensor(scratch, len(slots) * rows.element_size()).view(rows.dtype)
 
         def copy() -> None:
@@ -121,7 +122,7 @@ class RowGather:
 
     def _rows(self, slots: torch.Tensor) -> torch.Tensor:
         """Rows [n, layers, hidden], contiguous, of the cache."""
-        return self._cache[slots // self.block_size, :, slots % self.block_size].contiguous()
+        return self._words[slots // self.block_size, :, slots % self.block_size].contiguous().view(self._dtype)
 
     def _copy(self, rows: torch.Tensor, destinations: Sequence[Destination]) -> None:
         flat = rows.view(torch.uint8).view(rows.shape[0], self.row_bytes)
@@ -137,11 +138,23 @@ class RowGather:
         side.wait_stream(torch.accelerator.current_stream())
         with side:
             copy()
-            done = torch.Event(device=self._cache.device)
+            done = torch.Event(device=self._words.device)
             done.record(side)
         # The allocator must not hand the source's memory out again before the side stream has read it.
         source.record_stream(side)
         return _EventTicket(done)
+
+
+def _words(cache: torch.Tensor) -> torch.Tensor:
+    """The same memory as elements of 8 bytes, where its shape and strides allow that.
+
+    An indexing kernel moves an element a thread: 64 MiB of bf16 rows take 200 us on an H200, and 64 us as words.
+    """
+    words = 8 // cache.element_size()
+    *outer, inner = cache.stride()
+    if inner != 1 or cache.shape[-1] % words or any(stride % words for stride in (*outer, cache.storage_offset())):
+        return cache
+    return cache.view(torch.int64)
 
 
 def _peaks(rows: torch.Tensor) -> torch.Tensor:
