@@ -6,10 +6,11 @@ which knows what has become of them. Its inbox is bounded by what the items refe
 
 from __future__ import annotations
 
+import itertools
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -267,35 +268,40 @@ class Pump:
                 outbox.loaded(item)
 
     def _batch(self, batch: StagedBatch) -> None:
-        done = at = 0
+        done = 0
         try:
             batch.gathered.wait()
             copied_unix_ns = time.time_ns()
             if batch.mapping is not None:
                 batch.mapping.load()
-            peaks = batch.gathered.peaks.float().numpy()
             digests = self._digests.of([self._pool.buffer(s.slot, s.rows * self._row_bytes) for s in batch.segments])
-            for segment, digest in zip(batch.segments, digests, strict=True):
+            for segment, digest, problem in zip(batch.segments, digests, self._problems(batch), strict=True):
                 done += 1
-                self._segment(segment, batch.mapping, peaks[at : at + segment.rows], digest, copied_unix_ns)
-                at += segment.rows
+                self._segment(segment, problem, digest, copied_unix_ns)
         finally:
             self._batches_done += 1
             self._pool.release([*batch.scratch, *(s.slot for s in batch.segments[done:])])
 
-    def _segment(
-        self,
-        segment: Segment,
-        mapping: StepMapping | None,
-        peaks: npt.NDArray[np.float32],
-        digest: int,
-        copied_unix_ns: int,
-    ) -> None:
+    def _problems(self, batch: StagedBatch) -> Iterator[SlotStreamError | None]:
+        """What is wrong with each segment, looked at when it is asked for."""
+        peaks = batch.gathered.peaks.float().numpy()
+        computed = np.concatenate([segment.computed for segment in batch.segments])
+        if slot_problem(computed, batch.mapping) is None and count_bad_rows(0, peaks) is None:
+            # Nearly always. Asked of each segment it would be a third of what that costs.
+            yield from itertools.repeat(None, len(batch.segments))
+            return
+        at = 0
+        for segment in batch.segments:
+            sample = self._outbox.sample(segment.req_id)
+            of_segment, at = peaks[at : at + segment.rows], at + segment.rows
+            problem: SlotStreamError | None = None
+            if sample is not None:
+                problem = slot_problem(segment.computed, batch.mapping)
+                problem = problem or self._check_rows(sample.opened.sample_id, segment, of_segment)
+            yield problem
+
+    def _segment(self, segment: Segment, problem: SlotStreamError | None, digest: int, copied_unix_ns: int) -> None:
         sample = self._outbox.sample(segment.req_id)
-        problem: SlotStreamError | None = None
-        if sample is not None:
-            problem = slot_problem(segment.computed, mapping)
-            problem = problem or self._check_rows(sample.opened.sample_id, segment, peaks)
         if problem is not None:
             self._give_up(segment.req_id, problem)
         if sample is None or problem is not None:
