@@ -87,6 +87,8 @@ def test_request_ids_that_only_differ_in_what_is_replaced_stay_apart() -> None:
         ({"server": 7}, "address 7 is neither host:port"),
         ({"server": "unix:relative"}, "must be unix: and an absolute, printable path"),
         ({"namespace": "../x"}, "connector option namespace"),
+        ({"staging": "device"}, 'connector option staging must be "host": UCX would emulate'),
+        ({"staging": "disk"}, "connector option staging must be one of ['host'], not 'disk'"),
         ({"staging_bytes": "1G"}, "connector option staging_bytes must be a whole number from"),
         ({"staging_bytes": True}, "connector option staging_bytes must be a whole number from"),
         ({"wait_s_max": -1}, "connector option wait_s_max must be a number from"),

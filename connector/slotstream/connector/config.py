@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 ON_FULL = ("wait", "fail_sample")
 TRANSPORTS = ("auto", "grpc", "nixl")
+STAGING = ("host",)
 BAD_ROWS = ("mark", "fail")
 
 
@@ -34,6 +35,7 @@ class ConnectorOptions:
     namespace: str = field(default=DEFAULT_NAMESPACE, metadata={"help": "namespace of requests that name none"})
     capture: bool = field(default=True, metadata={"help": "capture requests that do not say; false: only those that ask"})
     include_output_tokens: bool = field(default=False, metadata={"help": "capture output rows of requests that do not say"})
+    staging: str = field(default="host", metadata={"help": "where rows wait: host memory only (docs/transports.md)"})
     staging_bytes: int | None = field(
         default=None,
         metadata={
@@ -74,6 +76,11 @@ class ConnectorOptions:
             check_namespace(self.namespace)
         except BadNamespace as error:
             raise ConfigError(f"connector option namespace: {error}") from error
+        if self.staging == "device":
+            raise ConfigError(
+                'connector option staging must be "host": UCX would emulate reading GPU memory, which is slower, and rows are '
+                "hashed, spooled and sent again out of host memory (docs/transports.md)"
+            )
         if self.staging_bytes is not None:
             _check_number("staging_bytes", self.staging_bytes, int, 1 << 20, 1 << 40)
         _check_number("chunk_bytes", self.chunk_bytes, int, 4096, CHUNK_BYTES_MAX)
@@ -88,7 +95,7 @@ class ConnectorOptions:
         for name in ("capture", "include_output_tokens"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"connector option {name} must be true or false, not {getattr(self, name)!r}")
-        for name, choices in (("on_full", ON_FULL), ("bad_rows", BAD_ROWS), ("transport", TRANSPORTS)):
+        for name, choices in (("on_full", ON_FULL), ("bad_rows", BAD_ROWS), ("staging", STAGING), ("transport", TRANSPORTS)):
             if getattr(self, name) not in choices:
                 raise ConfigError(f"connector option {name} must be one of {list(choices)}, not {getattr(self, name)!r}")
         check_transport("connector option transport", self.transport)
