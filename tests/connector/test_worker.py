@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from support.waiting import wait_until
 from support.worker_rig import BLOCK_SIZE, BLOCKS, ROW_BYTES, Rig, WatchedSink, config, make_rig, opened
 
+from slotstream.connector import staging
 from slotstream.connector.faults import SampleFault
 from slotstream.connector.plan import RowPlan, SampleAbort, SampleFinish, StepPlan
 from slotstream.connector.worker import WorkerHalf, default_staging_bytes
@@ -318,7 +319,7 @@ def test_options_that_do_not_fit_the_model_stop_the_start(options: dict[str, obj
         WorkerHalf(config(**options), cache, WatchedSink(), 16)
 
 
-def test_staging_holds_a_few_steps_unless_an_option_says_how_much(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_staging_holds_a_few_steps_unless_an_option_says_how_much() -> None:
     assert default_staging_bytes(3 * 64 * ROW_BYTES) == 512 << 20
     # Four layers of 4096 bf16, steps of 8192 tokens and 1024 requests; then 16 layers.
     assert default_staging_bytes(3 * (8192 + 2048) * 4 * 8192) == 1 << 30
@@ -330,6 +331,15 @@ def test_staging_holds_a_few_steps_unless_an_option_says_how_much(monkeypatch: p
         assert rig.worker.take_stats()["staging_bytes_limit"] == 512 << 20
     finally:
         rig.worker.close()
+
+
+def test_memory_that_is_not_to_be_had_stops_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_memory(nbytes: int, device: torch.device) -> torch.Tensor:
+        raise RuntimeError("CUDA error: out of memory")
+
+    monkeypatch.setattr(staging, "_memory", no_memory)
+    with pytest.raises(ConfigError, match=r"4 MiB of host memory .*: CUDA error: out of memory; set .* staging_bytes lower"):
+        WorkerHalf(config(), torch.zeros(4, 3, 4, 8, dtype=torch.bfloat16), WatchedSink(), 16)
 
 
 def test_a_cache_of_another_shape_stops_the_start() -> None:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable
 
 import torch
 
+from slotstream.wire.errors import ConfigError
 from slotstream.wire.memory import map_memory
 
 _WAIT_SLICE_S = 0.05
@@ -23,14 +24,21 @@ class StagingPool:
     """`num_slots` slots of `slot_bytes` each, and `reserved` more (`reserved_slots`) that are never leased. Thread-safe.
 
     The engine leases; the pump keeps, reclaims and releases. The memory is pinned where `device` is an accelerator, so that
-    copies to it run beside the model.
+    copies to it run beside the model. Raises ConfigError where there is not so much.
     """
 
     def __init__(self, num_slots: int, slot_bytes: int, device: torch.device, reserved: int = 0) -> None:
         self.slot_bytes = slot_bytes
         self.num_slots = num_slots
         self.reserved_slots = tuple(range(num_slots, num_slots + reserved))
-        self.memory = _memory((num_slots + reserved) * slot_bytes, device)
+        nbytes = (num_slots + reserved) * slot_bytes
+        try:
+            self.memory = _memory(nbytes, device)
+        except (RuntimeError, OSError, MemoryError) as error:
+            why = str(error).partition("\n")[0]
+            raise ConfigError(
+                f"{nbytes >> 20} MiB of host memory for staging cannot be had: {why}; set connector option staging_bytes lower"
+            ) from error
         self._view = memoryview(self.memory.numpy())  # type: ignore[arg-type]
         self._free = list(range(num_slots - 1, -1, -1))  # A stack: slots used lately are warm, the others untouched.
         self._changed = threading.Condition()
