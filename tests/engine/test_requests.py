@@ -208,7 +208,12 @@ def test_each_step_of_a_beam_search_is_a_request_of_its_own(engine: Stack, store
     params = {"namespace": "beams", "sample_id": "s"}
     _post(engine, "completions", {**body, "kv_transfer_params": {"slotstream": params}})
     assert not list(stored.list(namespace="beams"))
-    steps = [info.sample_id for info in stored.list(namespace="default") if info.sample_id not in before]
+
+    def listed() -> list[str]:  # The answer may be here before the last one is.
+        return [info.sample_id for info in stored.list(namespace="default") if info.sample_id not in before]
+
+    wait_until(lambda: len(listed()) >= 1 + 2 + 2, "a sample for each step")
+    steps = listed()
     assert len(steps) == 1 + 2 + 2
     for step in steps:
         sample = stored.get(step)

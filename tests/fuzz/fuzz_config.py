@@ -65,7 +65,7 @@ def check_options(data: bytes) -> None:
     except ConfigError as error:
         sentence(error)
         return
-    assert options.chunk_bytes * 4 <= options.staging_bytes <= 1 << 40
+    assert options.staging_bytes is None or options.chunk_bytes * 4 <= options.staging_bytes <= 1 << 40
     assert 0 <= options.wait_s_max <= 600
     assert ConnectorOptions.from_extra({name: getattr(options, name) for name in _OPTIONS}) == options
 
