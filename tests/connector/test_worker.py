@@ -16,7 +16,8 @@ from support.worker_rig import BLOCK_SIZE, BLOCKS, ROW_BYTES, Rig, WatchedSink, 
 from slotstream.connector import staging
 from slotstream.connector.faults import SampleFault
 from slotstream.connector.plan import RowPlan, SampleAbort, SampleFinish, StepPlan
-from slotstream.connector.worker import WorkerHalf, default_staging_bytes
+from slotstream.connector.staging import default_staging_bytes
+from slotstream.connector.worker import WorkerHalf
 from slotstream.transport.base import Acked, Committed, Failed, LinkDown, LinkUp, StagedChunk
 from slotstream.v1 import ingest_pb2
 from slotstream.wire.errors import ConfigError

@@ -279,8 +279,8 @@ class Pump:
                 done += 1
                 self._segment(segment, problem, digest, copied_unix_ns)
         finally:
-            self._batches_done += 1
             self._pool.release([*batch.scratch, *(s.slot for s in batch.segments[done:])])
+            self._batches_done += 1  # Last: an engine that waits for room must not give up just before there is some.
 
     def _problems(self, batch: StagedBatch) -> Iterator[SlotStreamError | None]:
         """What is wrong with each segment, looked at when it is asked for."""

@@ -18,6 +18,22 @@ from slotstream.wire.errors import ConfigError
 from slotstream.wire.memory import map_memory
 
 _WAIT_SLICE_S = 0.05
+# How many full steps' rows staging should hold. vLLM prepares a step while the device computes the one before: rows of both
+# have slots before they exist, and those of a third are on their way. On an H200, 16 layers: 0.70 to 0.88 of the speed with
+# room for two steps, 0.98 with four.
+STEPS = 3
+_BYTES_MIN = 512 << 20
+_BYTES_MAX = 2 << 30
+
+
+def default_staging_bytes(wanted_bytes: int) -> int:
+    """What staging takes unless an option says so: `wanted_bytes` or more, within bounds."""
+    return min(max(_BYTES_MIN, power_of_two(wanted_bytes)), _BYTES_MAX)
+
+
+def power_of_two(nbytes: int) -> int:
+    """The least power of two that is no less: torch pins no other amounts, and would leave the rest unused."""
+    return 1 << (nbytes - 1).bit_length()
 
 
 class StagingPool:

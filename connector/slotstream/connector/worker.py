@@ -17,7 +17,7 @@ from slotstream.connector.plan import EMPTY_PLAN, RowPlan, SampleAbort, SampleFi
 from slotstream.connector.pump import FailSample, Pump, Segment, StagedBatch
 from slotstream.connector.releases import Releases
 from slotstream.connector.rowcheck import StepMapping
-from slotstream.connector.staging import StagingPool
+from slotstream.connector.staging import STEPS, StagingPool, default_staging_bytes, power_of_two
 from slotstream.transport.base import SampleSink
 from slotstream.transport.logs import connector_logger
 from slotstream.wire.dtypes import row_bytes as row_bytes_of
@@ -30,11 +30,6 @@ _SLOTS_MIN = 8
 _READ_BACK_SLOTS = 8
 _BATCH_BYTES_MAX = 64 << 20  # Device memory that one gather may take.
 _CLOSE_S = 5.0
-# vLLM prepares a step while the device computes the one before: rows of both have slots before they exist, and those of a
-# third are on their way. On an H200, 16 layers: 0.70 to 0.88 of the speed with room for two steps, 0.98 with four.
-_STEPS = 3
-_STAGING_BYTES_MIN = 512 << 20
-_STAGING_BYTES_MAX = 2 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +58,7 @@ class WorkerHalf:
             )
         row_bytes = row_bytes_of(config.dtype, *expected)
         slot_bytes = max(config.options.chunk_bytes, row_bytes, step_tokens_max * INDEX_BYTES)
-        wanted_bytes = _STEPS * step_tokens_max * row_bytes
+        wanted_bytes = STEPS * step_tokens_max * row_bytes
         staging_bytes = config.options.staging_bytes or default_staging_bytes(wanted_bytes)
         num_slots = staging_bytes // slot_bytes
         if row_bytes > CHUNK_BYTES_MAX or num_slots < _SLOTS_MIN:
@@ -91,8 +86,8 @@ class WorkerHalf:
                 "slotstream: staging (%d MiB) does not hold the rows of %d full steps, so the model may wait for it: "
                 "connector option staging_bytes should be %d",
                 staging_bytes >> 20,
-                _STEPS,
-                _power_of_two(wanted_bytes),
+                STEPS,
+                power_of_two(wanted_bytes),
             )
         sink.use_staging(self._pool.memory_view, slot_bytes)
         self._pump.start()
@@ -259,16 +254,6 @@ class WorkerHalf:
             positions = np.arange(start, min(start + rows_per_part, plan.stop), dtype=np.int64)
             slots = table[positions // block_size] * block_size + positions % block_size
             yield _Part(plan.req_id, start - first_position, slots, slots[positions >= plan.computed_from])
-
-
-def default_staging_bytes(wanted_bytes: int) -> int:
-    """What staging takes unless an option says so: `wanted_bytes` or more, within bounds."""
-    return min(max(_STAGING_BYTES_MIN, _power_of_two(wanted_bytes)), _STAGING_BYTES_MAX)
-
-
-def _power_of_two(nbytes: int) -> int:
-    """The least power of two that is no less: torch pins no other amounts, and would leave the rest unused."""
-    return 1 << (nbytes - 1).bit_length()
 
 
 def _parts_of(plan: StepPlan) -> tuple[SampleOpen | RowPlan | SampleFinish | SampleAbort, ...]:
