@@ -17,9 +17,10 @@ from transport_ours import NixlOnly
 from slotstream.client import connect
 from slotstream.connector.config import ConnectorConfig, ConnectorOptions
 from slotstream.connector.counters import Counters
-from slotstream.connector.gather import Gathered
+from slotstream.connector.gather import Copied, Gathered
+from slotstream.connector.inbox import Segment, StagedBatch
 from slotstream.connector.plan import SampleFinish, SampleOpen
-from slotstream.connector.pump import Pump, Segment, StagedBatch
+from slotstream.connector.pump import Pump
 from slotstream.connector.staging import StagingPool
 from slotstream.transport.base import Committed, Failed, LinkDown, LinkUp, SinkEvent
 from slotstream.transport.grpc import Frames, GrpcSink
@@ -29,13 +30,6 @@ from slotstream.wire.names import PROTOCOL_VERSION
 _NOTHING_COMPUTED = np.empty(0, dtype=np.int64)
 _BATCH_SLOTS = 16  # Frames that one gather would stage.
 _CHECKED = 4  # Samples of a run that are read back and compared.
-
-
-class _Copied:
-    """A copy that is over: a device would have written the slots, and found the rows' peaks, without this CPU."""
-
-    def wait(self) -> None:
-        return
 
 
 @dataclass
@@ -135,7 +129,8 @@ class Sender:
                 for (first_row, count), slot in zip(part, slots, strict=True)
             )
             sent += [(slot, count * self._shape.row_bytes) for (_, count), slot in zip(part, slots, strict=True)]
-            gathered = Gathered(torch.ones(sum(rows for _, rows in part)), _Copied())
+            # A device would have written the slots, and found the rows' peaks, without this CPU.
+            gathered = Gathered(torch.ones(sum(rows for _, rows in part)), Copied())
             self._pump.post(StagedBatch(segments, gathered, None, ()))
         self._pump.post(SampleFinish(sample_id, tuple(range(rows)), {}))
 

@@ -18,8 +18,9 @@ from support.worker_rig import BLOCKS, Rig, WatchedSink, make_rig, opened
 from slotstream.connector import reports, spool_files
 from slotstream.connector.faults import SampleFault
 from slotstream.connector.held import HeldSample
+from slotstream.connector.inbox import StagedBatch
 from slotstream.connector.plan import RowPlan, SampleAbort, SampleFinish, StepPlan
-from slotstream.connector.pump import Pump, StagedBatch
+from slotstream.connector.pump import Pump
 from slotstream.connector.shelf import Shelf
 from slotstream.connector.spool_files import OwnedDir, SpooledSample, SpoolFile
 from slotstream.transport.base import Acked, Committed, Failed, LinkDown, LinkUp, StagedChunk
@@ -75,7 +76,12 @@ def rig() -> Iterator[Rig]:
 
 
 def _is_empty(rig: Rig) -> bool:
-    return rig.worker._pump._inbox.empty() and rig.worker._pump._outbox.is_empty
+    return not rig.worker._pump._inbox and rig.worker._pump._outbox.is_empty
+
+
+def _is_over(rig: Rig) -> bool:
+    """Whether no sample is left of all that the engine said; the server may not have heard of it."""
+    return not rig.worker._pump._inbox and not rig.worker._pump._outbox._held
 
 
 def _committed(rig: Rig, sample_id: str) -> bytes:
@@ -104,6 +110,7 @@ def test_a_sample_may_go_on_while_the_link_is_down_and_after(rig: Rig) -> None:
     rig.step(StepPlan((opened("a", 30),), (RowPlan("a", 0, 10, 0, table),)), rig.slots("a", 0, 10))
     rig.sink.break_link()
     rig.step(StepPlan((), (RowPlan("a", 10, 20, 10, table),)), rig.slots("a", 10, 20))
+    wait_until(lambda: [len(sample.chunks) for sample in rig.worker._pump._outbox._held.values()] == [2])
     rig.sink.link()
     finish = SampleFinish("a", tuple(range(30)))
     rig.step(StepPlan((), (RowPlan("a", 20, 30, 20, table),), (finish,)), rig.slots("a", 20, 30))
@@ -116,6 +123,7 @@ def test_an_abort_whose_answer_was_lost_is_told_again(rig: Rig) -> None:
     rig.sink.break_link()
     rig.step(StepPlan((opened("a", 8),), (RowPlan("a", 0, 4, 0, table),)), rig.slots("a", 0, 4))
     rig.step(StepPlan(aborts=(SampleAbort("a", "ABORTED", "it ended"),)), None)
+    wait_until(lambda: _is_over(rig))
     rig.sink.link()
     assert rig.sink.verdict(1) == Failed(1, "ABORTED", "it ended")
     (told,) = rig.sink.samples.values()
@@ -339,6 +347,7 @@ def test_more_failures_than_can_be_remembered_are_counted(rig: Rig, monkeypatch:
         rig._unused = random.Random(i).sample(range(BLOCKS), BLOCKS)
         rig.step(StepPlan((opened(f"r{i}", 8),)), None)
         rig.step(StepPlan(aborts=(SampleAbort(f"r{i}", "ABORTED", "it ended"),)), None)
+    wait_until(lambda: _is_over(rig))
     rig.sink.link()
     wait_until(lambda: _is_empty(rig))
     assert rig.sink.opens == ["r2", "r3", "r4"]

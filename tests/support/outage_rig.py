@@ -54,7 +54,7 @@ class Engine:
     def settled(self) -> bool:
         """Whether the server has answered for everything."""
         outbox = self.rig.worker._pump._outbox
-        return self.rig.worker._pump._inbox.empty() and outbox.is_empty and outbox.link_up
+        return not self.rig.worker._pump._inbox and outbox.is_empty and outbox.link_up
 
     def work(self, count: int) -> None:
         """So many requests: prompts in one step or in two, some with tokens of unknown number, some aborted half way."""
@@ -166,9 +166,7 @@ def _main(address: str, spool_dir: str, seed: int) -> None:
     opened = SampleOpen("half", "default", f"{engine.name}-half", 0, 40, True)
     rig.step(StepPlan((opened,), (RowPlan("half", 0, 20, 0, table),)), rig.slots("half", 0, 20))
     pump = rig.worker._pump
-    wait_until(
-        lambda: pump._inbox.empty() and not pump._shelf.writing and all(_is_spooled(s) for s in _held(engine)), "spooling"
-    )
+    wait_until(lambda: not pump._inbox and not pump._shelf.writing and all(_is_spooled(s) for s in _held(engine)), "spooling")
     promised = {sample_id: None if rows is None else rows.hex() for sample_id, rows in engine.promised.items()}
     print(json.dumps(promised | {f"{engine.name}-half": None}), flush=True)
     os.kill(os.getpid(), signal.SIGSTOP)  # Until it is killed.

@@ -23,18 +23,30 @@ INDEX_BYTES = 8
 class Ticket(Protocol):
     """A copy under way."""
 
+    @property
+    def is_done(self) -> bool:
+        """Whether every byte of the copy is in host memory."""
+
     def wait(self) -> None:
-        """Return once every byte of the copy is in host memory."""
+        """Return once it is."""
 
 
-class _Done:
+class Copied:
+    """A copy that is over."""
+
+    is_done = True
+
     def wait(self) -> None:
-        return
+        """Return."""
 
 
 @dataclass(frozen=True, slots=True)
 class _EventTicket:
     event: torch.Event
+
+    @property
+    def is_done(self) -> bool:
+        return bool(self.event.query())
 
     def wait(self) -> None:
         self.event.synchronize()
@@ -55,8 +67,13 @@ class Gathered:
     peaks: torch.Tensor
     ticket: Ticket
 
+    @property
+    def is_done(self) -> bool:
+        """Whether every row, and every peak, is in host memory."""
+        return self.ticket.is_done
+
     def wait(self) -> None:
-        """Return once every row, and every peak, is in host memory."""
+        """Return once they are."""
         self.ticket.wait()
 
 
@@ -91,7 +108,7 @@ class RowGather:
         if self._side is None:
             rows = self._rows(torch.from_numpy(slots))
             self._copy(rows, destinations)
-            return Gathered(_peaks(rows), _Done())
+            return Gathered(_peaks(rows), Copied())
         assert scratch is not None, "an accelerator copies its index from pinned memory"
         index = self._pool.tensor(scratch, slots.nbytes).view(torch.int64)
         index.numpy()[:] = slots
@@ -108,7 +125,7 @@ class RowGather:
         """Start copying this step's slot mapping to the host: its buffer is used again in the next step."""
         mapping = slot_mapping.flatten()
         if self._side is None:
-            return SlotMappingCopy(mapping.to(torch.int64, copy=True)), _Done()
+            return SlotMappingCopy(mapping.to(torch.int64, copy=True)), Copied()
         assert scratch is not None, "an accelerator copies into pinned memory"
         snapshot = mapping.to(torch.int64, copy=True)
         host = self._pool.tensor(scratch, snapshot.numel() * INDEX_BYTES).view(torch.int64)

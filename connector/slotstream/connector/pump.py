@@ -1,17 +1,15 @@
 """The pump: one thread between staging and the transport. It owns every sample's state, so none of it needs a lock.
 
-The engine's thread only posts what it staged; the pump waits for copies, checks slots, hashes, and hands rows to the outbox,
-which knows what has become of them. Its inbox is bounded by what the items refer to: leased slots, samples, unacked chunks.
+The engine's thread only posts what it staged; once that is copied, the pump checks slots, hashes, and hands rows to the outbox,
+which knows what has become of them.
 """
 
 from __future__ import annotations
 
 import itertools
-import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -21,15 +19,15 @@ from slotstream.connector.config import ConnectorConfig
 from slotstream.connector.counters import Counters
 from slotstream.connector.digests import Digests
 from slotstream.connector.faults import Faults, SampleFault
-from slotstream.connector.gather import Gathered, Slots
 from slotstream.connector.held import HeldChunk
+from slotstream.connector.inbox import FailSample, Inbox, Item, Segment, StagedBatch, Stop
 from slotstream.connector.outbox import Outbox
 from slotstream.connector.plan import SampleAbort, SampleFinish, SampleOpen
-from slotstream.connector.rowcheck import BadRowCount, StepMapping, count_bad_rows, slot_problem
+from slotstream.connector.rowcheck import BadRowCount, count_bad_rows, slot_problem
 from slotstream.connector.shelf import Shelf
-from slotstream.connector.spool import Adopted, Appended, Loaded, ReadBack, Spool, SpoolEvent
+from slotstream.connector.spool import Adopted, Appended, Loaded, ReadBack, Spool
 from slotstream.connector.staging import StagingPool
-from slotstream.transport.base import Acked, Committed, Failed, FellBack, LinkDown, LinkUp, SampleSink, SinkEvent
+from slotstream.transport.base import Acked, Committed, Failed, FellBack, LinkDown, LinkUp, SampleSink
 from slotstream.transport.logs import connector_logger
 from slotstream.v1 import ingest_pb2
 from slotstream.wire.errors import (
@@ -48,46 +46,6 @@ logger = connector_logger(__name__)
 _TICK_S = 1.0
 
 
-@dataclass(frozen=True, slots=True)
-class Segment:
-    """Rows of one sample in one staging slot. `computed` are the slots of those written in this step; may be empty."""
-
-    req_id: str
-    first_row: int
-    rows: int
-    slot: int
-    computed: Slots
-
-
-@dataclass(frozen=True, slots=True)
-class StagedBatch:
-    """Segments of one gather. `mapping` is the step's; None where vLLM ran no extraction in this step."""
-
-    segments: tuple[Segment, ...]
-    gathered: Gathered
-    mapping: StepMapping | None
-    scratch: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class FailSample:
-    """The engine's thread gives a sample up."""
-
-    req_id: str
-    error: SlotStreamError
-
-
-@dataclass(frozen=True, slots=True)
-class _Stop:
-    """`patience`: until when (monotonic) the server is waited for; what it has not answered goes to the spool then."""
-
-    patience: float
-    deadline: float
-
-
-_Item = SampleOpen | StagedBatch | SampleFinish | SampleAbort | FailSample | SinkEvent | SpoolEvent | _Stop
-
-
 class Pump:
     """See the module. `post` never blocks; everything else happens on the pump's thread."""
 
@@ -102,7 +60,7 @@ class Pump:
         self._sink = sink
         self._row_bytes = row_bytes
         self._counters = counters
-        self._inbox: queue.SimpleQueue[_Item] = queue.SimpleQueue()
+        self._inbox = Inbox()
         self._spool: Spool | None = None
         if options.spool_dir is not None:
             self._spool = Spool(Path(options.spool_dir), options.spool_bytes_max, counters, self._inbox.put)
@@ -113,6 +71,7 @@ class Pump:
         self._bad_rows: dict[str, BadRowCount] = {}  # by request, while rows come
         self._batches_posted = 0  # Written by the engine's thread only,
         self._batches_done = 0  # and this by ours.
+        self._stop: Stop | None = None
         self._throttle = Throttle(every_s=10.0)
         self._throttle_link = Throttle(every_s=60.0)
         self._thread = threading.Thread(target=self._run, name="slotstream-pump", daemon=True)
@@ -168,7 +127,9 @@ class Pump:
     def close(self, timeout_s: float) -> None:
         """Let what is in flight finish, for at most `timeout_s`; what cannot goes to the spool. Then stop the threads."""
         deadline = time.monotonic() + timeout_s
-        self._inbox.put(_Stop(deadline - timeout_s / 2 if self._spool is not None else deadline, deadline))
+        stop = Stop(deadline - timeout_s / 2 if self._spool is not None else deadline, deadline)
+        self._inbox.put(stop)
+        self._stop = stop  # Now: it may have to stop although a copy before that never ends.
         self._thread.join(timeout_s + 2 * _TICK_S)
         self._digests.close()
         if self._spool is not None:
@@ -178,38 +139,31 @@ class Pump:
     # -- the thread
 
     def _run(self) -> None:
-        stop: _Stop | None = None
         next_check = 0.0
-        while stop is None or not self._may_stop(stop):
+        while not self._may_stop():
             if time.monotonic() >= next_check:  # Also while items keep coming: the server may have stopped all the same.
                 next_check = time.monotonic() + _TICK_S
                 self._sink.check_deadlines()
                 self._safely(self._outbox.tick)
-            try:
-                item = self._inbox.get(timeout=_TICK_S if stop is None else 0.05)
-            except queue.Empty:
-                continue
-            if isinstance(item, _Stop):
-                stop = item
-                for req_id in self._outbox.live:  # Those that wait for their commit's answer only are left alone.
-                    self._give_up(req_id, CaptureAborted("the engine shut down before all rows existed"))
-            else:
+            item = self._inbox.get(_TICK_S if self._stop is None else 0.05)
+            if item is not None:
                 self._handle_safely(item)
         if self._outbox.samples:
             what = "lost" if self._spool is None else "left to the next engine, as far as they are in the spool"
             logger.warning("slotstream: closed with %d samples in flight; they are %s", self._outbox.samples, what)
 
-    def _may_stop(self, stop: _Stop) -> bool:
-        """Whether nothing is left to wait for."""
-        if self._outbox.is_empty or time.monotonic() >= stop.deadline:
-            return True
-        if not self._outbox.link_up:
-            return self._shelf.writing == 0
-        if time.monotonic() >= stop.patience:
+    def _may_stop(self) -> bool:
+        """Whether the engine ended and nothing is left to wait for."""
+        stop, now = self._stop, time.monotonic()
+        if stop is None or now >= stop.deadline:
+            return stop is not None
+        if self._outbox.link_up and now >= stop.patience:
             self._safely(lambda: self._outbox.link_is_down("the engine shut down"))
-        return False
+        if len(self._inbox):
+            return False
+        return self._outbox.is_empty or (not self._outbox.link_up and self._shelf.writing == 0)
 
-    def _handle_safely(self, item: _Item) -> None:
+    def _handle_safely(self, item: Item) -> None:
         """Our own bug must neither stop the pump nor leak staging: the samples concerned fail."""
         if self._safely(lambda: self._handle(item)):
             return
@@ -227,7 +181,7 @@ class Pump:
             return False
         return True
 
-    def _handle(self, item: _Item) -> None:
+    def _handle(self, item: Item) -> None:
         outbox = self._outbox
         match item:
             case StagedBatch():
@@ -266,6 +220,9 @@ class Pump:
                 outbox.adopted(item)
             case Loaded():
                 outbox.loaded(item)
+            case Stop():
+                for req_id in outbox.live:  # Those that wait for their commit's answer only are left alone.
+                    self._give_up(req_id, CaptureAborted("the engine shut down before all rows existed"))
 
     def _batch(self, batch: StagedBatch) -> None:
         done = 0

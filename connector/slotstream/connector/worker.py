@@ -13,8 +13,9 @@ from slotstream.connector.config import ConnectorConfig
 from slotstream.connector.counters import Counters
 from slotstream.connector.faults import SampleFault
 from slotstream.connector.gather import INDEX_BYTES, Destination, Gathered, RowGather, Slots
+from slotstream.connector.inbox import FailSample, Segment, StagedBatch
 from slotstream.connector.plan import EMPTY_PLAN, RowPlan, SampleAbort, SampleFinish, SampleOpen, StepPlan
-from slotstream.connector.pump import FailSample, Pump, Segment, StagedBatch
+from slotstream.connector.pump import Pump
 from slotstream.connector.releases import Releases
 from slotstream.connector.rowcheck import StepMapping
 from slotstream.connector.staging import STEPS, StagingPool, default_staging_bytes, power_of_two
