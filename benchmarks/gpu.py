@@ -171,7 +171,7 @@ def all_rows(options: argparse.Namespace, work: Path, data: Path) -> Iterator[li
         shared = {
             "model": str(model),
             "layers": options.layers,
-            "staging_bytes": (options.staging_mib << 20) or _four_steps(options),
+            "staging_bytes": (options.staging_mib << 20) or None,
             "chunk_bytes": options.chunk_mib << 20,
             "step_tokens": options.step_tokens,
             "engine": engine_options,
@@ -275,7 +275,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     add("--step-tokens", type=int, default=8192, metavar="N", help="tokens of a step (default: %(default)s)")
     add("--rounds", type=int, default=5, metavar="N", help="interleaved rounds to take medians of (default: %(default)s)")
-    add("--staging-mib", type=int, default=0, metavar="N", help="the connector's staging (default: the rows of four steps)")
+    add("--staging-mib", type=int, default=0, metavar="N", help="the connector's staging (default: its own)")
     add("--kv-cache-gib", type=int, default=8, metavar="N", help="KV cache of each engine (default: %(default)s)")
     add("--serve", default="", metavar="OPTIONS", help="more options of `slotstream serve`, in one string")
     add("--chunk-mib", type=int, default=2, metavar="N", help="the connector's chunk_bytes (default: %(default)s)")
@@ -286,12 +286,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     if unknown := set(options.engines) - {"none", "example", *_TRANSPORTS}:
         parser.error(f"--engines: unknown {sorted(unknown)}")
     return options
-
-
-def _four_steps(options: argparse.Namespace) -> int:
-    """Bytes of the rows of four full steps; with room for two, the model waits (docs/outages.md)."""
-    row_bytes = len(options.layers) * _SHAPES[options.shape]["hidden_size"] * 2
-    return max(64 << 20, 4 * options.step_tokens * row_bytes)
 
 
 def _numbers(text: str) -> list[int]:

@@ -10,9 +10,9 @@ import torch
 from support.ingest_client import IngestClient
 from support.server import ServerProcess
 from support.synthetic import SyntheticSample
-from torch.utils.data import DataLoader
+from support.trainer import in_a_trainer, read_and_resume, read_with_workers
 
-from slotstream.client import Client, ConfigError, Sample, connect
+from slotstream.client import Client, ConfigError, connect
 from slotstream.client.dataset import SampleDataset
 
 
@@ -26,11 +26,6 @@ def stored(ingest: IngestClient, namespace: str) -> list[str]:
 
 def ids(samples: Any) -> list[str]:
     return [sample.sample_id for sample in samples]
-
-
-def _one(batch: list[Sample]) -> Sample:
-    (sample,) = batch
-    return sample
 
 
 def test_each_pass_yields_what_is_stored_then(
@@ -110,32 +105,20 @@ def test_ranks_share_the_samples(server: ServerProcess, namespace: str, stored: 
 
 
 def test_workers_share_the_samples_and_keep_their_state(server: ServerProcess, namespace: str, stored: list[str]) -> None:
-    # The client was used here before the workers are forked: each has to open a connection of its own.
-    with connect(server.address) as client:
-        dataset = SampleDataset(client, namespace=namespace)
-        assert len(list(dataset)) == 12
-        loader: DataLoader[Sample] = DataLoader(dataset, batch_size=1, collate_fn=_one, num_workers=2)
-        samples = list(loader)
-        assert sorted(ids(samples)) == sorted(stored)
-        assert torch.equal(samples[0].token_ids, torch.tensor([1000, 1001, 1002]))
-        with pytest.raises(RuntimeError, match="StatefulDataLoader"):
-            dataset.state_dict()
+    alone, samples, state = in_a_trainer(read_with_workers, server.address, namespace)
+    assert alone == 12
+    assert sorted(ids(samples)) == sorted(stored)
+    for sample in samples:
+        assert torch.equal(sample.token_ids, torch.tensor([1000, 1001, 1002]))
+    assert state.startswith("refused: ")
+    assert "StatefulDataLoader" in state
 
 
 def test_a_loader_that_collects_the_workers_state_resumes(server: ServerProcess, namespace: str, stored: list[str]) -> None:
-    stateful = pytest.importorskip("torchdata.stateful_dataloader")
-
-    def loader() -> Any:
-        dataset = SampleDataset(server.address, namespace=namespace)
-        return stateful.StatefulDataLoader(dataset, batch_size=1, collate_fn=_one, num_workers=2)
-
-    first = loader()
-    received = iter(first)
-    before = [next(received).sample_id for _ in range(5)]
-    state = first.state_dict()
-    second = loader()
-    second.load_state_dict(state)
-    assert sorted(before + ids(second)) == sorted(stored)
+    pytest.importorskip("torchdata.stateful_dataloader")
+    before, after = in_a_trainer(read_and_resume, server.address, namespace)
+    assert len(before) == 5
+    assert sorted(before + after) == sorted(stored)
 
 
 @pytest.mark.parametrize(

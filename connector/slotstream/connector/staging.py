@@ -18,9 +18,9 @@ from slotstream.wire.errors import ConfigError
 from slotstream.wire.memory import map_memory
 
 _WAIT_SLICE_S = 0.05
-# How many full steps' rows staging should hold. vLLM prepares a step while the device computes the one before: rows of both
-# have slots before they exist, and those of a third are on their way. On an H200, 16 layers: 0.70 to 0.88 of the speed with
-# room for two steps, 0.98 with four.
+# How many full steps' rows staging holds by default. vLLM prepares a step while the device computes the one before: rows of
+# both have slots before they exist, and those of a third may be on their way. With half of that the model may wait: on an
+# H200, 16 layers, 0.98 of the speed with room for two steps, and 0.985 with four.
 STEPS = 3
 _BYTES_MIN = 512 << 20
 _BYTES_MAX = 2 << 30

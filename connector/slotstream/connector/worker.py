@@ -82,13 +82,13 @@ class WorkerHalf:
         self._slot_mapping: torch.Tensor | None = None
         self._first_position: dict[str, int] = {}
         self._releases = Releases()
-        if not self._gather.on_cpu and staging_bytes < wanted_bytes:
+        if not self._gather.on_cpu and staging_bytes < wanted_bytes // 2:
             logger.warning(
-                "slotstream: staging (%d MiB) does not hold the rows of %d full steps, so the model may wait for it: "
+                "slotstream: staging (%d MiB) does not hold the rows of %g full steps, so the model may wait for it: "
                 "connector option staging_bytes should be %d",
                 staging_bytes >> 20,
-                STEPS,
-                power_of_two(wanted_bytes),
+                STEPS / 2,
+                power_of_two(wanted_bytes // 2),
             )
         sink.use_staging(self._pool.memory_view, slot_bytes)
         self._pump.start()
