@@ -12,17 +12,16 @@ import random
 import shutil
 import statistics
 import sys
-import threading
 import time
-from collections.abc import Callable, Collection, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from slotstream.client import Client, SampleInfo, SampleNotFound, SampleState, SlotStreamError, connect
+from gpu_readers import WAIT_S, Readers
+
+from slotstream.client import Client, SampleInfo, SampleNotFound, SampleState, connect
 
 _WATCHED_EVERY = 8  # One sample in so many has a reader that waits for it from the start.
-_WAIT_S = 120.0
 
 
 def make_engine(options: dict[str, Any]) -> Any:
@@ -68,6 +67,7 @@ class Runner:
     def __init__(self, options: dict[str, Any], engine: Any) -> None:
         self._options = options
         self._engine = engine
+        self._readers = Readers(options["server"])
         self._rng = random.Random(0)
         self._runs = 0
 
@@ -95,7 +95,8 @@ class Runner:
         ]
         texts = [{"prompt_token_ids": [self._rng.randrange(1, 8000) for _ in range(tokens)]} for _ in names]
         ours = capture and self._options["kind"] == "slotstream"
-        watch = _Watch(self._options["server"], names[:: 1 if pause_ms else _WATCHED_EVERY]) if ours else None
+        if ours:
+            self._readers.watch(names[:: 1 if pause_ms else _WATCHED_EVERY])
         began = time.perf_counter()
         if pause_ms:
             answers = []
@@ -114,7 +115,7 @@ class Runner:
             refused = [one["error"]["code"] for one in said if "error" in one]
             names = [name for name, one in zip(names, said, strict=True) if "error" not in one]
             stored_at = self._wait(names)
-            found |= self._stored(names, watch)
+            found |= self._stored(names)
             found["failed"] += refused
         elif self._options["kind"] == "example":
             stored_at = self._forget_files([answer.kv_transfer_params["hidden_states_path"] for answer in answers])
@@ -128,7 +129,7 @@ class Runner:
                 _ended(client, name)
         return time.perf_counter()
 
-    def _stored(self, names: Sequence[str], watch: _Watch | None) -> dict[str, Any]:
+    def _stored(self, names: Sequence[str]) -> dict[str, Any]:
         """What became of the samples, and how long after its last rows each was durable, and readable."""
         rows_at: dict[str, int] = {}  # of those committed
         failed, durable_ms, nbytes = [], [], 0
@@ -141,8 +142,7 @@ class Runner:
                     rows_at[name] = int(info.metadata["last_rows_unix_ns"])
                     nbytes += info.file_bytes
                     durable_ms.append((info.committed_unix_ns - rows_at[name]) / 1e6)
-            seen = watch.finish(rows_at) if watch else {}
-            readable_ms = [(at - rows_at[name]) / 1e6 for name, at in seen.items()]
+            readable_ms = [(at - rows_at[name]) / 1e6 for name, at in self._readers.seen(rows_at).items()]
             for name in names:
                 client.delete(name)
         return {
@@ -164,35 +164,12 @@ class Runner:
         return written_at
 
 
-class _Watch:
-    """Readers that wait for samples from before they exist, and note when each one could be read."""
-
-    def __init__(self, server: str, names: Sequence[str]) -> None:
-        self._server = server
-        self._at: dict[str, int] = {}
-        self._threads = {name: threading.Thread(target=self._wait, args=(name,), daemon=True) for name in names}
-        for thread in self._threads.values():
-            thread.start()
-
-    def _wait(self, name: str) -> None:
-        with suppress(SlotStreamError), connect(self._server) as client:  # A sample that fails is counted elsewhere.
-            with client.read(name, start=0, stop=1, wait_s=_WAIT_S) as reader:
-                next(iter(reader))
-            self._at[name] = time.time_ns()
-
-    def finish(self, committed: Collection[str]) -> dict[str, int]:
-        """Sample id -> Unix ns at which its first row had been read, of those that were watched and committed."""
-        for name in self._threads.keys() & set(committed):
-            self._threads[name].join(_WAIT_S)
-        return {name: at for name, at in self._at.items() if name in committed}
-
-
 def _ended(client: Client, name: str) -> SampleInfo:
     """What is known of a sample once it is no longer on its way."""
-    deadline = time.monotonic() + _WAIT_S
+    deadline = time.monotonic() + WAIT_S
     while (info := _known(client, name)) is None or info.state is SampleState.ARRIVING:
         if time.monotonic() > deadline:
-            raise RuntimeError(f"sample {name} did not end within {_WAIT_S:.0f} s")
+            raise RuntimeError(f"sample {name} did not end within {WAIT_S:.0f} s")
         time.sleep(0.002)
     return info
 
