@@ -10,12 +10,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from slotstream.connector.capture import Capture
 from slotstream.connector.config import ConnectorConfig
 from slotstream.connector.counters import Counters
 from slotstream.connector.faults import SampleFault
 from slotstream.connector.loaded import LoadedRows
-from slotstream.connector.multimodal import describe
-from slotstream.connector.params import CaptureParams, parse_params, sequence_index
+from slotstream.connector.params import CaptureParams, parse_params
 from slotstream.connector.plan import EMPTY_PLAN, RowPlan, SampleAbort, SampleFinish, SampleOpen, StepPlan
 from slotstream.transport.logs import connector_logger
 from slotstream.wire.errors import (
@@ -40,22 +40,6 @@ if TYPE_CHECKING:
 logger = connector_logger(__name__)
 
 _RESETS_MAX = 100
-
-
-@dataclass(slots=True)
-class _Capture:
-    """One request being captured: positions [start, stop) of it, `next` the first not planned yet."""
-
-    request: Request
-    params: CaptureParams
-    start: int
-    stop: int
-    next: int
-    opened: bool = False
-    hit_tokens: int = 0
-    complete: bool = False  # Every row is planned and the commit too.
-    rows: int = 0
-    resets: list[int] = field(default_factory=list)  # First rows captured after vLLM dropped its caches.
 
 
 @dataclass(slots=True)
@@ -88,8 +72,8 @@ class SchedulerHalf:
         self._max_model_len = max_model_len
         self._server_problem = server_problem
         self._no_room = False  # The server is away and the worker can hold no more.
-        self._captures: dict[str, _Capture] = {}  # until the request is finished
-        self._live: dict[str, _Capture] = {}  # those with rows still to be planned
+        self._captures: dict[str, Capture] = {}  # until the request is finished
+        self._live: dict[str, Capture] = {}  # those with rows still to be planned
         self._refused: dict[str, SlotStreamError] = {}
         self._pending = _Pending()
         self._undelivered = EMPTY_PLAN
@@ -203,8 +187,8 @@ class SchedulerHalf:
 
     # -- admission
 
-    def _admit(self, request: Request) -> _Capture | None:
-        """Begin the capture that a request asks for; None when it asks for none. Raises SlotStreamError."""
+    def _admit(self, request: Request) -> None:
+        """Begin the capture that a request asks for, if it asks for one. Raises SlotStreamError."""
         options = self._config.options
         req_id = request.request_id
         params = parse_params(
@@ -215,14 +199,12 @@ class SchedulerHalf:
             include_output_tokens=options.include_output_tokens,
         )
         if not params.capture:
-            return None
+            return
         if request.prompt_token_ids is None or getattr(request, "prompt_embeds", None) is not None:
             raise UnsupportedRequest("prompts given as embeddings have no token ids to store")
         start, stop = self._window(request, params)
         self._check_server()
-        capture = _Capture(request, params, start, stop, next=start)
-        self._captures[req_id] = self._live[req_id] = capture
-        return capture
+        self._captures[req_id] = self._live[req_id] = Capture(request, params, start, stop, next=start)
 
     def _check_server(self) -> None:
         """Raises why there is no point in capturing: the server is away, for too long or with no room left to wait for it."""
@@ -288,8 +270,8 @@ class SchedulerHalf:
         if not capture.opened:
             capture.opened = True
             capture.hit_tokens = computed
-            opens.append(self._open(capture))
-        stop = min(capture.stop, _final_rows(capture.request), computed + scheduled)
+            opens.append(capture.sample_open())
+        stop = min(capture.stop, capture.final_rows, computed + scheduled)
         if stop <= capture.next or self._collect_more(capture, stop):
             return
         assert output.kv_connector_block_state is not None, "vLLM offers block tables to its connector"
@@ -300,58 +282,24 @@ class SchedulerHalf:
         if stop == capture.stop and not capture.params.include_output_tokens:
             self._complete(capture, stop, pending)
 
-    def _collect_more(self, capture: _Capture, stop: int) -> bool:
+    def _collect_more(self, capture: Capture, stop: int) -> bool:
         """Output rows come one a step: they stay in the cache until a chunk of them is worth a read."""
         if not capture.params.include_output_tokens or capture.next < capture.request.num_prompt_tokens:
             return False
         return stop - capture.next < self._config.options.output_rows_per_chunk
 
-    def _open(self, capture: _Capture) -> SampleOpen:
-        request, params = capture.request, capture.params
-        lora = getattr(request, "lora_request", None)
-        metadata = {
-            "request_id": request.request_id[:256],
-            "token_start": str(capture.start),
-            "prompt_tokens": str(request.num_prompt_tokens),
-            "prefix_hit_tokens": str(capture.hit_tokens),
-            **describe(request.mm_features),
-        }
-        if lora is not None:
-            metadata["lora_name"] = str(lora.lora_name)[:256]
-        seed = getattr(request.sampling_params, "seed", None)
-        if seed is not None:
-            metadata["sampling_seed"] = str(seed)
-        if index := sequence_index(request.request_id):
-            metadata["sequence_index"] = str(index)
-        return SampleOpen(
-            request.request_id,
-            params.namespace,
-            params.sample_id,
-            capture.start,
-            capture.stop - capture.start,
-            not params.include_output_tokens,
-            params.tags,
-            metadata,
-        )
-
-    def _complete(self, capture: _Capture, stop: int, pending: _Pending) -> None:
+    def _complete(self, capture: Capture, stop: int, pending: _Pending) -> None:
         """Every row up to `stop` is planned: plan the commit."""
-        request = capture.request
-        tokens = tuple(request.all_token_ids[capture.start : stop])
-        # A prompt's capture ends with its last row, while the text is still being written.
-        metadata = {"finish_reason": _finish_reason(request) if request.is_finished() else "prompt"}
-        if capture.resets:
-            metadata["cache_resets"] = ",".join(map(str, capture.resets))
-        pending.finishes.append(SampleFinish(request.request_id, tokens, metadata))
-        capture.complete = True
-        capture.rows = len(tokens)
-        self._live.pop(request.request_id, None)
+        finish = capture.sample_finish(stop)
+        pending.finishes.append(finish)
+        capture.rows = len(finish.token_ids)
+        self._live.pop(finish.req_id, None)
 
-    def _finish_live(self, capture: _Capture, block_ids: Sequence[int]) -> tuple[bool, SlotStreamError | None]:
+    def _finish_live(self, capture: Capture, block_ids: Sequence[int]) -> tuple[bool, SlotStreamError | None]:
         """A request ended with rows still to be planned. Returns (hold the blocks, why the sample failed)."""
         request, req_id = capture.request, capture.request.request_id
         error = self._why_not_whole(capture)
-        stop = min(capture.stop, _final_rows(request))
+        stop = min(capture.stop, capture.final_rows)
         if error is None and stop <= capture.start:
             error = BadTokenRange(f"tokens begin at {capture.start}, but the text ended after {stop} rows")
         if error is None and stop > capture.next and not (block_ids and stop <= request.num_computed_tokens):
@@ -367,7 +315,7 @@ class SchedulerHalf:
         self._complete(capture, stop, self._pending)
         return hold, None
 
-    def _why_not_whole(self, capture: _Capture) -> SlotStreamError | None:
+    def _why_not_whole(self, capture: Capture) -> SlotStreamError | None:
         from vllm.v1.request import RequestStatus
 
         request = capture.request
@@ -379,7 +327,7 @@ class SchedulerHalf:
             return CaptureAborted("the request ended before its prompt was computed")
         return None
 
-    def _refuse_finished(self, capture: _Capture, error: SlotStreamError) -> None:
+    def _refuse_finished(self, capture: Capture, error: SlotStreamError) -> None:
         req_id = capture.request.request_id
         self._live[req_id] = capture
         self._refuse(req_id, error)
@@ -387,7 +335,7 @@ class SchedulerHalf:
 
     # -- answers
 
-    def _response(self, req_id: str, capture: _Capture | None, error: SlotStreamError | None = None) -> dict[str, Any]:
+    def _response(self, req_id: str, capture: Capture | None, error: SlotStreamError | None = None) -> dict[str, Any]:
         config = self._config
         answer: dict[str, Any] = {"server": config.options.server}
         if capture is not None:
@@ -420,23 +368,9 @@ def _may_have_met_a_stop_string(request: Request) -> bool:
     return bool(params is not None and params.stop and request.num_output_tokens)
 
 
-def _finish_reason(request: Request) -> str:
-    finished = request.get_finished_reason()  # Compared with None: the first of its values, a stop, counts as false.
-    reason = "" if finished is None else str(finished)
-    return "stop_or_abort" if reason == "abort" else reason
-
-
 def _computed_tokens(output: SchedulerOutput) -> Mapping[str, int]:
     """Tokens that each scheduled request had computed before this step."""
     cached = output.scheduled_cached_reqs
     computed = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
     computed.update((new.req_id, new.num_computed_tokens) for new in output.scheduled_new_reqs)
     return computed
-
-
-def _final_rows(request: Request) -> int:
-    """Positions [0, n) whose rows never change once computed: the prompt's, and those of confirmed tokens but the last.
-
-    Each decode step also writes a provisional row for its copy of the sampled token; it is rewritten unless confirmed.
-    """
-    return max(request.num_prompt_tokens, len(request.all_token_ids) - 1)

@@ -22,8 +22,9 @@ from slotstream.server.gate import Gate, Session, Shares
 from slotstream.server.housekeeping import Housekeeping
 from slotstream.server.lane import Pools
 from slotstream.server.metrics import Metrics
+from slotstream.server.reads import Opened, after, close_unwanted, covers, opened
 from slotstream.server.status import abort
-from slotstream.store.reading import RowBlock, SampleReader
+from slotstream.store.reading import SampleReader
 from slotstream.store.records import SampleKey
 from slotstream.store.retention import Reason
 from slotstream.store.samples import SampleStore
@@ -41,7 +42,6 @@ from slotstream.wire.errors import (
     TooMany,
     TooSlow,
 )
-from slotstream.wire.frames import encode_rows
 from slotstream.wire.names import CONTROL_BYTES_MAX, DEFAULT_NAMESPACE, check_namespace
 
 _log = logging.getLogger(__name__)
@@ -56,7 +56,6 @@ _PAGE_BYTES_MAX = 8 << 20
 _VERIFIES_MAX = 4  # Each keeps a thread and the disk busy for as long as it lasts.
 _T = TypeVar("_T")
 _Message = TypeVar("_Message", bound=Message)
-_Opened = tuple[SampleReader, Iterator[bytes], bytes]
 # Requests that name one sample.
 _Named = (
     pb.ReadRequest
@@ -168,9 +167,9 @@ class SamplesService:
                     await self._write(context, frame)
                     self._metrics.sent_bytes.inc(len(frame))
                     frame = None if step is None else await asyncio.wrap_future(step)
-                was_whole = not request.in_place and _covers(request, reader)
+                was_whole = not request.in_place and covers(request, reader)
             finally:
-                _after(step, lambda: self._end_read(reader, was_whole))
+                after(step, lambda: self._end_read(reader, was_whole))
 
     def _end_read(self, reader: SampleReader, was_whole: bool) -> None:
         """Closes the sample; now it may go, if its read was the last that its namespace's rule grants."""
@@ -217,16 +216,16 @@ class SamplesService:
             self._waiting -= 1
             self._metrics.waiting_reads.set(self._waiting)
 
-    async def _open(self, key: SampleKey, request: pb.ReadRequest) -> _Opened:
+    async def _open(self, key: SampleKey, request: pb.ReadRequest) -> Opened:
         """A committed sample, its replies to come, and the first of them. Raises what the read is to be answered with."""
-        opening = self._pools.reads.submit(_opened, self._store, key, request)
+        opening = self._pools.reads.submit(opened, self._store, key, request)
         try:
             return await asyncio.wrap_future(opening)
         except asyncio.CancelledError:
-            opening.add_done_callback(_close_unwanted)
+            opening.add_done_callback(close_unwanted)
             raise
 
-    async def _open_later(self, session: Session, key: SampleKey, request: pb.ReadRequest) -> _Opened:
+    async def _open_later(self, session: Session, key: SampleKey, request: pb.ReadRequest) -> Opened:
         """As `_open`, of a sample that is committed within `wait_s`. Raises DeadlineExceeded and ServerDraining, too."""
         loop = asyncio.get_running_loop()
         begun = loop.time()
@@ -377,12 +376,6 @@ def _spaces(session: Session, right: str, namespace: str) -> tuple[str, ...] | N
     return (check_namespace(namespace),)
 
 
-def _covers(request: pb.ReadRequest, reader: SampleReader) -> bool:
-    """Whether every row was asked for, of whichever layers: such a read counts for delete_after_reads."""
-    rows = reader.file.header.num_tokens
-    return request.start == 0 and (not request.HasField("stop") or request.stop == rows)
-
-
 def _once(verify: Callable[[], Verdict]) -> Iterator[Verdict]:
     yield verify()
 
@@ -390,52 +383,3 @@ def _once(verify: Callable[[], Verdict]) -> Iterator[Verdict]:
 def _unary(method: Callable[[bytes, _Context], Awaitable[Any]], reply: type[Any]) -> grpc.RpcMethodHandler[Any, Any]:
     behaviour: Any = method
     return grpc.unary_unary_rpc_method_handler(behaviour, None, reply.SerializeToString)
-
-
-def _frames(reader: SampleReader, request: pb.ReadRequest) -> Iterator[bytes]:
-    """The replies of a read, made one at a time as they are asked for. Raises BadTokenRange, BadLayers and Damaged."""
-    start, stop = reader.check_range(request.start, request.stop if request.HasField("stop") else None)
-    layer_ids = tuple(request.layer_ids) or reader.file.layer_ids
-    positions = reader.positions(layer_ids)
-    header = pb.ReadHeader(
-        info=convert.info_of(reader.record),
-        layer_ids=layer_ids,
-        start=start,
-        stop=stop,
-        token_ids=reader.token_ids(start, stop),
-    )
-    if request.in_place:
-        header.header_xxh3 = int(reader.file.header_xxh3, 16)
-    yield pb.ReadReply(header=header).SerializeToString()
-    if request.in_place:
-        return
-    for block in reader.blocks(start, stop, positions, verify=not request.unverified):
-        yield _rows_frame(block)
-
-
-def _rows_frame(block: RowBlock) -> bytes:
-    return encode_rows(pb.RowsHeader(first_row=block.first_row, rows=block.rows), block.data)
-
-
-def _after(step: Future[Any] | None, then: Callable[[], None]) -> None:
-    """Call `then` once no thread is in `step`: a file closed under a read could be another file by then."""
-    if step is None:
-        then()
-    else:
-        step.add_done_callback(lambda _: then())
-
-
-def _opened(store: SampleStore, key: SampleKey, request: pb.ReadRequest) -> _Opened:
-    """In one go: each thread that the event loop waits for costs a read a tenth of a millisecond and more."""
-    reader = store.reader(key)
-    try:
-        frames = _frames(reader, request)
-        return reader, frames, next(frames)
-    except BaseException:
-        reader.close()
-        raise
-
-
-def _close_unwanted(opening: Future[_Opened]) -> None:
-    if not opening.cancelled() and opening.exception() is None:
-        opening.result()[0].close()
