@@ -14,6 +14,7 @@ import pytest
 from transport.fake_ingest import THREADS, FakeIngest, Peer
 from transport.recorder import WAIT_S, Recorder
 
+from slotstream.demo.processes import free_port
 from slotstream.transport.base import Acked, Committed, LinkDown, LinkUp, StagedChunk
 from slotstream.transport.grpc import GrpcSink
 from slotstream.v1 import ingest_pb2
@@ -107,6 +108,20 @@ def test_the_link_is_up_once_the_server_welcomes(server: FakeIngest, make_sink: 
     assert recorder.events == []
     peer.say(welcome=ingest_pb2.Welcome(protocol=1, server_version="7.8", window_bytes=1))
     assert recorder.wait(LinkUp) == [LinkUp("7.8")]
+
+
+def test_a_web_proxy_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("grpc_proxy", "http_proxy", "https_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:1")
+    for name in ("no_grpc_proxy", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    with FakeIngest(f"127.0.0.1:{free_port()}") as server:
+        sink = GrpcSink(server.address, HELLO)
+        sink.start(Recorder())
+        try:
+            assert server.accept().next("hello") == HELLO
+        finally:
+            sink.close(WAIT_S)
 
 
 def test_nothing_goes_out_before_the_welcome(server: FakeIngest, make_sink: MakeSink) -> None:

@@ -22,6 +22,8 @@ CHANNEL_OPTIONS = (
     ("grpc.http2.max_pings_without_data", 0),
     # Each stream its own connection: a shared one would outlive the channel that is closed to drop it.
     ("grpc.use_local_subchannel_pool", 1),
+    # A storage server is never behind the web proxy that http_proxy names, which vLLM may need for its models.
+    ("grpc.enable_http_proxy", 0),
 )
 
 
