@@ -24,6 +24,7 @@ from slotstream.wire.errors import (
     TooLarge,
     error_from_code,
 )
+from slotstream.wire.memory import keep_freed_blocks
 from slotstream.wire.names import MESSAGE_BYTES_MAX
 
 CODE_KEY: Final = "slotstream-code"
@@ -58,6 +59,7 @@ class Rpc:
         self.access = (access or Access()).check(self.address)
         self._timeout_s = timeout_s
         self._closed = False
+        keep_freed_blocks()
         files = self.access.tls_files()
         if files is None:
             self._channel = grpc.insecure_channel(self.address, options=_CHANNEL_OPTIONS)

@@ -21,6 +21,7 @@ from slotstream.v1 import ingest_pb2
 from slotstream.wire.access import Access
 from slotstream.wire.errors import SlotStreamError, Unauthenticated
 from slotstream.wire.frames import encode_chunk
+from slotstream.wire.memory import keep_freed_blocks
 from slotstream.wire.names import WINDOW_BYTES
 
 logger = connector_logger(__name__)
@@ -151,6 +152,7 @@ class GrpcSink:
 
     def start(self, on_event: Callable[[SinkEvent], None]) -> None:
         self._on_event = on_event
+        keep_freed_blocks()
         self._plane.start(on_event)
         self._thread.start()
 
