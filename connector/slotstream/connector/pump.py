@@ -129,7 +129,7 @@ class Pump:
         deadline = time.monotonic() + timeout_s
         stop = Stop(deadline - timeout_s / 2 if self._spool is not None else deadline, deadline)
         self._inbox.put(stop)
-        self._stop = stop  # Now: it may have to stop although a copy before that never ends.
+        self._stop = stop  # Not only when it is handled: a copy before that may never end.
         self._thread.join(timeout_s + 2 * _TICK_S)
         self._digests.close()
         if self._spool is not None:
@@ -221,6 +221,7 @@ class Pump:
             case Loaded():
                 outbox.loaded(item)
             case Stop():
+                self._stop = item
                 for req_id in outbox.live:  # Those that wait for their commit's answer only are left alone.
                     self._give_up(req_id, CaptureAborted("the engine shut down before all rows existed"))
 
