@@ -18,9 +18,8 @@ from slotstream.connector.spool import SpoolEvent
 from slotstream.transport.base import SinkEvent
 from slotstream.wire.errors import SlotStreamError
 
-_POLL_S = (
-    0.0005  # How often a copy under way is looked at. Waiting for a CUDA event instead keeps a core busy for the whole step.
-)
+# How often a copy under way is looked at. To wait for a CUDA event instead keeps a core busy for the whole step.
+_POLL_S = 0.0005
 
 
 @dataclass(frozen=True, slots=True)
