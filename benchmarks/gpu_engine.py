@@ -14,6 +14,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -67,9 +68,12 @@ class Runner:
     def __init__(self, options: dict[str, Any], engine: Any) -> None:
         self._options = options
         self._engine = engine
-        self._readers = Readers(options["server"])
         self._rng = random.Random(0)
         self._runs = 0
+
+    @cached_property
+    def _readers(self) -> Readers:
+        return Readers(self._options["server"])
 
     def run(self, *, capture: bool, prompts: int, tokens: int, output: int, pause_ms: int = 0) -> dict[str, Any]:
         """`prompts` random prompts of `tokens` tokens, `output` sampled tokens each; with a pause one at a time.

@@ -23,28 +23,29 @@ class Readers:
 
     def watch(self, names: Sequence[str]) -> None:
         """Wait for these samples; those before are forgotten."""
-        self._child.ask(names)
+        self._child.ask("watch", names)
 
     def seen(self, committed: Collection[str]) -> dict[str, int]:
         """Sample id -> Unix ns at which its first row had been read, of those that were watched and committed."""
-        found: dict[str, int] = self._child.ask(None)
-        return {name: at for name, at in found.items() if name in committed}
+        found: dict[str, int] = self._child.ask("seen", set(committed))
+        return found
 
 
 def serve_readers(connection: Connection, server: str) -> None:
-    """Main function of that process: told names it reads their samples, asked with None it says when it had."""
+    """Main function of that process: told to watch samples it reads them, and says later when it had."""
     at: dict[str, int] = {}
-    threads: list[threading.Thread] = []
+    threads: dict[str, threading.Thread] = {}
     with connect(server) as client:
-        for (names,) in questions(connection):
-            if names is None:
-                for thread in threads:
-                    thread.join(WAIT_S)
-                connection.send(at)
+        for what, names in questions(connection):
+            if what == "seen":
+                watched = threads.keys() & names  # Nobody waits for a sample that will not come.
+                for name in watched:
+                    threads[name].join(WAIT_S)
+                connection.send({name: at[name] for name in watched & at.keys()})
                 continue
             at = {}
-            threads = [threading.Thread(target=_read, args=(client, name, at), daemon=True) for name in names]
-            for thread in threads:
+            threads = {name: threading.Thread(target=_read, args=(client, name, at), daemon=True) for name in names}
+            for thread in threads.values():
                 thread.start()
             connection.send(len(names))
 

@@ -12,6 +12,7 @@ import grpc
 from slotstream.v1 import sample_pb2, samples_pb2
 from slotstream.wire.access import Access
 from slotstream.wire.address import check_address
+from slotstream.wire.channel import COMMON_OPTIONS
 from slotstream.wire.errors import (
     BadParams,
     DeadlineExceeded,
@@ -25,7 +26,6 @@ from slotstream.wire.errors import (
     error_from_code,
 )
 from slotstream.wire.memory import keep_freed_blocks
-from slotstream.wire.names import MESSAGE_BYTES_MAX
 
 CODE_KEY: Final = "slotstream-code"
 REASON_KEY: Final = "slotstream-reason"
@@ -34,17 +34,8 @@ _HEALTH_CHECK = "/grpc.health.v1.Health/Check"
 _SERVICE = "/slotstream.v1.Samples/"
 _WATCH_TICK_S = 0.25
 _LAST_FAILURE_S = 1.0
-_CHANNEL_OPTIONS = (
-    ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
-    ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
-    # gRPC would wait up to two minutes between attempts: a trainer should notice a restarted server at once.
-    ("grpc.initial_reconnect_backoff_ms", 200),
-    ("grpc.max_reconnect_backoff_ms", 2000),
-    # Channels of one process share connections, and so their back-off, unless told not to.
-    ("grpc.use_local_subchannel_pool", 1),
-    # A storage server is never behind the web proxy that http_proxy names.
-    ("grpc.enable_http_proxy", 0),
-)
+# A trainer should notice a restarted server at once.
+_CHANNEL_OPTIONS = (*COMMON_OPTIONS, ("grpc.max_reconnect_backoff_ms", 2000))
 
 T = TypeVar("T")
 
