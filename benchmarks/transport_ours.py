@@ -69,7 +69,8 @@ class SinkStream:
     def _take(self, event: SinkEvent) -> None:
         with self._changed:
             if isinstance(event, Acked):
-                self._taken.append(perf_counter() - self._unacked.pop(event.chunk))
+                now = perf_counter()
+                self._taken += [now - self._unacked.pop(chunk) for chunk in event.chunks]
                 if len(self._unacked) > self._resume_at:  # Nobody waits for this one.
                     return
             elif isinstance(event, Committed):

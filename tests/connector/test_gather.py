@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import numpy as np
 import pytest
 import torch
@@ -43,3 +45,40 @@ def test_rows_are_copied_bit_for_bit(dtype: torch.dtype, hidden: int, layout: st
     assert bytes(pool.buffer(0, 2 * row_bytes)) == b"".join(bytes(row.numpy()) for row in rows[4:])
     assert gathered.peaks.shape == (6,)
     assert gathered.peaks.dtype == dtype
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_slots_next_to_each_other_get_their_own_rows(seed: int) -> None:
+    rng = random.Random(seed)
+    cache = _bits((16, 1, 4, 4), torch.bfloat16)
+    row_bytes, rows_a_slot = 8, 3
+    pool = StagingPool(12, row_bytes * rows_a_slot, torch.device("cpu"))
+    pool.memory.zero_()
+    destinations = [Destination(slot, rng.choice((1, 3, 3, 3))) for slot in sorted(rng.sample(range(12), 7))]
+    if seed % 5 == 0:
+        rng.shuffle(destinations)
+    slots = np.array([rng.randrange(64) for _ in range(sum(to.rows for to in destinations))])
+    RowGather(cache, pool).gather(slots, destinations, None).wait()
+    wanted = bytearray(pool.memory.numel())
+    rows = iter(slots.tolist())
+    for to in destinations:
+        for at in range(to.slot * rows_a_slot, to.slot * rows_a_slot + to.rows):
+            slot = next(rows)
+            wanted[at * row_bytes : (at + 1) * row_bytes] = bytes(cache[slot // 4, 0, slot % 4].view(torch.uint8).numpy())
+    assert bytes(pool.memory_view) == wanted
+
+
+def test_slots_that_are_filled_in_a_row_are_one_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = _bits((16, 1, 4, 4), torch.bfloat16)
+    pool = StagingPool(12, 24, torch.device("cpu"))
+    copied: list[tuple[int, int]] = []
+    tensor = pool.tensor
+
+    def note(slot: int, nbytes: int) -> torch.Tensor:
+        copied.append((slot, nbytes))
+        return tensor(slot, nbytes)
+
+    monkeypatch.setattr(pool, "tensor", note)
+    into = [Destination(slot, rows) for slot, rows in ((1, 3), (2, 3), (3, 2), (4, 3), (6, 3), (7, 1))]
+    RowGather(cache, pool).gather(np.arange(15), into, None).wait()
+    assert copied == [(1, 64), (4, 24), (6, 32)]

@@ -48,7 +48,7 @@ class _LateSink(WatchedSink):
         self.samples[request.sample].committed = request
 
     def answer(self, chunk: StagedChunk) -> None:
-        self._on_event(Acked(chunk.chunk))
+        self._on_event(Acked((chunk.chunk,)))
         self._on_event(Committed(chunk.sample, duplicate=False))
 
 

@@ -44,7 +44,7 @@ class _Sink(WatchedSink):
 
     def submit(self, chunk: StagedChunk) -> None:
         if self.samples[chunk.sample].opened.sample_id in self.refuse:
-            self._on_event(Acked(chunk.chunk))
+            self._on_event(Acked((chunk.chunk,)))
         else:
             super().submit(chunk)
         self.acked.release()

@@ -303,7 +303,7 @@ def test_a_server_that_hangs_is_waited_for_once() -> None:
         _fill(rig, lambda s: "stall_seconds" in s and s["staging_bytes_in_use"] == s["staging_bytes_limit"])
         # The wait passed without a word from the server: no further step waits until there is one.
         assert not rig.worker._pump.taking_rows
-        sink._on_event(Acked(1))
+        sink._on_event(Acked((1,)))
         while rig.worker._pool.in_use == rig.worker._pool.num_slots:
             pass
         assert rig.worker._pump.taking_rows
@@ -329,7 +329,7 @@ def test_staging_holds_a_few_steps_unless_an_option_says_how_much() -> None:
     try:
         rig.capture("a", 6)
         assert isinstance(rig.sink.verdict(1), Committed)
-        assert rig.worker.take_stats()["staging_bytes_limit"] == 512 << 20
+        assert (512 << 20) - rig.worker._pool.slot_bytes < rig.worker.take_stats()["staging_bytes_limit"] <= 512 << 20
     finally:
         rig.worker.close()
 

@@ -34,7 +34,7 @@ from slotstream.v1 import ingest_pb2 as pb
 from slotstream.v1 import sample_pb2, samples_pb2
 from slotstream.wire import errors
 from slotstream.wire.errors import SlotStreamError
-from slotstream.wire.frames import decode_reply, encode_chunk
+from slotstream.wire.frames import decode_reply, encode_batch, encode_chunk
 from slotstream.wire.hashing import xxh3
 
 _EOF: Any = grpc.aio.EOF  # type: ignore[attr-defined]
@@ -231,7 +231,7 @@ def make_streams(
 def say_frames(source: Source, stream: Stream, number: int) -> None:
     """Anything that a peer may say, and some that it may not; chunks as frames."""
     frame: bytes
-    match source.below(16):
+    match source.below(17):
         case 0 | 1 | 2 | 3:
             frame = _open(source).SerializeToString()
         case 4 | 5 | 6 | 7 | 8:
@@ -250,6 +250,10 @@ def say_frames(source: Source, stream: Stream, number: int) -> None:
             if spoilt:
                 spoilt[source.below(len(spoilt))] ^= 1 << source.below(8)
             frame = bytes(spoilt)
+        case 16:
+            last = -1 - source.below(4)
+            frame = encode_batch(stream.requests[last:])
+            del stream.requests[last:]
         case _:
             frame = stream.requests[source.below(len(stream.requests))] if stream.requests else b""
     stream.requests.append(frame)
@@ -286,6 +290,8 @@ class Model:
             self.commits.setdefault(request.commit.sample, request.commit)
         elif request.HasField("abort"):
             self.reasons.add(request.abort.code)
+        for one in request.batch.requests:
+            self.take(one.SerializeToString())
 
     def _rows(self, header: pb.ChunkHeader, data: bytes) -> None:
         self.chunks[header.chunk] += 1
@@ -329,8 +335,8 @@ def _check_replies(call: Call, ended: str, model: Model) -> list[int]:
     verdicts: Counter[int] = Counter()
     acks: Counter[int] = Counter()
     committed: list[int] = []
-    for raw in call.replies:
-        reply = pb.IngestReply.FromString(raw)
+    messages = [pb.IngestReply.FromString(raw) for raw in call.replies]
+    for reply in (one for message in messages for one in message.batch.replies or (message,)):
         acks.update(reply.ack.chunks)
         if reply.HasField("committed"):
             verdicts[reply.committed.sample] += 1
@@ -351,7 +357,9 @@ def _check_replies(call: Call, ended: str, model: Model) -> list[int]:
 
 def check_ingest(data: bytes) -> None:
     """Any requests in any order: one verdict a sample, and what is committed is exactly what was sent. Nothing stays behind."""
-    check_streams(_ingest_harness(), make_streams(Source(data), lambda source: pb.Hello(protocol=1), say_frames), Model)
+    check_streams(
+        _ingest_harness(), make_streams(Source(data), lambda source: pb.Hello(protocol=1, batches=True), say_frames), Model
+    )
 
 
 def check_streams(harness: Harness, rounds: list[list[Stream]], make_model: Callable[[], Model]) -> None:

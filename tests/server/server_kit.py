@@ -123,8 +123,12 @@ class Sample:
         return pb.IngestRequest(commit=pb.CommitSample(**(fields | changes)))
 
 
-def hello(protocol: int = 1) -> pb.IngestRequest:
-    return pb.IngestRequest(hello=pb.Hello(protocol=protocol, engine_id="test", worker_rank=3))
+def hello(protocol: int = 1, *, batches: bool = False) -> pb.IngestRequest:
+    return pb.IngestRequest(hello=pb.Hello(protocol=protocol, engine_id="test", worker_rank=3, batches=batches))
+
+
+def batch(*requests: pb.IngestRequest) -> pb.IngestRequest:
+    return pb.IngestRequest(batch=pb.RequestBatch(requests=requests))
 
 
 class Peer:

@@ -9,13 +9,13 @@ import grpc
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from server_kit import FAILED, Peer, Reader, RunningServer, Sample, hello
+from server_kit import FAILED, Peer, Reader, RunningServer, Sample, batch, hello
 from support.waiting import wait_until
 
 from slotstream.v1 import ingest_pb2 as pb
 from slotstream.wire.frames import encode_chunk
 from slotstream.wire.hashing import xxh3
-from slotstream.wire.names import CHUNK_BYTES_MAX
+from slotstream.wire.names import BATCH_MAX, CHUNK_BYTES_MAX
 
 S = Sample()
 
@@ -117,6 +117,13 @@ VIOLATIONS = [
     pytest.param(_after_hello(pb.IngestRequest(abort=pb.AbortSample(sample=9))), id="abort of no sample"),
     pytest.param(_after_hello(pb.IngestRequest(data=b"rows")), id="data alone"),
     pytest.param(_after_hello(pb.IngestRequest(commit=pb.CommitSample(sample=1), data=b"rows")), id="data with a commit"),
+    pytest.param(_after_hello(batch()), id="empty batch"),
+    pytest.param(_after_hello(batch(*(Sample(f"s{n}").open(n) for n in range(2, BATCH_MAX + 3)))), id="long batch"),
+    pytest.param(_after_hello(batch(hello())), id="hello in a batch"),
+    pytest.param(_after_hello(batch(batch(Sample("t").open(2)))), id="batch in a batch"),
+    pytest.param(_after_hello(batch(pb.IngestRequest.FromString(S.chunk(1, 1, 0, 40)))), id="chunk in a batch"),
+    pytest.param(_after_hello(batch(pb.IngestRequest(commit=pb.CommitSample(sample=1), data=b"r"))), id="data in a batch"),
+    pytest.param(_after_hello(batch(S.commit(1, token_ids=[2**63] * 40_000))), id="batch of too many bytes"),
 ]
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import grpc
 import pytest
-from server_kit import ARRIVING, COMMITTED, FAILED, Peer, Reader, RunningServer, Sample, hello
+from server_kit import ARRIVING, COMMITTED, FAILED, Peer, Reader, RunningServer, Sample, batch, hello
 from support.waiting import wait_until
 
 from slotstream.store.files import Files
@@ -40,6 +40,40 @@ def test_a_sample_is_acked_committed_and_readable(running: RunningServer, peer: 
     assert running.metric("samples_total", outcome="committed", code="") == 1
     assert running.metric("received_bytes_total") == len(sample.data)
     assert running.metric("open_samples") == 0
+
+
+def test_requests_share_messages(peer: Peer, reader: Reader) -> None:
+    assert peer.welcome.batches
+    one, two, given_up = Sample("one"), Sample("two", seed=2), Sample("given-up")
+    peer.say(batch(one.open(1), two.open(2), given_up.open(3)))
+    peer.say(one.chunk(1, 11, 0, 40), two.chunk(2, 12, 0, 40))
+    peer.say(batch(one.commit(1), pb.IngestRequest(abort=pb.AbortSample(sample=3, code="ABORTED")), two.commit(2)))
+    verdicts = [peer.hear_until("committed", "failed") for _ in range(3)]  # A message each: it did not ask for others.
+    assert sorted(one.committed.sample or one.failed.sample for one in verdicts) == [1, 2, 3]
+    assert [one.failed.code for one in verdicts if one.HasField("failed")] == ["ABORTED"]
+    assert (reader.read("one")[1], reader.read("two")[1]) == (one.data, two.data)
+
+
+def test_replies_share_messages_for_a_peer_that_takes_that(running: RunningServer) -> None:
+    with Peer(running.address, greet=False) as peer:
+        peer.say(hello(batches=True))
+        assert peer.hear().welcome.batches
+        shared = number = 0
+        while not shared:  # The first time that two replies are ready at once.
+            numbers = range(number + 1, number + 9)
+            number += 8
+            peer.say(batch(*(Sample(f"s{n}").open(n) for n in numbers)), *(Sample(f"s{n}").chunk(n, n, 0, 40) for n in numbers))
+            peer.say(batch(*(Sample(f"s{n}").commit(n) for n in numbers)))
+            acked: list[int] = []
+            committed: list[int] = []
+            while len(committed) < len(numbers):
+                message = peer.hear()
+                shared += len(message.batch.replies)
+                for reply in message.batch.replies or (message,):
+                    acked += reply.ack.chunks
+                    committed += [reply.committed.sample] if reply.HasField("committed") else []
+                    assert set(committed) <= set(acked)  # Each verdict behind the acks of its chunks.
+            assert sorted(acked) == sorted(committed) == list(numbers)
 
 
 def test_ordinary_protobuf_frames_are_understood(peer: Peer, reader: Reader) -> None:

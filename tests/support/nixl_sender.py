@@ -97,7 +97,7 @@ class _Sending:
     def _take(self, event: SinkEvent) -> None:
         match event:
             case Acked():
-                self._free.append(self._slots.pop(event.chunk))
+                self._free += [self._slots.pop(chunk) for chunk in event.chunks]
             case Committed():
                 self._open.discard(event.sample)
                 self._say("committed", event.sample)

@@ -46,11 +46,16 @@ class Peer:
 
     def next(self, kind: str) -> Any:
         """The next request, which must be of this kind: its message, or for a chunk the whole request."""
-        request = self._inbox.get(timeout=WAIT_S)
-        assert request is not None, f"the stream ended where {kind} was expected, after {self._seen}"
-        self._seen.append(request)
-        assert request.WhichOneof("kind") == kind, f"expected {kind}, got {request}"
+        request = self.next_of(kind)
         return request if kind == "chunk" else getattr(request, kind)
+
+    def next_of(self, *kinds: str) -> ingest_pb2.IngestRequest:
+        """The next request, which must be of one of these kinds."""
+        request = self._inbox.get(timeout=WAIT_S)
+        assert request is not None, f"the stream ended where {kinds} was expected, after {self._seen}"
+        self._seen.append(request)
+        assert request.WhichOneof("kind") in kinds, f"expected {kinds}, got {request}"
+        return request
 
     def next_announced(self) -> ingest_pb2.Announce:
         """The next chunk that is announced, alone or with others."""
@@ -69,10 +74,10 @@ class Peer:
     def say_bytes(self, reply: bytes) -> None:
         self._outbox.put(reply)
 
-    def welcome(self, window_bytes: int = 1 << 20) -> ingest_pb2.Hello:
+    def welcome(self, window_bytes: int = 1 << 20, *, batches: bool = False) -> ingest_pb2.Hello:
         """Take the Hello and answer it."""
         hello: ingest_pb2.Hello = self.next("hello")
-        self.say(welcome=ingest_pb2.Welcome(protocol=1, server_version="fake", window_bytes=window_bytes))
+        self.say(welcome=ingest_pb2.Welcome(protocol=1, server_version="fake", window_bytes=window_bytes, batches=batches))
         return hello
 
     def ack(self, chunk: int) -> None:

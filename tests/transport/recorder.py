@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-from slotstream.transport.base import SinkEvent
+from slotstream.transport.base import Acked, SinkEvent
 
 WAIT_S = 60.0  # How long a test waits for what must come; only a failing test ever waits so long.
 TICK_S = 1.0
@@ -15,15 +15,16 @@ _Event = TypeVar("_Event", bound=SinkEvent)
 
 
 class Recorder:
-    """An `on_event` callback that keeps every event in order."""
+    """An `on_event` callback that keeps every event in order: an Acked for each chunk, however many came together."""
 
     def __init__(self) -> None:
         self._events: list[SinkEvent] = []
         self._added = threading.Condition()
 
     def __call__(self, event: SinkEvent) -> None:
+        each = [Acked((chunk,)) for chunk in event.chunks] if isinstance(event, Acked) else [event]
         with self._added:
-            self._events.append(event)
+            self._events += each
             self._added.notify_all()
 
     @property

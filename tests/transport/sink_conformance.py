@@ -124,7 +124,7 @@ class SinkConformance:
         chunks = [sender.send(number, sample, at, at + 8) for at in (0, 8, 16)]
         sender.commit(number, sample)
         assert sender.recorder.wait(Committed) == [Committed(number, duplicate=False)]
-        assert sender.recorder.of(Acked) == [Acked(chunk) for chunk in chunks]
+        assert sender.recorder.of(Acked) == [Acked((chunk,)) for chunk in chunks]
         assert stored(sample) == (sample.rows(), sample.token_ids)
 
     @pytest.mark.parametrize("seed", range(3))
@@ -143,7 +143,7 @@ class SinkConformance:
         chunks = [sender.send(number, sample, at, at + 8) for at in (0, 8, 0, 16, 8, 8)]
         sender.commit(number, sample)
         assert sender.recorder.wait(Committed) == [Committed(number, duplicate=False)]
-        assert sender.recorder.of(Acked) == [Acked(chunk) for chunk in chunks]
+        assert sender.recorder.of(Acked) == [Acked((chunk,)) for chunk in chunks]
         assert stored(sample) == (sample.rows(), sample.token_ids)
 
     def test_chunks_may_overlap(self, sender: Sender, stored: Stored, sample: SyntheticSample) -> None:
@@ -180,7 +180,7 @@ class SinkConformance:
         sender.commit(number, sample)
         sender.recorder.wait(Committed)
         answers = [event for event in sender.recorder.events if isinstance(event, Acked | Committed)]
-        assert answers == [*(Acked(chunk) for chunk in chunks), Committed(number, duplicate=False)]
+        assert answers == [*(Acked((chunk,)) for chunk in chunks), Committed(number, duplicate=False)]
 
     def test_a_wrong_hash_fails_the_sample(self, sender: Sender, sample: SyntheticSample) -> None:
         number = sender.open(sample)

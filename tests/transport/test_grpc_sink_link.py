@@ -15,13 +15,16 @@ from transport.fake_ingest import THREADS, FakeIngest, Peer
 from transport.recorder import WAIT_S, Recorder
 
 from slotstream.demo.processes import free_port
-from slotstream.transport.base import Acked, Committed, LinkDown, LinkUp, StagedChunk
+from slotstream.transport.base import Acked, Committed, Failed, LinkDown, LinkUp, StagedChunk
 from slotstream.transport.grpc import GrpcSink
 from slotstream.v1 import ingest_pb2
-from slotstream.wire.names import PROTOCOL_VERSION
+from slotstream.wire.names import CONTROL_BYTES_MAX, PROTOCOL_VERSION
 
 HELLO = ingest_pb2.Hello(
     protocol=PROTOCOL_VERSION, engine_id="an-engine", worker_rank=3, vllm_version="1", slotstream_version="2"
+)
+SAID = ingest_pb2.Hello(
+    protocol=PROTOCOL_VERSION, engine_id="an-engine", worker_rank=3, vllm_version="1", slotstream_version="2", batches=True
 )
 MakeSink = Callable[..., tuple[GrpcSink, Recorder]]
 
@@ -104,7 +107,7 @@ def commit(sample: int) -> ingest_pb2.CommitSample:
 def test_the_link_is_up_once_the_server_welcomes(server: FakeIngest, make_sink: MakeSink) -> None:
     _, recorder = make_sink()
     peer = server.accept()
-    assert peer.next("hello") == HELLO
+    assert peer.next("hello") == SAID
     assert recorder.events == []
     peer.say(welcome=ingest_pb2.Welcome(protocol=1, server_version="7.8", window_bytes=1))
     assert recorder.wait(LinkUp) == [LinkUp("7.8")]
@@ -119,7 +122,7 @@ def test_a_web_proxy_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
         sink = GrpcSink(server.address, HELLO)
         sink.start(Recorder())
         try:
-            assert server.accept().next("hello") == HELLO
+            assert server.accept().next("hello") == SAID
         finally:
             sink.close(WAIT_S)
 
@@ -130,9 +133,48 @@ def test_nothing_goes_out_before_the_welcome(server: FakeIngest, make_sink: Make
     sink.submit(chunk(1))
     sink.commit(commit(1))
     peer = server.accept()
-    assert peer.next("hello") == HELLO
+    assert peer.next("hello") == SAID
     peer.end()
     assert peer.rest() == []
+
+
+def test_requests_share_messages_where_the_server_takes_that(server: FakeIngest, make_sink: MakeSink) -> None:
+    sink, recorder = make_sink()
+    for sample in (1, 2):
+        sink.open_sample(opening(sample))
+    sink.submit(chunk(1))
+    sink.commit(commit(1))
+    sink.abort(ingest_pb2.AbortSample(sample=2, code="ABORTED"))
+    peer = server.accept()
+    peer.welcome(batches=True)
+    assert [one.open for one in peer.next("batch").requests] == [opening(1), opening(2)]
+    assert peer.next("chunk").chunk.chunk == 1
+    first, second = peer.next("batch").requests
+    assert (first.commit, second.abort.sample) == (commit(1), 2)
+    acked, committed = ingest_pb2.Ack(chunks=[1]), ingest_pb2.Committed(sample=1)
+    failed = ingest_pb2.Failed(sample=2, code="ABORTED", message="why")
+    replies = [ingest_pb2.IngestReply(**one) for one in ({"ack": acked}, {"committed": committed}, {"failed": failed})]
+    peer.say(batch=ingest_pb2.ReplyBatch(replies=replies))
+    recorder.wait(Failed)
+    assert recorder.events[1:] == [Acked((1,)), Committed(1, duplicate=False), Failed(2, "ABORTED", "why")]
+
+
+def test_a_message_of_requests_is_never_longer_than_a_server_takes(server: FakeIngest, make_sink: MakeSink) -> None:
+    sink, _ = make_sink()
+    token_ids = [1 << 40] * 5000  # Of 6 bytes each.
+    commits = [
+        ingest_pb2.CommitSample(sample=sample, token_ids=token_ids * (1 + 10 * (sample == 7))) for sample in range(1, 41)
+    ]
+    for request in commits:
+        sink.commit(request)
+    peer = server.accept()
+    peer.welcome(batches=True)
+    heard: list[ingest_pb2.CommitSample] = []
+    while len(heard) < len(commits):
+        request = peer.next_of("batch", "commit")
+        assert request.HasField("commit") or request.ByteSize() <= CONTROL_BYTES_MAX
+        heard += [one.commit for one in request.batch.requests] or [request.commit]
+    assert heard == commits
 
 
 def test_everything_goes_out_as_it_was_given(server: FakeIngest, make_sink: MakeSink) -> None:
@@ -193,7 +235,7 @@ def test_answers_to_nothing_do_no_harm(server: FakeIngest, make_sink: MakeSink) 
     peer.next("open")
     peer.ack(1)
     peer.next("chunk")
-    assert recorder.wait(Acked, 4)[-1] == Acked(1)
+    assert recorder.wait(Acked, 4)[-1] == Acked((1,))
 
 
 # No server yet, or no longer.

@@ -108,7 +108,7 @@ def test_an_announcement_says_where_the_rows_are(server: FakeIngest, worker: Wor
     assert (said.slot, said.generation, said.length) == (3, 1, 100)
     assert ctypes.string_at(said.address, said.length) == b"\1" * 100
     peer.ack(1)
-    assert worker.recorder.wait(Acked) == [Acked(1)]
+    assert worker.recorder.wait(Acked) == [Acked((1,))]
     worker.submit(2, slot=3)
     worker.submit(3, slot=0)
     assert [(a.slot, a.generation) for a in (peer.next_announced(), peer.next_announced())] == [(3, 2), (0, 1)]
@@ -170,7 +170,7 @@ def test_refused_chunks_follow_as_frames_and_so_does_what_comes_after(server: Fa
     worker.submit(4)
     assert peer.next("chunk").chunk.chunk == 4
     peer.say(ack=ingest_pb2.Ack(chunks=[2, 3, 4]))
-    assert worker.recorder.wait(Acked, 4) == [Acked(1), Acked(2), Acked(3), Acked(4)]
+    assert worker.recorder.wait(Acked, 4) == [Acked((1,)), Acked((2,)), Acked((3,)), Acked((4,))]
     assert len(worker.recorder.of(FellBack)) == 1
 
 

@@ -12,13 +12,22 @@ from hypothesis import strategies as st
 
 from slotstream.v1 import ingest_pb2, samples_pb2
 from slotstream.wire.errors import ProtocolViolation
-from slotstream.wire.frames import decode_reply, decode_request, encode_chunk, encode_rows
+from slotstream.wire.frames import decode_reply, decode_request, encode_batch, encode_chunk, encode_rows, is_chunk
 from slotstream.wire.names import CONTROL_BYTES_MAX, ROWS_MAX
 
 _U64 = st.integers(0, (1 << 64) - 1)
 _U32 = st.integers(0, (1 << 32) - 1)
 _CHUNK_HEADERS = st.builds(ingest_pb2.ChunkHeader, sample=_U64, chunk=_U64, first_row=_U32, rows=_U32, xxh3=_U64)
 _ROWS_HEADERS = st.builds(samples_pb2.RowsHeader, first_row=_U64, rows=_U32)
+_REQUESTS = st.one_of(
+    st.builds(ingest_pb2.OpenSample, sample=_U64, sample_id=st.text(max_size=200)).map(
+        lambda opened: ingest_pb2.IngestRequest(open=opened)
+    ),
+    st.builds(ingest_pb2.CommitSample, sample=_U64, token_ids=st.lists(_U64, max_size=99)).map(
+        lambda commit: ingest_pb2.IngestRequest(commit=commit)
+    ),
+    st.builds(ingest_pb2.AbortSample, sample=_U64).map(lambda abort: ingest_pb2.IngestRequest(abort=abort)),
+)
 # Lengths around those where the length of `data` needs another byte.
 _DATA = st.one_of(st.binary(max_size=300), st.sampled_from([127, 128, 16383, 16384]).map(bytes))
 
@@ -51,6 +60,22 @@ def test_the_ordinary_message_is_read_as_a_chunk(header: ingest_pb2.ChunkHeader,
         request, view = decode_request(frame)
         assert request == ingest_pb2.IngestRequest(chunk=header)
         assert bytes(view) == data
+
+
+@given(st.lists(_REQUESTS, min_size=1, max_size=20))
+def test_a_batch_is_the_ordinary_message(requests: list[ingest_pb2.IngestRequest]) -> None:
+    said = ingest_pb2.IngestRequest(batch=ingest_pb2.RequestBatch(requests=requests))
+    message = encode_batch([request.SerializeToString() for request in requests])
+    assert ingest_pb2.IngestRequest.FromString(message) == said
+    assert decode_request(message)[0] == said
+
+
+@given(_CHUNK_HEADERS, _DATA, _REQUESTS)
+def test_a_chunk_is_told_from_other_requests(
+    header: ingest_pb2.ChunkHeader, data: bytes, other: ingest_pb2.IngestRequest
+) -> None:
+    assert is_chunk(encode_chunk(header, data))
+    assert not is_chunk(other.SerializeToString())
 
 
 @given(_ROWS_HEADERS, st.lists(_DATA, max_size=4))

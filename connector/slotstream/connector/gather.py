@@ -6,7 +6,7 @@ pinned memory on a side stream (so the model does not wait for it). On a CPU bot
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -142,12 +142,24 @@ class RowGather:
         return self._words[slots // self.block_size, :, slots % self.block_size].contiguous().view(self._dtype)
 
     def _copy(self, rows: torch.Tensor, destinations: Sequence[Destination]) -> None:
-        flat = rows.view(torch.uint8).view(rows.shape[0], self.row_bytes)
+        flat = rows.view(torch.uint8).flatten()
         at = 0
+        for slot, nbytes in self._runs(destinations):
+            self._pool.tensor(slot, nbytes).copy_(flat[at : at + nbytes], non_blocking=True)
+            at += nbytes
+
+    def _runs(self, destinations: Sequence[Destination]) -> Iterator[tuple[int, int]]:
+        """(first slot, bytes) of each stretch of staging that is filled without a gap: a copy costs 20 us to begin with."""
+        first, slots, nbytes = -1, 0, 0
         for to in destinations:
-            target = self._pool.tensor(to.slot, to.rows * self.row_bytes).view(to.rows, self.row_bytes)
-            target.copy_(flat[at : at + to.rows], non_blocking=True)
-            at += to.rows
+            if nbytes and (to.slot != first + slots or nbytes != slots * self._pool.slot_bytes):
+                yield first, nbytes
+                nbytes = 0
+            if not nbytes:
+                first, slots = to.slot, 0
+            slots, nbytes = slots + 1, nbytes + to.rows * self.row_bytes
+        if nbytes:
+            yield first, nbytes
 
     def _on_side(self, copy: Callable[[], object], source: torch.Tensor) -> Ticket:
         side = self._side

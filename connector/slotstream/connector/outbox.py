@@ -14,6 +14,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from slotstream.connector.config import ConnectorConfig
@@ -181,17 +182,18 @@ class Outbox:
         self.link_up = False  # Only now that the spool is at work: an engine that waits for room would give up between the two.
         self._sink.reset()
 
-    def acked(self, number: int) -> None:
-        """The server took a chunk."""
+    def acked(self, numbers: Sequence[int]) -> None:
+        """The server took these chunks."""
         self.answered_at = time.monotonic()
-        sent = self._sent.pop(number, None)
-        if sent is None:
-            return
-        sent.chunk.wire = 0
-        if sent.lent is not None:
-            self._shelf.give_back(sent.lent)
-        else:
-            self._settle(sent.sample, sent.chunk)
+        for number in numbers:
+            sent = self._sent.pop(number, None)
+            if sent is None:
+                continue
+            sent.chunk.wire = 0
+            if sent.lent is not None:
+                self._shelf.give_back(sent.lent)
+            else:
+                self._settle(sent.sample, sent.chunk)
 
     def committed(self, number: int) -> None:
         """A sample is durable."""

@@ -187,7 +187,7 @@ class Pump:
             case StagedBatch():
                 self._batch(item)
             case Acked():
-                outbox.acked(item.chunk)
+                outbox.acked(item.chunks)
             case SampleOpen():
                 outbox.open(item)
             case SampleFinish():

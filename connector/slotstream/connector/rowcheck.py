@@ -29,9 +29,10 @@ class StepMapping:
         """Whether every slot of `expected` was written exactly once."""
         self.load()
         assert self._sorted is not None
-        first = np.searchsorted(self._sorted, expected, side="left")
-        last = np.searchsorted(self._sorted, expected, side="right")
-        return bool(np.all(last - first == 1)) and np.unique(expected).size == expected.size
+        wanted = np.sort(expected)  # In order they are found several times as fast.
+        first = np.searchsorted(self._sorted, wanted, side="left")
+        last = np.searchsorted(self._sorted, wanted, side="right")
+        return bool(np.all(last - first == 1)) and bool(np.all(wanted[1:] != wanted[:-1]))
 
 
 def slot_problem(computed: Slots, mapping: StepMapping | None) -> SlotStreamError | None:

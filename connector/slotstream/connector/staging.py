@@ -53,7 +53,8 @@ class StagingPool:
         except (RuntimeError, OSError, MemoryError) as error:
             why = str(error).partition("\n")[0]
             raise ConfigError(
-                f"{nbytes >> 20} MiB of host memory for staging cannot be had: {why}; set connector option staging_bytes lower"
+                f"{-(-nbytes >> 20)} MiB of host memory for staging cannot be had: {why}; "
+                "set connector option staging_bytes lower"
             ) from error
         self._view = memoryview(self.memory.numpy())  # type: ignore[arg-type]
         self._free = list(range(num_slots - 1, -1, -1))  # A stack: slots used lately are warm, the others untouched.

@@ -58,7 +58,8 @@ class WorkerHalf:
                 f"the hidden-state cache has shape {list(cache.shape)}, not [blocks, {expected[0]}, block size, {expected[1]}]"
             )
         row_bytes = row_bytes_of(config.dtype, *expected)
-        slot_bytes = max(config.options.chunk_bytes, row_bytes, step_tokens_max * INDEX_BYTES)
+        rows_per_slot = max(1, config.options.chunk_bytes // row_bytes)
+        slot_bytes = _aligned(max(rows_per_slot * row_bytes, step_tokens_max * INDEX_BYTES))  # Filled by its rows, if possible.
         wanted_bytes = STEPS * step_tokens_max * row_bytes
         staging_bytes = config.options.staging_bytes or default_staging_bytes(wanted_bytes)
         num_slots = staging_bytes // slot_bytes
@@ -68,7 +69,7 @@ class WorkerHalf:
                 f"and a row at most {CHUNK_BYTES_MAX}"
             )
         self._row_bytes = row_bytes
-        self._rows_per_slot = max(1, config.options.chunk_bytes // row_bytes)
+        self._rows_per_slot = rows_per_slot
         # Rows come back from the spool through slots of their own: a part of staging, whatever else is full.
         reserved = min(_READ_BACK_SLOTS, num_slots // _SLOTS_MIN) if config.options.spool_dir is not None else 0
         self._pool = StagingPool(num_slots - reserved, slot_bytes, cache.device, reserved)
@@ -189,6 +190,7 @@ class WorkerHalf:
             if leased is None:
                 self._fail(parts, self._pump.why_full())
                 continue  # What fails is not finished; that of it is said at the end.
+            leased.sort()  # Rows for slots next to each other are one copy.
             scratch, slots = leased[:scratch_count], leased[scratch_count:]
             try:
                 if wants_mapping:
@@ -250,11 +252,18 @@ class WorkerHalf:
             self._pump.post(FailSample(plan.req_id, SlotMismatch("the block table is shorter than the rows to be read")))
             return
         table = np.asarray(plan.block_ids, dtype=np.int64)
+        positions = np.arange(plan.start, plan.stop, dtype=np.int64)
+        slots = table[positions // block_size] * block_size + positions % block_size
         rows_per_part = min(self._rows_per_slot, self._rows_per_batch)
-        for start in range(plan.start, plan.stop, rows_per_part):
-            positions = np.arange(start, min(start + rows_per_part, plan.stop), dtype=np.int64)
-            slots = table[positions // block_size] * block_size + positions % block_size
-            yield _Part(plan.req_id, start - first_position, slots, slots[positions >= plan.computed_from])
+        for start in range(0, slots.size, rows_per_part):
+            stop = start + rows_per_part
+            computed = slots[max(start, plan.computed_from - plan.start) : stop]
+            yield _Part(plan.req_id, plan.start + start - first_position, slots[start:stop], computed)
+
+
+def _aligned(nbytes: int) -> int:
+    """The next multiple of INDEX_BYTES: an index may begin where a slot does."""
+    return -(-nbytes // INDEX_BYTES) * INDEX_BYTES
 
 
 def _parts_of(plan: StepPlan) -> tuple[SampleOpen | RowPlan | SampleFinish | SampleAbort, ...]:

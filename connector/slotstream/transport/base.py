@@ -26,9 +26,9 @@ class StagedChunk:
 
 @dataclass(frozen=True, slots=True)
 class Acked:
-    """The server took chunk `chunk`, which is not durable before its sample is; the sink needs its buffer no longer."""
+    """The server took these chunks, none of which is durable before its sample is; the sink needs their buffers no longer."""
 
-    chunk: int
+    chunks: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,10 +6,11 @@ as fast as the network takes them, so that nothing but staging holds rows that w
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import grpc
@@ -20,15 +21,16 @@ from slotstream.transport.logs import connector_logger
 from slotstream.v1 import ingest_pb2
 from slotstream.wire.access import Access
 from slotstream.wire.errors import SlotStreamError, Unauthenticated
-from slotstream.wire.frames import encode_chunk
+from slotstream.wire.frames import encode_batch, encode_chunk, is_chunk
 from slotstream.wire.memory import keep_freed_blocks
-from slotstream.wire.names import WINDOW_BYTES
+from slotstream.wire.names import BATCH_MAX, CONTROL_BYTES_MAX, WINDOW_BYTES
 
 logger = connector_logger(__name__)
 
 _METHOD = "/slotstream.v1.Ingest/Stream"
 _RETRY_S = 0.25  # After the first failure; doubles up to _RETRY_S_MAX.
 _RETRY_S_MAX = 2.0
+_BATCH_BYTES_MAX = CONTROL_BYTES_MAX // 2  # Of requests that share a message; a longer one has its own.
 _Item = StagedChunk | ingest_pb2.CommitSample | ingest_pb2.AbortSample
 
 
@@ -138,6 +140,7 @@ class GrpcSink:
         self._in_flight: dict[int, StagedChunk] = {}  # sent and not acked
         self._in_flight_bytes = 0
         self._window_bytes = WINDOW_BYTES
+        self._batches = False  # The server takes several requests in one message.
         self._awaited: set[int] = set()  # samples committed or aborted, not answered
         self._progress_at = 0.0  # monotonic; when something was last answered, or first waited for
         self._down = False  # LinkDown was said; nothing moves until reset()
@@ -278,6 +281,10 @@ class GrpcSink:
 
     def _take(self, reply: ingest_pb2.IngestReply) -> None:
         kind = reply.WhichOneof("kind")
+        if kind == "batch":
+            for one in reply.batch.replies:
+                self._take(one)
+            return
         with self._changed:
             if self._closed:
                 return
@@ -285,6 +292,7 @@ class GrpcSink:
             if kind == "welcome":
                 self._was_up = True
                 self._window_bytes = max(1, reply.welcome.window_bytes)
+                self._batches = reply.welcome.batches
                 self._plane.welcomed(reply.welcome)
                 self._changed.notify_all()
             elif kind == "ack":
@@ -305,8 +313,7 @@ class GrpcSink:
         if kind == "welcome":
             self._on_event(LinkUp(reply.welcome.server_version))
         elif kind == "ack":
-            for number in reply.ack.chunks:
-                self._on_event(Acked(number))
+            self._on_event(Acked(tuple(reply.ack.chunks)))
         elif kind == "committed":
             self._on_event(Committed(reply.committed.sample, reply.committed.duplicate))
         elif kind == "failed":
@@ -315,29 +322,43 @@ class GrpcSink:
     # -- gRPC's thread: the request iterator
 
     def _requests(self, ended: threading.Event) -> Iterator[bytes]:
-        yield ingest_pb2.IngestRequest(hello=self._plane.hello(self._hello)).SerializeToString()
-        while (request := self._next(ended)) is not None:
-            yield from request
+        hello = ingest_pb2.Hello(batches=True)
+        hello.MergeFrom(self._plane.hello(self._hello))
+        yield ingest_pb2.IngestRequest(hello=hello).SerializeToString()
+        while (parts := self._next(ended)) is not None:
+            requests = itertools.chain.from_iterable(parts)
+            yield from _in_batches(requests) if self._batches else requests
 
-    def _next(self, ended: threading.Event) -> Iterator[bytes] | None:
-        """What to send next, once it may be sent; None when the stream is over."""
+    def _next(self, ended: threading.Event) -> list[Iterable[bytes]] | None:
+        """What to send next, in order, once it may be sent; None when the stream is over."""
         with self._changed:
             while not (ended.is_set() or self._closed):
-                if self._was_up:
-                    if self._opens:
-                        return iter((_encode(self._opens.popleft()),))
-                    while self._resends:
-                        chunk = self._resends.popleft()
-                        if chunk.chunk in self._in_flight:  # Not acked meanwhile: its buffer is still ours.
-                            return self._frames.encode((chunk,))
-                    if chunks := self._chunks_that_fit():
-                        return self._plane.encode(chunks)
-                    if self._items and not isinstance(item := self._items[0], StagedChunk):
-                        self._awaited.add(item.sample)
-                        self._items.popleft()
-                        return iter((_encode(item),))
+                if self._was_up and (parts := self._sendable()):
+                    return parts
                 self._changed.wait()
             return None
+
+    def _sendable(self) -> list[Iterable[bytes]]:
+        """All that may be sent now, but no more than one frame: what is said meanwhile may have to go before the next one."""
+        parts: list[Iterable[bytes]] = []
+        while self._opens and len(parts) < BATCH_MAX:
+            parts.append((_encode(self._opens.popleft()),))
+        while self._resends:
+            chunk = self._resends.popleft()
+            if chunk.chunk in self._in_flight:  # Not acked meanwhile: its buffer is still ours.
+                return [*parts, self._frames.encode((chunk,))]
+        while len(parts) < BATCH_MAX and self._items:
+            if chunks := self._chunks_that_fit():
+                parts.append(self._plane.encode(chunks))
+                if len(chunks) == self._plane.batch_max:
+                    break
+            elif isinstance(item := self._items[0], StagedChunk):
+                break
+            else:
+                self._awaited.add(item.sample)
+                self._items.popleft()
+                parts.append((_encode(item),))
+        return parts
 
     def _chunks_that_fit(self) -> list[StagedChunk]:
         """The next chunks, as many as may be sent at once; they are in flight from here on."""
@@ -363,3 +384,25 @@ def _encode(item: ingest_pb2.OpenSample | ingest_pb2.CommitSample | ingest_pb2.A
     if isinstance(item, ingest_pb2.CommitSample):
         return ingest_pb2.IngestRequest(commit=item).SerializeToString()
     return ingest_pb2.IngestRequest(abort=item).SerializeToString()
+
+
+def _in_batches(requests: Iterable[bytes]) -> Iterator[bytes]:
+    """The same requests in order, those next to each other that are not chunks in one message."""
+    batch: list[bytes] = []
+    nbytes = 0
+    for request in requests:
+        alone = is_chunk(request)
+        if batch and (alone or nbytes + len(request) > _BATCH_BYTES_MAX or len(batch) == BATCH_MAX):
+            yield _message(batch)
+            batch, nbytes = [], 0
+        if alone:
+            yield request
+        else:
+            batch.append(request)
+            nbytes += len(request)
+    if batch:
+        yield _message(batch)
+
+
+def _message(batch: list[bytes]) -> bytes:
+    return batch[0] if len(batch) == 1 else encode_batch(batch)

@@ -27,7 +27,7 @@ class LoopbackSample:
 
 
 class LoopbackSink:
-    """Answers at once, on the caller's thread, as a server would: one Acked a chunk, one Committed or Failed a sample."""
+    """Answers at once, on the caller's thread, as a server would: an Acked for each chunk, one Committed or Failed a sample."""
 
     def __init__(self) -> None:
         self.samples: dict[int, LoopbackSample] = {}
@@ -53,7 +53,7 @@ class LoopbackSink:
             row_bytes = chunk.buffer.nbytes // chunk.rows
             for i in range(chunk.rows):
                 sample.rows.setdefault(chunk.first_row + i, bytes(chunk.buffer[i * row_bytes : (i + 1) * row_bytes]))
-        self._on_event(Acked(chunk.chunk))
+        self._on_event(Acked((chunk.chunk,)))
 
     def commit(self, request: ingest_pb2.CommitSample) -> None:
         sample = self.samples[request.sample]

@@ -157,32 +157,33 @@ class NixlPlane:
             )
 
     def encode(self, chunks: Sequence[StagedChunk]) -> Iterator[bytes]:
+        request = ingest_pb2.IngestRequest()
         with self._changed:
-            said = [(chunk, self._announce(chunk)) for chunk in chunks]
+            frames = [chunk for chunk in chunks if not self._announce(chunk, request.announcements)]
         # One message for all of them: what a message costs, on both sides, is more than all else that a chunk does.
-        if announcements := [announce for _, announce in said if announce is not None]:
-            request = ingest_pb2.IngestRequest(announcements=ingest_pb2.Announcements(chunks=announcements))
+        if request.announcements.chunks:
             yield request.SerializeToString()
-        yield from self._frames.encode([chunk for chunk, announce in said if announce is None])
+        yield from self._frames.encode(frames)
 
-    def _announce(self, chunk: StagedChunk) -> ingest_pb2.Announce | None:
-        """What is said of a chunk that the server is to read; None where it has to be sent."""
+    def _announce(self, chunk: StagedChunk, announcements: ingest_pb2.Announcements) -> bool:
+        """Add what is said of a chunk that the server is to read; False where it has to be sent."""
         offer, buffer = self._offer, chunk.buffer
         if offer is None or buffer.readonly:  # Staging is not.
-            return None
+            return False
         address = memory_address(buffer)
         slot, at = divmod(address - offer.address, offer.slot_bytes)
         if not 0 <= slot < offer.slots or at + buffer.nbytes > offer.slot_bytes:
-            return None
+            return False
         if not self._welcome or not self._trust.may_announce(chunk.chunk):
-            return None
+            return False
         self._generations[slot] += 1
         if not self._announced:
             self._changed.notify_all()
         self._announced.add(chunk.chunk)
-        return ingest_pb2.Announce(
+        announcements.chunks.add(
             header=chunk_header(chunk), slot=slot, generation=self._generations[slot], address=address, length=buffer.nbytes
         )
+        return True
 
     def acked(self, chunk: int) -> None:
         with self._changed:

@@ -7,13 +7,14 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class IngestRequest(_message.Message):
-    __slots__ = ("hello", "open", "chunk", "commit", "abort", "announcements", "data")
+    __slots__ = ("hello", "open", "chunk", "commit", "abort", "announcements", "batch", "data")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     OPEN_FIELD_NUMBER: _ClassVar[int]
     CHUNK_FIELD_NUMBER: _ClassVar[int]
     COMMIT_FIELD_NUMBER: _ClassVar[int]
     ABORT_FIELD_NUMBER: _ClassVar[int]
     ANNOUNCEMENTS_FIELD_NUMBER: _ClassVar[int]
+    BATCH_FIELD_NUMBER: _ClassVar[int]
     DATA_FIELD_NUMBER: _ClassVar[int]
     hello: Hello
     open: OpenSample
@@ -21,24 +22,33 @@ class IngestRequest(_message.Message):
     commit: CommitSample
     abort: AbortSample
     announcements: Announcements
+    batch: RequestBatch
     data: bytes
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., open: _Optional[_Union[OpenSample, _Mapping]] = ..., chunk: _Optional[_Union[ChunkHeader, _Mapping]] = ..., commit: _Optional[_Union[CommitSample, _Mapping]] = ..., abort: _Optional[_Union[AbortSample, _Mapping]] = ..., announcements: _Optional[_Union[Announcements, _Mapping]] = ..., data: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., open: _Optional[_Union[OpenSample, _Mapping]] = ..., chunk: _Optional[_Union[ChunkHeader, _Mapping]] = ..., commit: _Optional[_Union[CommitSample, _Mapping]] = ..., abort: _Optional[_Union[AbortSample, _Mapping]] = ..., announcements: _Optional[_Union[Announcements, _Mapping]] = ..., batch: _Optional[_Union[RequestBatch, _Mapping]] = ..., data: _Optional[bytes] = ...) -> None: ...
+
+class RequestBatch(_message.Message):
+    __slots__ = ("requests",)
+    REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    requests: _containers.RepeatedCompositeFieldContainer[IngestRequest]
+    def __init__(self, requests: _Optional[_Iterable[_Union[IngestRequest, _Mapping]]] = ...) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("protocol", "engine_id", "worker_rank", "vllm_version", "slotstream_version", "nixl")
+    __slots__ = ("protocol", "engine_id", "worker_rank", "vllm_version", "slotstream_version", "nixl", "batches")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
     WORKER_RANK_FIELD_NUMBER: _ClassVar[int]
     VLLM_VERSION_FIELD_NUMBER: _ClassVar[int]
     SLOTSTREAM_VERSION_FIELD_NUMBER: _ClassVar[int]
     NIXL_FIELD_NUMBER: _ClassVar[int]
+    BATCHES_FIELD_NUMBER: _ClassVar[int]
     protocol: int
     engine_id: str
     worker_rank: int
     vllm_version: str
     slotstream_version: str
     nixl: NixlOffer
-    def __init__(self, protocol: _Optional[int] = ..., engine_id: _Optional[str] = ..., worker_rank: _Optional[int] = ..., vllm_version: _Optional[str] = ..., slotstream_version: _Optional[str] = ..., nixl: _Optional[_Union[NixlOffer, _Mapping]] = ...) -> None: ...
+    batches: bool
+    def __init__(self, protocol: _Optional[int] = ..., engine_id: _Optional[str] = ..., worker_rank: _Optional[int] = ..., vllm_version: _Optional[str] = ..., slotstream_version: _Optional[str] = ..., nixl: _Optional[_Union[NixlOffer, _Mapping]] = ..., batches: bool = ...) -> None: ...
 
 class NixlOffer(_message.Message):
     __slots__ = ("agent", "metadata", "address", "slot_bytes", "slots")
@@ -158,34 +168,44 @@ class AbortSample(_message.Message):
     def __init__(self, sample: _Optional[int] = ..., code: _Optional[str] = ..., message: _Optional[str] = ...) -> None: ...
 
 class IngestReply(_message.Message):
-    __slots__ = ("welcome", "ack", "committed", "failed", "draining", "resend")
+    __slots__ = ("welcome", "ack", "committed", "failed", "draining", "resend", "batch")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     ACK_FIELD_NUMBER: _ClassVar[int]
     COMMITTED_FIELD_NUMBER: _ClassVar[int]
     FAILED_FIELD_NUMBER: _ClassVar[int]
     DRAINING_FIELD_NUMBER: _ClassVar[int]
     RESEND_FIELD_NUMBER: _ClassVar[int]
+    BATCH_FIELD_NUMBER: _ClassVar[int]
     welcome: Welcome
     ack: Ack
     committed: Committed
     failed: Failed
     draining: Draining
     resend: Resend
-    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., ack: _Optional[_Union[Ack, _Mapping]] = ..., committed: _Optional[_Union[Committed, _Mapping]] = ..., failed: _Optional[_Union[Failed, _Mapping]] = ..., draining: _Optional[_Union[Draining, _Mapping]] = ..., resend: _Optional[_Union[Resend, _Mapping]] = ...) -> None: ...
+    batch: ReplyBatch
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., ack: _Optional[_Union[Ack, _Mapping]] = ..., committed: _Optional[_Union[Committed, _Mapping]] = ..., failed: _Optional[_Union[Failed, _Mapping]] = ..., draining: _Optional[_Union[Draining, _Mapping]] = ..., resend: _Optional[_Union[Resend, _Mapping]] = ..., batch: _Optional[_Union[ReplyBatch, _Mapping]] = ...) -> None: ...
+
+class ReplyBatch(_message.Message):
+    __slots__ = ("replies",)
+    REPLIES_FIELD_NUMBER: _ClassVar[int]
+    replies: _containers.RepeatedCompositeFieldContainer[IngestReply]
+    def __init__(self, replies: _Optional[_Iterable[_Union[IngestReply, _Mapping]]] = ...) -> None: ...
 
 class Welcome(_message.Message):
-    __slots__ = ("protocol", "server_version", "window_bytes", "chunk_bytes_max", "nixl")
+    __slots__ = ("protocol", "server_version", "window_bytes", "chunk_bytes_max", "nixl", "batches")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     SERVER_VERSION_FIELD_NUMBER: _ClassVar[int]
     WINDOW_BYTES_FIELD_NUMBER: _ClassVar[int]
     CHUNK_BYTES_MAX_FIELD_NUMBER: _ClassVar[int]
     NIXL_FIELD_NUMBER: _ClassVar[int]
+    BATCHES_FIELD_NUMBER: _ClassVar[int]
     protocol: int
     server_version: str
     window_bytes: int
     chunk_bytes_max: int
     nixl: bool
-    def __init__(self, protocol: _Optional[int] = ..., server_version: _Optional[str] = ..., window_bytes: _Optional[int] = ..., chunk_bytes_max: _Optional[int] = ..., nixl: bool = ...) -> None: ...
+    batches: bool
+    def __init__(self, protocol: _Optional[int] = ..., server_version: _Optional[str] = ..., window_bytes: _Optional[int] = ..., chunk_bytes_max: _Optional[int] = ..., nixl: bool = ..., batches: bool = ...) -> None: ...
 
 class Ack(_message.Message):
     __slots__ = ("chunks",)

@@ -6,7 +6,7 @@ IngestRequest or ReadReply, so peers without this module read and write it with 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from google.protobuf.message import DecodeError, Message
 
@@ -19,6 +19,8 @@ _LENGTH_DELIMITED = 2
 _CHUNK_TAG = (3 << 3) | _LENGTH_DELIMITED  # IngestRequest.chunk
 _ROWS_TAG = (2 << 3) | _LENGTH_DELIMITED  # ReadReply.rows
 _DATA_TAG = (15 << 3) | _LENGTH_DELIMITED  # data, in both
+_BATCH_TAG = (7 << 3) | _LENGTH_DELIMITED  # IngestRequest.batch
+_REQUESTS_TAG = (1 << 3) | _LENGTH_DELIMITED  # RequestBatch.requests
 _COMMIT_TAG = (4 << 3) | _LENGTH_DELIMITED  # IngestRequest.commit
 _TOKEN_IDS_TAG = (3 << 3) | _LENGTH_DELIMITED  # CommitSample.token_ids, packed
 _VARINT_BYTES_MAX = 10
@@ -119,6 +121,17 @@ def _check_bulk(frame: bytes) -> None:
 def encode_chunk(header: ingest_pb2.ChunkHeader, data: Buffer) -> bytes:
     """One chunk as the bytes of an IngestRequest; copies `data` once."""
     return _encode(_CHUNK_TAG, header, (data,))
+
+
+def is_chunk(request: bytes) -> bool:
+    """Whether a request is one of `encode_chunk`'s, which no batch may hold."""
+    return request[0] == _CHUNK_TAG
+
+
+def encode_batch(requests: Iterable[bytes]) -> bytes:
+    """An IngestRequest with a RequestBatch of these requests, each encoded already."""
+    body = b"".join(part for request in requests for part in (bytes((_REQUESTS_TAG,)), _varint(len(request)), request))
+    return b"".join((bytes((_BATCH_TAG,)), _varint(len(body)), body))
 
 
 def decode_request(frame: bytes) -> tuple[ingest_pb2.IngestRequest, memoryview]:

@@ -14,6 +14,7 @@ DEFAULT_ADDRESS = "127.0.0.1:50151"
 MESSAGE_BYTES_MAX = 16 << 20  # One gRPC message: a chunk with its header, or a commit with its token ids.
 CHUNK_BYTES_MAX = 8 << 20
 CONTROL_BYTES_MAX = 256 << 10  # A request without its rows and token ids: several times the largest that anybody needs.
+BATCH_MAX = 256  # Requests in one batch, or replies.
 WINDOW_BYTES = 32 << 20
 TAGS_MAX = 32
 TAG_BYTES_MAX = 256

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import math
 from collections import deque
@@ -32,7 +33,7 @@ from slotstream.wire.errors import (
     TooSlow,
 )
 from slotstream.wire.frames import decode_request
-from slotstream.wire.names import CHUNK_BYTES_MAX, PROTOCOL_VERSION
+from slotstream.wire.names import BATCH_MAX, CHUNK_BYTES_MAX, PROTOCOL_VERSION
 from slotstream.wire.nixl import ANNOUNCEMENTS_MAX
 
 if TYPE_CHECKING:
@@ -71,7 +72,8 @@ class Stream:
         self._chunks_held = 0
         self._look: asyncio.TimerHandle | None = None  # Set while chunks are held, or acks.
         self._room = asyncio.Event()  # Set whenever something was let go of.
-        self._replies: deque[bytes] = deque()
+        self._replies: deque[pb.IngestReply] = deque()
+        self._batches = False  # The peer takes several replies in one message.
         self._replied = asyncio.Event()  # Set whenever there is something to send.
         self._ending = asyncio.Event()
         self._connected = True
@@ -177,18 +179,23 @@ class Stream:
         )
 
     async def _send(self) -> None:
+        most = 1  # Welcome is said by itself.
         while True:
             await self._replied.wait()
             self._replied.clear()
             while self._replies:
-                await self._context.write(self._replies[0])
+                replies = list(itertools.islice(self._replies, most))
+                most = BATCH_MAX if self._batches else 1
+                reply = replies[0] if len(replies) == 1 else pb.IngestReply(batch=pb.ReplyBatch(replies=replies))
+                await self._context.write(reply.SerializeToString())
                 # Only now: an empty queue means that everything is on its way.
-                self._replies.popleft()
+                for _ in replies:
+                    self._replies.popleft()
             self._room.set()
 
     def reply(self, reply: pb.IngestReply) -> None:
         if self._connected:
-            self._replies.append(reply.SerializeToString())
+            self._replies.append(reply)
             self._replied.set()
 
     def wake(self) -> None:
@@ -226,7 +233,9 @@ class Stream:
             window_bytes=self._window_bytes,
             chunk_bytes_max=CHUNK_BYTES_MAX,
             nixl=nixl,
+            batches=True,
         )
+        self._batches = hello.batches
         self.reply(pb.IngestReply(welcome=welcome))
         if self._service.draining:
             self.reply(pb.IngestReply(draining=pb.Draining()))
@@ -240,12 +249,23 @@ class Stream:
             return
         if len(data):
             raise ProtocolViolation("only a chunk may carry data")
+        requests = request.batch.requests if kind == "batch" else (request,)
+        if not 1 <= len(requests) <= BATCH_MAX:
+            raise ProtocolViolation(f"a batch cannot hold {len(requests)} requests")
+        for one in requests:
+            self._take_control(one)
+
+    def _take_control(self, request: pb.IngestRequest) -> None:
+        """A request that may stand in a batch."""
+        kind = request.WhichOneof("kind")
+        if request.data:
+            raise ProtocolViolation("only a chunk may carry data")
         if kind == "open":
             self._take_open(request.open)
         elif kind == "announcements":
             self._take_announcements(request.announcements.chunks)
         elif kind == "commit":
-            self._take_commit(request.commit, len(frame))
+            self._take_commit(request.commit)
         elif kind == "abort":
             if lane := self._lane(request.abort.sample):
                 self._push(lane, Abort(peers_failure(request.abort)))
@@ -328,12 +348,12 @@ class Stream:
         if self._announced.is_resent(header.sample, header.chunk):
             self._arrived(lane, header.chunk)
 
-    def _take_commit(self, commit: pb.CommitSample, nbytes: int) -> None:
+    def _take_commit(self, commit: pb.CommitSample) -> None:
         lane = self._lane(commit.sample)
         if lane is None:
             return
         try:
-            nbytes = max(nbytes, commit_bytes(commit))
+            nbytes = max(commit.ByteSize(), commit_bytes(commit))
         except TooLarge as error:
             self._hold(0)
             lane.push(Abort(Failure.of(error)))
