@@ -162,9 +162,8 @@ def test_requests_share_messages_where_the_server_takes_that(server: FakeIngest,
 def test_a_message_of_requests_is_never_longer_than_a_server_takes(server: FakeIngest, make_sink: MakeSink) -> None:
     sink, _ = make_sink()
     token_ids = [1 << 40] * 5000  # Of 6 bytes each.
-    commits = [
-        ingest_pb2.CommitSample(sample=sample, token_ids=token_ids * (1 + 10 * (sample == 7))) for sample in range(1, 41)
-    ]
+    commits = [ingest_pb2.CommitSample(sample=sample, token_ids=token_ids) for sample in range(1, 41)]
+    commits[6].token_ids.extend(token_ids * 10)  # Too long for a batch.
     for request in commits:
         sink.commit(request)
     peer = server.accept()
