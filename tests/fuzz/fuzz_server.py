@@ -357,9 +357,8 @@ def _check_replies(call: Call, ended: str, model: Model) -> list[int]:
 
 def check_ingest(data: bytes) -> None:
     """Any requests in any order: one verdict a sample, and what is committed is exactly what was sent. Nothing stays behind."""
-    check_streams(
-        _ingest_harness(), make_streams(Source(data), lambda source: pb.Hello(protocol=1, batches=True), say_frames), Model
-    )
+    greeting = pb.Hello(protocol=1, batches=True)
+    check_streams(_ingest_harness(), make_streams(Source(data), lambda source: greeting, say_frames), Model)
 
 
 def check_streams(harness: Harness, rounds: list[list[Stream]], make_model: Callable[[], Model]) -> None:

@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import Any, Self
 
 import pytest
-from server_kit import TIMEOUT_S, Peer, Reader, RunningServer, Sample
+from server_kit import TIMEOUT_S, Peer, Reader, RunningServer, Sample, batch
 from support.nixl_sender import sample_of
 from support.server import ServerProcess
 from support.waiting import wait_until
@@ -179,7 +179,8 @@ def test_so_many_chunks_at_a_time_are_a_violation(shared: RunningServer, owner: 
         assert peer.ending()[1] == "PROTOCOL"
 
 
-def test_more_at_a_time_than_the_window_holds_is_a_violation(tmp_path: Path, owner: Owner) -> None:
+@pytest.mark.parametrize("split", [False, True], ids=["one announcement", "a batch of two"])
+def test_more_at_a_time_than_the_window_holds_is_a_violation(tmp_path: Path, owner: Owner, split: bool) -> None:
     sample = Sample(rows=8)
     chunks = []
     for number in range(1, CHUNK_BYTES_MAX // SLOT_BYTES + 2):
@@ -188,7 +189,9 @@ def test_more_at_a_time_than_the_window_holds_is_a_violation(tmp_path: Path, own
         chunks.append(announce)
     small = {"window_bytes": CHUNK_BYTES_MAX, "ingest_bytes_max": CHUNK_BYTES_MAX}
     with RunningServer(tmp_path, **small) as running, greeted(running.address, owner.offer) as peer:
-        peer.say(sample.open(1), pb.IngestRequest(announcements=pb.Announcements(chunks=chunks)))
+        parts = (chunks[:1], chunks[1:]) if split else (chunks,)
+        said = [pb.IngestRequest(announcements=pb.Announcements(chunks=part)) for part in parts]
+        peer.say(sample.open(1), batch(*said) if split else said[0])
         assert peer.ending()[1] == "PROTOCOL"
 
 

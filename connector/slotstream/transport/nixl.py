@@ -44,8 +44,8 @@ _PAUSE_S_MAX = 300.0
 def plane_for(transport: str, server: str) -> DataPlane:
     """The data plane of the connector option `transport` (auto, grpc or nixl) towards the server at an address.
 
-    NIXL pays where the server can read this process's memory, on one host, or a network card can; over plain TCP frames are
-    faster (docs/transports.md), so auto leaves it to them.
+    NIXL pays where the server can read this process's memory, on one host, or a network card can. Over plain TCP it is faster
+    than frames on many cores and slower on few (benchmarks/README.md), unencrypted, and wants more ports: who wants it says so.
     """
     if transport == "grpc":
         return Frames()

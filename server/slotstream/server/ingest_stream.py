@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 import math
 from collections import deque
@@ -18,6 +17,7 @@ from slotstream.server.gate import Session
 from slotstream.server.ingest_requests import commit_bytes, peers_failure, refused_record, spec_of
 from slotstream.server.lane import Abort, Chunk, Commit, Done, Ended, Lane, Open, Refuse
 from slotstream.server.nixl_puller import Pull, Pulled, Slot
+from slotstream.server.replies import Replies
 from slotstream.server.version import server_version
 from slotstream.store.ranges import RangeSet
 from slotstream.store.records import Failure, SampleKey
@@ -72,9 +72,7 @@ class Stream:
         self._chunks_held = 0
         self._look: asyncio.TimerHandle | None = None  # Set while chunks are held, or acks.
         self._room = asyncio.Event()  # Set whenever something was let go of.
-        self._replies: deque[pb.IngestReply] = deque()
-        self._batches = False  # The peer takes several replies in one message.
-        self._replied = asyncio.Event()  # Set whenever there is something to send.
+        self._replies = Replies(context.write, self._room.set)
         self._ending = asyncio.Event()
         self._connected = True
         self._results: deque[Done] = deque()
@@ -93,7 +91,7 @@ class Stream:
         Raises ProtocolViolation, ServerDraining, TooSlow, and Unauthenticated where its token was withdrawn meanwhile.
         """
         receiver = asyncio.create_task(self._receive())
-        sender = asyncio.create_task(self._send())
+        sender = asyncio.create_task(self._replies.send())
         ending = asyncio.create_task(self._ending.wait())
         watch = asyncio.create_task(self._watch())
         try:
@@ -178,25 +176,9 @@ class Stream:
             or len(self._lanes) >= config.open_samples_max + _REFUSED_MAX
         )
 
-    async def _send(self) -> None:
-        most = 1  # Welcome is said by itself.
-        while True:
-            await self._replied.wait()
-            self._replied.clear()
-            while self._replies:
-                replies = list(itertools.islice(self._replies, most))
-                most = BATCH_MAX if self._batches else 1
-                reply = replies[0] if len(replies) == 1 else pb.IngestReply(batch=pb.ReplyBatch(replies=replies))
-                await self._context.write(reply.SerializeToString())
-                # Only now: an empty queue means that everything is on its way.
-                for _ in replies:
-                    self._replies.popleft()
-            self._room.set()
-
     def reply(self, reply: pb.IngestReply) -> None:
         if self._connected:
-            self._replies.append(reply)
-            self._replied.set()
+            self._replies.add(reply)
 
     def wake(self) -> None:
         """There may be room again."""
@@ -235,7 +217,7 @@ class Stream:
             nixl=nixl,
             batches=True,
         )
-        self._batches = hello.batches
+        self._replies.batches = hello.batches
         self.reply(pb.IngestReply(welcome=welcome))
         if self._service.draining:
             self.reply(pb.IngestReply(draining=pb.Draining()))
@@ -252,6 +234,8 @@ class Stream:
         requests = request.batch.requests if kind == "batch" else (request,)
         if not 1 <= len(requests) <= BATCH_MAX:
             raise ProtocolViolation(f"a batch cannot hold {len(requests)} requests")
+        if sum(announce.length for one in requests for announce in one.announcements.chunks) > self._window_bytes:
+            raise ProtocolViolation("more was announced at a time than may be in flight")
         for one in requests:
             self._take_control(one)
 
@@ -281,8 +265,6 @@ class Stream:
     def _take_announcements(self, announcements: Sequence[pb.Announce]) -> None:
         if not 1 <= len(announcements) <= ANNOUNCEMENTS_MAX:
             raise ProtocolViolation(f"{len(announcements)} chunks cannot be announced at a time")
-        if sum(announce.length for announce in announcements) > self._window_bytes:
-            raise ProtocolViolation("more was announced at a time than may be in flight")
         pulls: list[Pull] = []
         try:
             for announce in announcements:
@@ -332,7 +314,7 @@ class Stream:
             lane.push(item, nbytes)
 
     def _count_chunk(self, transport: str, nbytes: int) -> None:
-        self._service.metrics.chunks.labels(transport).inc()
+        self._service.metrics.chunks[transport].inc()
         self._service.metrics.chunk_bytes.inc(nbytes)
 
     def _take_chunk(self, header: pb.ChunkHeader, data: memoryview, nbytes: int) -> None:

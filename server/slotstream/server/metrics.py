@@ -130,9 +130,8 @@ class Metrics:
         self.open_samples = gauge("open_samples", "Samples that are arriving now.")
         self.streams = gauge("ingest_streams", "Connected ingest streams.")
         self.held_bytes = gauge("held_bytes", "Bytes of chunks received and not written yet.")
-        self.chunks = counter("chunks", "Chunks received, by transport.", ("transport",))
-        for transport in ("grpc", "nixl"):  # So that both are there from the start.
-            self.chunks.labels(transport)
+        chunks = counter("chunks", "Chunks received, by transport.", ("transport",))
+        self.chunks = {transport: chunks.labels(transport) for transport in ("grpc", "nixl")}
         self.nixl_fallbacks = counter("nixl_fallbacks", "Chunks that could not be read over NIXL, and came over gRPC instead.")
         self.nixl_timeouts = counter("nixl_timeouts", "NIXL transfers that were given up because they took too long.")
         self.nixl_reader_deaths = counter("nixl_reader_deaths", "Times that the process that reads over NIXL died.")
