@@ -64,7 +64,12 @@ def make_engine(cell: Cell, model: str, server: str) -> Any:
             "kv_connector": "SlotStreamConnector",
             "kv_connector_module_path": "slotstream.connector",
             "kv_role": "kv_producer",
-            "kv_connector_extra_config": {"server": server, "namespace": cell.name},
+            # Few rows a slot in half of the cells: rows for slots next to each other are copied at once.
+            "kv_connector_extra_config": {
+                "server": server,
+                "namespace": cell.name,
+                "chunk_bytes": 16 << 10 if cell.chunked else 2 << 20,
+            },
         },
     }
     if not cell.eager:

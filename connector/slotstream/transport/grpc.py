@@ -339,7 +339,7 @@ class GrpcSink:
             return None
 
     def _sendable(self) -> list[Iterable[bytes]]:
-        """All that may be sent now, but no more than one frame: what is said meanwhile may have to go before the next one."""
+        """What may be sent now, up to the next frame: what is said meanwhile may have to go before the one after it."""
         parts: list[Iterable[bytes]] = []
         while self._opens and len(parts) < BATCH_MAX:
             parts.append((_encode(self._opens.popleft()),))
