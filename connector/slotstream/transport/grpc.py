@@ -339,10 +339,13 @@ class GrpcSink:
             return None
 
     def _sendable(self) -> list[Iterable[bytes]]:
-        """What may be sent now, up to the next frame: what is said meanwhile may have to go before the one after it."""
+        """What may be sent now, up to the next frame: what is said meanwhile may have to go before the one after it.
+
+        Encoded only when it is sent, without the lock.
+        """
         parts: list[Iterable[bytes]] = []
         while self._opens and len(parts) < BATCH_MAX:
-            parts.append((_encode(self._opens.popleft()),))
+            parts.append(map(_encode, (self._opens.popleft(),)))
         while self._resends:
             chunk = self._resends.popleft()
             if chunk.chunk in self._in_flight:  # Not acked meanwhile: its buffer is still ours.
@@ -357,7 +360,7 @@ class GrpcSink:
             else:
                 self._awaited.add(item.sample)
                 self._items.popleft()
-                parts.append((_encode(item),))
+                parts.append(map(_encode, (item,)))
         return parts
 
     def _chunks_that_fit(self) -> list[StagedChunk]:
