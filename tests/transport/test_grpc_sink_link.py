@@ -23,9 +23,8 @@ from slotstream.wire.names import CONTROL_BYTES_MAX, PROTOCOL_VERSION
 HELLO = ingest_pb2.Hello(
     protocol=PROTOCOL_VERSION, engine_id="an-engine", worker_rank=3, vllm_version="1", slotstream_version="2"
 )
-SAID = ingest_pb2.Hello(
-    protocol=PROTOCOL_VERSION, engine_id="an-engine", worker_rank=3, vllm_version="1", slotstream_version="2", batches=True
-)
+SAID = ingest_pb2.Hello.FromString(HELLO.SerializeToString())
+SAID.batches = True
 MakeSink = Callable[..., tuple[GrpcSink, Recorder]]
 
 

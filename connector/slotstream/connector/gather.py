@@ -150,14 +150,14 @@ class RowGather:
 
     def _runs(self, destinations: Sequence[Destination]) -> Iterator[tuple[int, int]]:
         """(first slot, bytes) of each stretch of staging that is filled without a gap: a copy costs 20 us to begin with."""
-        first, slots, nbytes = -1, 0, 0
+        first = nbytes = 0
         for to in destinations:
-            if nbytes and (to.slot != first + slots or nbytes != slots * self._pool.slot_bytes):
+            if nbytes and (to.slot - first) * self._pool.slot_bytes != nbytes:
                 yield first, nbytes
                 nbytes = 0
             if not nbytes:
-                first, slots = to.slot, 0
-            slots, nbytes = slots + 1, nbytes + to.rows * self.row_bytes
+                first = to.slot
+            nbytes += to.rows * self.row_bytes
         if nbytes:
             yield first, nbytes
 

@@ -127,7 +127,8 @@ class GrpcSink:
     ) -> None:
         self._target = target
         self._access = access or Access()
-        self._hello = hello
+        self._hello = ingest_pb2.Hello(batches=True)
+        self._hello.MergeFrom(hello)
         self._frames = Frames()
         self._plane = plane or self._frames
         self._ack_timeout_s = ack_timeout_s
@@ -322,9 +323,7 @@ class GrpcSink:
     # -- gRPC's thread: the request iterator
 
     def _requests(self, ended: threading.Event) -> Iterator[bytes]:
-        hello = ingest_pb2.Hello(batches=True)
-        hello.MergeFrom(self._plane.hello(self._hello))
-        yield ingest_pb2.IngestRequest(hello=hello).SerializeToString()
+        yield ingest_pb2.IngestRequest(hello=self._plane.hello(self._hello)).SerializeToString()
         while (parts := self._next(ended)) is not None:
             requests = itertools.chain.from_iterable(parts)
             yield from _in_batches(requests) if self._batches else requests
@@ -339,9 +338,9 @@ class GrpcSink:
             return None
 
     def _sendable(self) -> list[Iterable[bytes]]:
-        """What may be sent now, up to the next frame: what is said meanwhile may have to go before the one after it.
+        """What may be sent now; it is encoded when it is sent, without the lock.
 
-        Encoded only when it is sent, without the lock.
+        Of chunks that go as frames from the start one: what is said meanwhile may have to go before the next.
         """
         parts: list[Iterable[bytes]] = []
         while self._opens and len(parts) < BATCH_MAX:

@@ -51,10 +51,15 @@ def _read_varint(frame: bytes, at: int) -> tuple[int, int]:
     raise ProtocolViolation("a frame's length field is cut short or too long")
 
 
+def _begin(tag: int, nbytes: int) -> bytes:
+    """What stands before the `nbytes` of a length-delimited field."""
+    return bytes((tag,)) + _varint(nbytes)
+
+
 def _encode(tag: int, header: Message, data: Sequence[Buffer]) -> bytes:
     head = header.SerializeToString()
     nbytes = sum(memoryview(part).nbytes for part in data)
-    return b"".join((bytes((tag,)), _varint(len(head)), head, bytes((_DATA_TAG,)), _varint(nbytes), *data))
+    return b"".join((_begin(tag, len(head)), head, _begin(_DATA_TAG, nbytes), *data))
 
 
 def _split(frame: bytes, tag: int) -> tuple[bytes, memoryview] | None:
@@ -130,8 +135,8 @@ def is_chunk(request: bytes) -> bool:
 
 def encode_batch(requests: Iterable[bytes]) -> bytes:
     """An IngestRequest with a RequestBatch of these requests, each encoded already."""
-    body = b"".join(part for request in requests for part in (bytes((_REQUESTS_TAG,)), _varint(len(request)), request))
-    return b"".join((bytes((_BATCH_TAG,)), _varint(len(body)), body))
+    body = b"".join(part for request in requests for part in (_begin(_REQUESTS_TAG, len(request)), request))
+    return _begin(_BATCH_TAG, len(body)) + body
 
 
 def decode_request(frame: bytes) -> tuple[ingest_pb2.IngestRequest, memoryview]:

@@ -229,11 +229,11 @@ class Stream:
         if kind == "chunk":
             self._take_chunk(request.chunk, data, len(frame))
             return
-        if len(data):
-            raise ProtocolViolation("only a chunk may carry data")
         requests = request.batch.requests if kind == "batch" else (request,)
         if not 1 <= len(requests) <= BATCH_MAX:
             raise ProtocolViolation(f"a batch cannot hold {len(requests)} requests")
+        if len(data) or any(one.data for one in requests):
+            raise ProtocolViolation("only a chunk may carry data")
         if sum(announce.length for one in requests for announce in one.announcements.chunks) > self._window_bytes:
             raise ProtocolViolation("more was announced at a time than may be in flight")
         for one in requests:
@@ -242,8 +242,6 @@ class Stream:
     def _take_control(self, request: pb.IngestRequest) -> None:
         """A request that may stand in a batch."""
         kind = request.WhichOneof("kind")
-        if request.data:
-            raise ProtocolViolation("only a chunk may carry data")
         if kind == "open":
             self._take_open(request.open)
         elif kind == "announcements":
