@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from support.files import files_below
 from support.outage_rig import SMALL, Engine, Restarting, account, own_descriptors, own_threads
 from support.waiting import wait_until
 from support.worker_rig import opened
@@ -99,13 +100,13 @@ def test_a_spool_holds_what_staging_cannot(server: Restarting, tmp_path: Path) -
         engine.work(3)
         server.stop()
         engine.work(60)
-        assert len(list((tmp_path / "spool").rglob("*.spool"))) > 16
+        assert len(files_below(tmp_path / "spool", ".spool")) > 16
         for path in (tmp_path / "spool").rglob("*"):
             assert path.stat().st_mode & 0o077 == 0
         server.start()
         wait_until(lambda: engine.settled)
         assert account(server.address, engine.promised) == _aborted(engine)
-        wait_until(lambda: not list((tmp_path / "spool").rglob("*.spool")))
+        wait_until(lambda: not files_below(tmp_path / "spool", ".spool"))
         stats = engine.stats()
         assert stats["spooled_bytes"] > 0
         assert stats["spool_bytes_in_use"] == stats["staging_bytes_in_use"] == stats["staging_bytes_kept"] == 0
@@ -152,7 +153,7 @@ def test_an_engine_killed_in_an_outage_leaves_its_spool_to_the_next(server: Rest
     server.stop()
     spool = tmp_path / "spool"
     promised = _killed_engine(server.address, spool, 1)
-    files = sorted(spool.rglob("*.spool"))
+    files = files_below(spool, ".spool")
     names = _whole(promised)[:4]
     flipped, cut, emptied, rotten = (next(p for p in files if f"~{name}.spool" in p.name) for name in names)
     raw = bytearray(flipped.read_bytes())
@@ -173,7 +174,7 @@ def test_an_engine_killed_in_an_outage_leaves_its_spool_to_the_next(server: Rest
         try:
             engine.work(5)
             wait_until(lambda: engine.settled and other.settled)
-            wait_until(lambda: not list(spool.rglob("*.spool")))
+            wait_until(lambda: not files_below(spool, ".spool"))
             failed = account(server.address, promised)
             assert failed.pop("killed1-half") == "INTERRUPTED"
             damaged = dict(zip(names, ("DAMAGED", "INTERRUPTED", "DAMAGED", "DAMAGED"), strict=True))
@@ -210,7 +211,7 @@ def test_an_engine_that_shuts_down_in_an_outage_leaves_what_is_whole_to_the_next
     next_one = Engine.start(server.address, seed=11, name="next", spool_dir=spool, staging_bytes=1 << 20, chunk_bytes=4096)
     try:
         wait_until(lambda: next_one.settled)
-        wait_until(lambda: not list(Path(spool).rglob("*.spool")))
+        wait_until(lambda: not files_below(Path(spool), ".spool"))
         assert account(server.address, first.promised | {"half": None}) == _aborted(first) | {"half": "ABORTED"}
         with connect(server.address) as client:
             assert int(client.stat("long").metadata["chunks"]) > 2
@@ -233,7 +234,7 @@ def test_a_row_longer_than_a_slot_cannot_come_back_and_that_is_said(server: Rest
     os.close(owned.lock_fd)
     engine = Engine.start(server.address, spool_dir=str(tmp_path / "spool"))
     try:
-        wait_until(lambda: engine.settled and not list((tmp_path / "spool").rglob("*.spool")))
+        wait_until(lambda: engine.settled and not files_below(tmp_path / "spool", ".spool"))
         assert account(server.address, {"wide": None}) == {"wide": "TOO_LARGE"}
     finally:
         engine.close()
@@ -286,8 +287,8 @@ def _outage_cycles(server: Restarting, tmp_path: Path, cycles: int, **options: o
         assert server.descriptors() < 100
     finally:
         engine.close()
-    assert not list(tmp_path.rglob("*.spool"))
-    assert not list(tmp_path.rglob("*.partial"))
+    assert not files_below(tmp_path, ".spool")
+    assert not files_below(tmp_path, ".partial")
 
 
 @pytest.mark.parametrize("spooling", [False, True], ids=["staging only", "with a spool"])

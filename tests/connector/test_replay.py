@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.files import files_below
 from support.waiting import WAIT_S, wait_until
 from support.worker_rig import BLOCKS, Rig, WatchedSink, make_rig, opened
 
@@ -177,7 +178,7 @@ def test_a_failure_that_the_server_does_not_take_yet_lies_in_the_spool(
         assert rig.worker._pump.link_up
         rig.sink.draining = False
         wait_until(lambda: _is_empty(rig))
-        wait_until(lambda: not list(tmp_path.glob("*/*.spool")))
+        wait_until(lambda: not files_below(tmp_path, ".spool"))
 
 
 def test_an_engine_hears_of_a_failure_though_the_spools_disk_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -263,7 +264,7 @@ def test_a_short_staging_is_relieved_by_the_spool_and_then_nothing_is_lost(tmp_p
             rig.capture(f"r{i}", 4)
             assert sink.acked.acquire(timeout=30)
             wait_until(lambda: rig.worker._pool.in_use == 0)
-        assert len(list((tmp_path / "spool").rglob("*.spool"))) >= 3
+        assert len(files_below(tmp_path / "spool", ".spool")) >= 3
         sink.break_link()
         wait_until(lambda: not rig.worker._pump._shelf.writing)
         sink.verdicts = True

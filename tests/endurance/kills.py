@@ -17,9 +17,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(1, str(Path(__file__).parents[1]))
 
 from accounts import Account, settle
 from ledger import NAMESPACE
+from support.files import files_below
 from world import Process, World
 
 from slotstream.client import connect
@@ -87,12 +89,12 @@ def _settle(world: World, total: Account, spool: bool) -> None:
     total.wrong += found.wrong
     if found.wrong:
         return
-    left = list(world.data_dir.rglob("*.partial"))
+    left = files_below(world.data_dir, ".partial")
     assert not left, f"partial files were left behind: {left}"
     with connect(world.address) as client:
         for info in list(client.list(namespace=NAMESPACE)):
             client.delete(info.sample_id, namespace=NAMESPACE)
-    left = list(world.data_dir.rglob("*.safetensors"))
+    left = files_below(world.data_dir, ".safetensors")
     assert not left, f"files were left behind: {left}"
     world.forget()
 

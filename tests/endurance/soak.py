@@ -22,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(1, str(Path(__file__).parents[1]))
 
 from ledger import NAMESPACE, row_data, token_ids
+from support.files import files_below
 from support.ingest_client import IngestClient
 from support.synthetic import SyntheticSample
 from world import Process, World
@@ -181,7 +182,7 @@ class Soak:
         stored = {
             state: int(gauges[f'slotstream_stored_samples{{state="{state}"}}']) for state in ("arriving", "committed", "failed")
         }
-        files = len(list(self.world.data_dir.rglob("*.safetensors")))
+        files = len(files_below(self.world.data_dir, ".safetensors"))
         self._equal("samples committed", outcomes["committed"], ended["committed"])
         self._equal("samples failed", outcomes["failed"] + self._rude_failed, ended["failed"])
         self._equal("samples without an outcome", outcomes["nothing heard"], 0)
@@ -189,7 +190,7 @@ class Soak:
         self._equal("failures shown", ended["failed"] - self._deleted_failed, stored["failed"])
         self._equal("files", stored["committed"], files)
         self._equal("samples arriving", stored["arriving"], 0)
-        self._equal("partial files", len(list(self.world.data_dir.rglob("*.partial"))), 0)
+        self._equal("partial files", len(files_below(self.world.data_dir, ".partial")), 0)
         for gauge in ("open_samples", "held_bytes", "ingest_streams", "reads", "waiting_reads"):
             self._equal(gauge, int(gauges[f"slotstream_{gauge}"]), 0)
 

@@ -17,6 +17,7 @@ from types import TracebackType
 from typing import Self
 
 from ledger import Promise, promises
+from support.files import files_below
 
 from slotstream.client import ServerUnavailable, connect
 from slotstream.wire.nixl import is_installed
@@ -118,7 +119,7 @@ class World:
         heir = self._sender("heir", "--heir")
         deadline = time.monotonic() + _START_S
         try:
-            while (left := list(self._spool.glob("*/*.spool"))) and heir.alive:
+            while (left := files_below(self._spool, ".spool")) and heir.alive:
                 assert time.monotonic() < deadline, f"{left} stayed in the spool:\n{heir.log()[-4000:]}"
                 time.sleep(0.05)
             allowed = self.may_end_with(heir)

@@ -21,6 +21,7 @@ from typing import Any
 import grpc
 import pytest
 from server_kit import FAILED, Peer, Reader, Sample, hello, status
+from support.files import files_below
 from support.server import ServerProcess
 from support.waiting import wait_until
 
@@ -69,7 +70,7 @@ class Target:
         return (
             all(self.gauge(name) == (name == "ingest_streams") for name in _GAUGES[1:])
             and self.gauge("open_samples") <= 1
-            and len(list(self.data_dir.rglob("*.partial"))) <= 1
+            and len(files_below(self.data_dir, ".partial")) <= 1
             and len([link for link in self.descriptors() if link.endswith(".partial")]) <= 1
         )
 

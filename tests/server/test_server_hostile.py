@@ -10,6 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from server_kit import FAILED, Peer, Reader, RunningServer, Sample, batch, hello
+from support.files import files_below
 from support.waiting import wait_until
 
 from slotstream.v1 import ingest_pb2 as pb
@@ -81,7 +82,7 @@ def test_what_is_wrong_with_a_sample_fails_that_sample(
         assert peer.put(S, 2).sample == 2
         bystander.say(Sample("other").chunk(1, 2, 20, 40), Sample("other").commit(1))
         bystander.committed()
-    assert not list(running.config.data_dir.rglob("*.partial"))
+    assert not files_below(running.config.data_dir, ".partial")
 
 
 def test_chunks_behind_a_failure_are_dropped_and_acked(peer: Peer) -> None:
@@ -139,7 +140,7 @@ def test_what_breaks_the_protocol_ends_that_stream(
     peer.put(Sample("polite"), 1)
     if len(requests) > 1:
         assert reader.state("s") == (FAILED, "INTERRUPTED")
-    assert not list(running.config.data_dir.rglob("*.partial"))
+    assert not files_below(running.config.data_dir, ".partial")
 
 
 def test_a_message_past_the_limit_ends_that_stream(running: RunningServer, peer: Peer) -> None:
@@ -187,6 +188,6 @@ def test_a_peer_that_leaves_in_the_middle_of_a_flood(running: RunningServer, act
         rude.hear_until("ack")
         act(rude)
     wait_until(lambda: running.metric("open_samples") == 0)
-    wait_until(lambda: not list(running.config.data_dir.rglob("*.partial")))
+    wait_until(lambda: not files_below(running.config.data_dir, ".partial"))
     with Peer(running.address) as peer:
         peer.put(S, 1)

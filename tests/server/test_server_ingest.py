@@ -10,6 +10,7 @@ from pathlib import Path
 import grpc
 import pytest
 from server_kit import ARRIVING, COMMITTED, FAILED, Peer, Reader, RunningServer, Sample, batch, hello
+from support.files import files_below
 from support.waiting import wait_until
 
 from slotstream.store.files import Files
@@ -170,7 +171,7 @@ def test_when_a_stream_ends_its_open_samples_are_interrupted(running: RunningSer
         wait_until(lambda: running.metric("open_samples") == 0)
     assert reader.state("open") == (FAILED, "INTERRUPTED")
     assert reader.state("done") == (COMMITTED, "")
-    assert not list(running.config.data_dir.rglob("*.partial"))
+    assert not files_below(running.config.data_dir, ".partial")
     wait_until(lambda: running.metric("ingest_streams") == 0)
 
 
@@ -267,7 +268,7 @@ def test_a_fault_of_our_own_fails_one_sample(
     assert (failed.code, "ZeroDivision" in failed.message) == ("INTERNAL", False)
     assert "ZeroDivisionError" in caplog.text
     peer.put(Sample("good"), 2)
-    assert not list(running.config.data_dir.rglob("*.partial"))
+    assert not files_below(running.config.data_dir, ".partial")
 
 
 def test_draining_lets_open_samples_finish_and_takes_no_new_ones(tmp_path: Path) -> None:
@@ -297,7 +298,7 @@ def test_what_is_open_when_the_drain_ends_fails(tmp_path: Path) -> None:
         running.start_drain().result(60)
         assert peer.failed().code == "SERVER_DRAINING"
         assert peer.ending() == (grpc.StatusCode.UNAVAILABLE, "SERVER_DRAINING")
-        assert not list(tmp_path.rglob("*.partial"))
+        assert not files_below(tmp_path, ".partial")
         store = running.server.store
         record = store.stat(Sample().key)
         assert record is not None
@@ -325,4 +326,4 @@ def test_a_busy_peer_cannot_keep_the_server_from_stopping(tmp_path: Path) -> Non
         running.call(running.server.stop())
         stopped.set()
         thread.join()
-    assert not list(tmp_path.rglob("*.partial"))
+    assert not files_below(tmp_path, ".partial")

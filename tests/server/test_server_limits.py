@@ -9,6 +9,7 @@ from typing import Any
 import grpc
 import pytest
 from server_kit import FAILED, Peer, Reader, RunningServer, Sample, hello, status
+from support.files import files_below
 from support.waiting import wait_until
 
 from slotstream.v1 import ingest_pb2 as pb
@@ -42,7 +43,7 @@ def test_a_stream_that_stops_in_the_middle_of_a_sample_is_ended(tmp_path: Path) 
         assert reader.state("s") == (FAILED, "INTERRUPTED")
         # One that has nothing open may be silent for as long as it likes.
         idle.put(Sample("later"), 2)
-    assert not list(tmp_path.rglob("*.partial"))
+    assert not files_below(tmp_path, ".partial")
 
 
 def test_a_sample_that_trickles_in_for_too_long_fails_alone(tmp_path: Path) -> None:

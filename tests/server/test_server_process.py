@@ -23,6 +23,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from server_kit import COMMITTED, FAILED, Peer, Reader, Sample, hello
+from support.files import files_below
 
 from slotstream.v1 import ingest_pb2 as pb
 from slotstream.wire.frames import encode_chunk
@@ -140,7 +141,7 @@ def test_a_second_signal_ends_the_drain(tmp_path: Path) -> None:
         server.signal(signal.SIGTERM)
         assert peer.failed().code == "SERVER_DRAINING"
         assert server.wait() == 0
-    assert not list(tmp_path.rglob("*.partial"))
+    assert not files_below(tmp_path, ".partial")
 
 
 def test_a_killed_server_keeps_what_it_committed(tmp_path: Path) -> None:
@@ -151,12 +152,12 @@ def test_a_killed_server_keeps_what_it_committed(tmp_path: Path) -> None:
         server.signal(signal.SIGKILL)
         assert peer.ending()[0] is grpc.StatusCode.UNAVAILABLE
         server.wait()
-    assert list(tmp_path.rglob("*.partial"))
+    assert files_below(tmp_path, ".partial")
     with Process(tmp_path) as server, Reader(server.address) as reader:
         assert reader.state("done") == (COMMITTED, "")
         assert reader.state("open") == (FAILED, "INTERRUPTED")
         assert reader.read("done")[1] == Sample().data
-        assert not list(tmp_path.rglob("*.partial"))
+        assert not files_below(tmp_path, ".partial")
 
 
 def test_unix_sockets(tmp_path: Path) -> None:
@@ -243,7 +244,7 @@ def test_a_really_full_disk(tmp_path: Path) -> None:
             peer.committed()
             server.signal()
             assert server.wait() == 0
-        assert not list(disk.rglob("*.partial"))
+        assert not files_below(disk, ".partial")
         (disk / "ballast").write_bytes(bytes(shutil.disk_usage(disk).free))
         assert "is full" in _refused(disk, "--listen", "127.0.0.1:0")
 

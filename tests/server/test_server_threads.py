@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from server_kit import TIMEOUT_S, Peer, Reader, RunningServer, Sample
+from support.files import files_below
 
 from slotstream.server.lane import Chunk, Commit, Done, Lane, Open, Pools
 from slotstream.v1 import ingest_pb2 as pb
@@ -80,7 +81,7 @@ def test_of_many_chunks_some_are_wrong(running: RunningServer) -> None:
         assert reader.state("bad")[1] == "HASH_MISMATCH"
     assert running.metric("samples_total", outcome="failed", code="HASH_MISMATCH") == 1
     assert running.metric("open_samples") == 0
-    assert not list(running.config.data_dir.rglob("*.partial"))
+    assert not files_below(running.config.data_dir, ".partial")
 
 
 def test_an_abort_comes_after_the_chunks_before_it(running: RunningServer) -> None:
@@ -93,7 +94,7 @@ def test_an_abort_comes_after_the_chunks_before_it(running: RunningServer) -> No
         for _ in range(1, 30):
             assert peer.failed().code == "ABORTED"
     assert running.metric("held_bytes") == 0
-    assert not list(running.config.data_dir.rglob("*.partial"))
+    assert not files_below(running.config.data_dir, ".partial")
 
 
 class _Recording:

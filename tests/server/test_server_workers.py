@@ -13,6 +13,7 @@ from pathlib import Path
 import grpc
 import pytest
 from server_kit import ARRIVING, COMMITTED, FAILED, NOT_SERVING, SERVING, Peer, Reader, RunningServer, Sample, health
+from support.files import files_below
 from support.waiting import wait_until
 
 from slotstream.store.samples import SampleStore
@@ -116,7 +117,7 @@ def test_a_worker_that_dies_fails_what_it_had_open_and_nothing_else(peers: list[
             outcomes.append((FAILED, "INTERRUPTED"))
     assert (FAILED, "INTERRUPTED") in outcomes
     wait_until(lambda: len(set(children(os.getpid())) - set(victims)) == 2)
-    partials = [path for path in (running.config.data_dir / "default").rglob("*.partial") if path.name.startswith("dies")]
+    partials = [path for path in files_below(running.config.data_dir / "default", ".partial") if path.name.startswith("dies")]
     assert partials == []
     with Reader(running.address) as reader:
         for sample, outcome in zip(samples, outcomes, strict=True):

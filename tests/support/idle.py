@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import sqlite3
 
+from support.files import files_below
 from support.outage import metric, scrape
 from support.stack import Stack
 from support.workload import Ask, send, text_tokens
@@ -31,7 +32,7 @@ def assert_idle(running: Stack) -> None:
     assert not any(gauges.values()), gauges
     for name in IDLE_AT_ZERO:
         assert f"# TYPE {name} " in pages, name
-    assert not list((running.work / "data").rglob("*.partial"))
+    assert not files_below(running.work / "data", ".partial")
     with sqlite3.connect(f"file:{running.work / 'data' / 'catalog.sqlite'}?mode=ro", uri=True) as catalogue:
         (arriving,) = catalogue.execute("SELECT count(*) FROM samples WHERE state = 'arriving'").fetchone()
     assert arriving == 0
