@@ -16,12 +16,13 @@ from transport_ours import NixlOnly
 
 from slotstream.client import connect
 from slotstream.connector.config import ConnectorConfig, ConnectorOptions
+from slotstream.connector.copies import Arrived
 from slotstream.connector.counters import Counters
-from slotstream.connector.gather import Copied, Gathered
 from slotstream.connector.inbox import Segment, StagedBatch
 from slotstream.connector.plan import SampleFinish, SampleOpen
 from slotstream.connector.pump import Pump
-from slotstream.connector.staging import StagingPool
+from slotstream.connector.staging import StagingPool, StagingShape
+from slotstream.connector.staging_memory import StagingMemory
 from slotstream.transport.base import Committed, Failed, LinkDown, LinkUp, SinkEvent
 from slotstream.transport.grpc import Frames, GrpcSink
 from slotstream.v1 import ingest_pb2
@@ -91,13 +92,15 @@ class Sender:
             dtype="BF16",
             metadata={},
         )
-        self._pool = StagingPool(staging_bytes // shape.frame_bytes, shape.frame_bytes, torch.device("cpu"))
+        slots = staging_bytes // shape.frame_bytes
+        memory = StagingMemory(slots, shape.frame_bytes, torch.device("cpu"))
+        self._pool = StagingPool(memory.view, StagingShape(slots, 0, shape.frame_bytes, shape.row_bytes))
         # Written once, and different in every slot: a sample is what its slots hold.
-        self._pool.memory.random_(generator=torch.Generator().manual_seed(0))
+        memory.memory.random_(generator=torch.Generator().manual_seed(0))
         self._outcome = _Outcome()
         hello = ingest_pb2.Hello(protocol=PROTOCOL_VERSION, engine_id="benchmark")
         sink = _WatchedSink(address, hello, self._outcome, transport)
-        sink.use_staging(self._pool.memory_view, shape.frame_bytes)
+        sink.use_staging(memory.view, shape.frame_bytes)
         self._pump = Pump(config, self._pool, sink, shape.row_bytes, Counters())
         self._pump.start()
         self._runs = 0
@@ -125,13 +128,13 @@ class Sender:
             if slots is None:
                 raise RuntimeError(self._outcome.problem or "staging did not come free within a minute")
             segments = tuple(
-                Segment(sample_id, first_row, count, slot, _NOTHING_COMPUTED)
+                Segment(sample_id, first_row, count, slot, 0)
                 for (first_row, count), slot in zip(part, slots, strict=True)
             )
             sent += [(slot, count * self._shape.row_bytes) for (_, count), slot in zip(part, slots, strict=True)]
             # A device would have written the slots, and found the rows' peaks, without this CPU.
-            gathered = Gathered(torch.ones(sum(rows for _, rows in part)), Copied())
-            self._pump.post(StagedBatch(segments, gathered, None, ()))
+            arrived = Arrived(np.ones(sum(rows for _, rows in part), dtype=np.float32))
+            self._pump.post(StagedBatch(segments, _NOTHING_COMPUTED, arrived, None))
         self._pump.post(SampleFinish(sample_id, tuple(range(rows)), {}))
 
     def check(self) -> None:

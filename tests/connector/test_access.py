@@ -83,7 +83,7 @@ def test_samples_wait_for_a_token_that_is_right(tmp_path: Path, logged: list[log
             rig.capture("elsewhere", 8)
             (fault,) = _until(rig, 1)
             assert fault.code == "PERMISSION_DENIED"
-            assert rig.worker._pump.link_up
+            assert rig.worker._sender.link_up
         finally:
             rig.worker.close()
     said = [record.getMessage() for record in logged]

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from slotstream.connector.gather import Destination, RowGather
-from slotstream.connector.staging import StagingPool
+from slotstream.connector.staging_memory import StagingMemory
 
 
 def _bits(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -35,16 +35,16 @@ def test_rows_are_copied_bit_for_bit(dtype: torch.dtype, hidden: int, layout: st
             cache = _bits((blocks, layers, block_size, hidden + 3), dtype)[..., :hidden]
         case _:
             cache = _bits((blocks * layers * block_size * hidden + 1,), dtype)[1:].view(blocks, layers, block_size, hidden)
-    pool = StagingPool(4, 4096, torch.device("cpu"))
+    memory = StagingMemory(4, 4096, torch.device("cpu"))
     slots = np.array([35, 0, 7, 7, 18, 4], dtype=np.int64)
-    gathered = RowGather(cache, pool).gather(slots, [Destination(2, 4), Destination(0, 2)], None)
+    gathered = RowGather(cache, memory).gather(slots, [Destination(2, 4), Destination(0, 2)], None)
     gathered.wait()
     rows = [cache[slot // block_size, :, slot % block_size].contiguous().view(torch.uint8) for slot in slots.tolist()]
     row_bytes = layers * hidden * dtype.itemsize
-    assert bytes(pool.buffer(2, 4 * row_bytes)) == b"".join(bytes(row.numpy()) for row in rows[:4])
-    assert bytes(pool.buffer(0, 2 * row_bytes)) == b"".join(bytes(row.numpy()) for row in rows[4:])
-    assert gathered.peaks.shape == (6,)
-    assert gathered.peaks.dtype == dtype
+    assert bytes(memory.tensor(2, 4 * row_bytes).numpy()) == b"".join(bytes(row.numpy()) for row in rows[:4])
+    assert bytes(memory.tensor(0, 2 * row_bytes).numpy()) == b"".join(bytes(row.numpy()) for row in rows[4:])
+    assert gathered.peaks().shape == (6,)
+    assert gathered.peaks().dtype == np.float32
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -52,33 +52,33 @@ def test_slots_next_to_each_other_get_their_own_rows(seed: int) -> None:
     rng = random.Random(seed)
     cache = _bits((16, 1, 4, 4), torch.bfloat16)
     row_bytes, rows_a_slot = 8, 3
-    pool = StagingPool(12, row_bytes * rows_a_slot, torch.device("cpu"))
-    pool.memory.zero_()
+    memory = StagingMemory(12, row_bytes * rows_a_slot, torch.device("cpu"))
+    memory.memory.zero_()
     destinations = [Destination(slot, rng.choice((1, 3, 3, 3))) for slot in sorted(rng.sample(range(12), 7))]
     if seed % 5 == 0:
         rng.shuffle(destinations)
     slots = np.array([rng.randrange(64) for _ in range(sum(to.rows for to in destinations))])
-    RowGather(cache, pool).gather(slots, destinations, None).wait()
-    wanted = bytearray(pool.memory.numel())
+    RowGather(cache, memory).gather(slots, destinations, None).wait()
+    wanted = bytearray(memory.nbytes)
     rows = iter(slots.tolist())
     for to in destinations:
         for at in range(to.slot * rows_a_slot, to.slot * rows_a_slot + to.rows):
             slot = next(rows)
             wanted[at * row_bytes : (at + 1) * row_bytes] = bytes(cache[slot // 4, 0, slot % 4].view(torch.uint8).numpy())
-    assert bytes(pool.memory_view) == wanted
+    assert bytes(memory.view) == wanted
 
 
 def test_slots_that_are_filled_in_a_row_are_one_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     cache = _bits((16, 1, 4, 4), torch.bfloat16)
-    pool = StagingPool(12, 24, torch.device("cpu"))
+    memory = StagingMemory(12, 24, torch.device("cpu"))
     copied: list[tuple[int, int]] = []
-    tensor = pool.tensor
+    tensor = memory.tensor
 
     def note(slot: int, nbytes: int) -> torch.Tensor:
         copied.append((slot, nbytes))
         return tensor(slot, nbytes)
 
-    monkeypatch.setattr(pool, "tensor", note)
+    monkeypatch.setattr(memory, "tensor", note)
     into = [Destination(slot, rows) for slot, rows in ((1, 3), (2, 3), (3, 2), (4, 3), (6, 3), (7, 1))]
-    RowGather(cache, pool).gather(np.arange(15), into, None).wait()
+    RowGather(cache, memory).gather(np.arange(15), into, None).wait()
     assert copied == [(1, 64), (4, 24), (6, 32)]

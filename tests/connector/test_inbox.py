@@ -2,17 +2,38 @@
 
 from __future__ import annotations
 
-import dataclasses
 import threading
 from collections.abc import Sequence
+from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 from support.waiting import wait_until
 from support.worker_rig import Rig, WatchedSink, make_rig
 
-from slotstream.connector.gather import Destination, Gathered, RowGather, Slots
+from slotstream.connector.copies import Gathered, Slots
+from slotstream.connector.gather import Destination, RowGather
 from slotstream.transport.base import Acked, Committed, Failed, StagedChunk
 from slotstream.v1 import ingest_pb2
+
+
+@dataclass(frozen=True)
+class _Late:
+    """Rows that are in staging once `copy` says so."""
+
+    rows: Gathered
+    copy: _Copy
+
+    @property
+    def is_done(self) -> bool:
+        return self.copy.is_done
+
+    def wait(self) -> None:
+        self.copy.wait()
+
+    def peaks(self) -> npt.NDArray[np.float32]:
+        return self.rows.peaks()
 
 
 class _Copy:
@@ -62,14 +83,14 @@ def copies(monkeypatch: pytest.MonkeyPatch) -> dict[int, _Copy]:
         gathered = gather(self, slots, destinations, scratch)
         done[0] += 1
         copy = pending.get(done[0])
-        return gathered if copy is None else dataclasses.replace(gathered, ticket=copy)
+        return gathered if copy is None else _Late(gathered, copy)
 
     monkeypatch.setattr(RowGather, "gather", slow)
     return pending
 
 
 def _in_use(rig: Rig) -> int:
-    return rig.worker._pool.in_use
+    return rig.worker._sender._pool.in_use
 
 
 def test_answers_of_the_server_free_staging_while_rows_do_not_exist_yet(copies: dict[int, _Copy]) -> None:
@@ -119,4 +140,4 @@ def test_a_copy_that_never_ends_does_not_keep_the_engine_from_stopping(
     rig = make_rig()
     rig.capture("a", 8)
     rig.worker.close()
-    assert not rig.worker._pump._thread.is_alive()
+    assert not rig.worker._sender._thread.is_alive()

@@ -64,7 +64,7 @@ def test_a_server_that_was_stopped_and_goes_on_gets_everything_on_a_new_stream(s
         engine.work(10)
         server.send(signal.SIGSTOP)
         engine.work(20)
-        wait_until(lambda: not engine.rig.worker._pump._outbox.link_up)
+        wait_until(lambda: not engine.rig.worker._sender._outbox.link_up)
         engine.work(10)
         server.send(signal.SIGCONT)
         wait_until(lambda: engine.settled)
@@ -78,7 +78,7 @@ def test_what_finds_no_room_fails_at_once_and_the_server_is_told_when_it_is_back
     try:
         engine.work(3)
         server.stop()
-        wait_until(lambda: not engine.rig.worker._pump._outbox.link_up)
+        wait_until(lambda: not engine.rig.worker._sender._outbox.link_up)
         engine.work(40)  # Waits for nothing, whatever the policy says: nothing makes room.
         server.start()
         wait_until(lambda: engine.settled)
@@ -125,7 +125,7 @@ def test_a_spool_that_takes_no_more_is_as_none(server: Restarting, tmp_path: Pat
     engine = Engine.start(server.address, seed=6, **options)
     try:
         server.stop()
-        wait_until(lambda: not engine.rig.worker._pump._outbox.link_up)
+        wait_until(lambda: not engine.rig.worker._sender._outbox.link_up)
         engine.work(80)
         server.start()
         wait_until(lambda: engine.settled)
@@ -198,7 +198,7 @@ def test_an_engine_that_shuts_down_in_an_outage_leaves_what_is_whole_to_the_next
         first.work(2)
         wait_until(lambda: first.settled)
         server.stop()
-        wait_until(lambda: not first.rig.worker._pump._outbox.link_up)
+        wait_until(lambda: not first.rig.worker._sender._outbox.link_up)
         first.work(5)
         rig = first.rig
         rig.capture("long", 200)

@@ -77,12 +77,12 @@ def rig() -> Iterator[Rig]:
 
 
 def _is_empty(rig: Rig) -> bool:
-    return not rig.worker._pump._inbox and rig.worker._pump._outbox.is_empty
+    return not rig.worker._sender._inbox and rig.worker._sender._outbox.is_empty
 
 
 def _is_over(rig: Rig) -> bool:
     """Whether no sample is left of all that the engine said; the server may not have heard of it."""
-    return not rig.worker._pump._inbox and not rig.worker._pump._outbox._held
+    return not rig.worker._sender._inbox and not rig.worker._sender._outbox._held
 
 
 def _committed(rig: Rig, sample_id: str) -> bytes:
@@ -102,7 +102,7 @@ def test_a_lost_answer_is_asked_for_again(rig: Rig) -> None:
     assert rig.sink.opens == ["a", "a"]
     assert _committed(rig, "a") == rig.rows("a", 0, 30)
     assert rig.worker.take_faults() == []
-    assert (rig.worker._pool.in_use, rig.worker._pool.kept) == (0, 0)
+    assert (rig.worker._sender._pool.in_use, rig.worker._sender._pool.kept) == (0, 0)
 
 
 def test_a_sample_may_go_on_while_the_link_is_down_and_after(rig: Rig) -> None:
@@ -111,7 +111,7 @@ def test_a_sample_may_go_on_while_the_link_is_down_and_after(rig: Rig) -> None:
     rig.step(StepPlan((opened("a", 30),), (RowPlan("a", 0, 10, 0, table),)), rig.slots("a", 0, 10))
     rig.sink.break_link()
     rig.step(StepPlan((), (RowPlan("a", 10, 20, 10, table),)), rig.slots("a", 10, 20))
-    wait_until(lambda: [len(sample.chunks) for sample in rig.worker._pump._outbox._held.values()] == [2])
+    wait_until(lambda: [len(sample.chunks) for sample in rig.worker._sender._outbox._held.values()] == [2])
     rig.sink.link()
     finish = SampleFinish("a", tuple(range(30)))
     rig.step(StepPlan((), (RowPlan("a", 20, 30, 20, table),), (finish,)), rig.slots("a", 20, 30))
@@ -141,7 +141,7 @@ def test_a_failure_that_a_leaving_server_did_not_take_is_the_next_engines_to_tel
     try:
         first.step(StepPlan((opened("a", 8),), (RowPlan("a", 0, 4, 0, first.table("a", 8)),)), first.slots("a", 0, 4))
         first.step(StepPlan(aborts=(SampleAbort("a", "ABORTED", "it ended"),)), None)
-        wait_until(lambda: len(first.worker._pump._outbox._reports) == 1)
+        wait_until(lambda: len(first.worker._sender._outbox._reports) == 1)
         sink.break_link()
     finally:
         first.worker.close()
@@ -175,7 +175,7 @@ def test_a_failure_that_the_server_does_not_take_yet_lies_in_the_spool(
         if not refusals:  # The engine hears of it when it is there, and not before.
             assert _aborts(tmp_path) == ["ABORTED"]
         wait_until(lambda: _aborts(tmp_path) == ["ABORTED"])
-        assert rig.worker._pump.link_up
+        assert rig.worker._sender.link_up
         rig.sink.draining = False
         wait_until(lambda: _is_empty(rig))
         wait_until(lambda: not files_below(tmp_path, ".spool"))
@@ -237,8 +237,8 @@ def test_rows_whose_room_was_needed_are_lost_with_the_link_and_that_is_said() ->
         for i in range(20):  # 16 slots.
             rig.capture(f"r{i}", 4)
             assert sink.acked.acquire(timeout=30)
-            wait_until(lambda: rig.worker._pool.in_use == 0)
-        assert rig.worker._pool.kept == 16
+            wait_until(lambda: rig.worker._sender._pool.in_use == 0)
+        assert rig.worker._sender._pool.kept == 16
         sink.break_link()
         sink.verdicts = True
         sink.link()
@@ -259,14 +259,14 @@ def test_a_short_staging_is_relieved_by_the_spool_and_then_nothing_is_lost(tmp_p
         for i in range(12):
             rig.capture(f"r{i}", 4)
             assert sink.acked.acquire(timeout=30)
-        wait_until(lambda: rig.worker._pool.in_use == 0)
+        wait_until(lambda: rig.worker._sender._pool.in_use == 0)
         for i in range(12, 16):  # Each written before its slot can be taken, while those of before are taken one by one.
             rig.capture(f"r{i}", 4)
             assert sink.acked.acquire(timeout=30)
-            wait_until(lambda: rig.worker._pool.in_use == 0)
+            wait_until(lambda: rig.worker._sender._pool.in_use == 0)
         assert len(files_below(tmp_path / "spool", ".spool")) >= 3
         sink.break_link()
-        wait_until(lambda: not rig.worker._pump._shelf.writing)
+        wait_until(lambda: not rig.worker._sender._shelf.writing)
         sink.verdicts = True
         sink.link()
         wait_until(lambda: _is_empty(rig))
@@ -282,7 +282,7 @@ def test_an_engine_waits_for_room_that_the_spool_is_about_to_make(tmp_path: Path
     sink = _Sink()
     sink.verdicts = False
     rig = make_rig(sink=sink, staging_bytes=1 << 20, chunk_bytes=64 << 10, spool_dir=str(tmp_path / "spool"))
-    pump = rig.worker._pump
+    pump = rig.worker._sender
     waiting_makes_sense = []
     put, batch, go_on = Shelf.put, Pump._batch, threading.Event()
 

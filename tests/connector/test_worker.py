@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from support.waiting import wait_until
 from support.worker_rig import BLOCK_SIZE, BLOCKS, ROW_BYTES, Rig, WatchedSink, config, make_rig, opened
 
-from slotstream.connector import staging
+from slotstream.connector import staging_memory
 from slotstream.connector.faults import SampleFault
 from slotstream.connector.plan import RowPlan, SampleAbort, SampleFinish, StepPlan
+from slotstream.connector.senders import in_thread
 from slotstream.connector.staging import default_staging_bytes
 from slotstream.connector.worker import WorkerHalf
 from slotstream.transport.base import Acked, Committed, Failed, LinkDown, LinkUp, StagedChunk
@@ -278,7 +279,7 @@ def test_full_staging_fails_samples_and_a_lost_link_none_that_can_be_sent_again(
         for _ in range(count):
             assert sink.taken.acquire(timeout=30.0)
         sink._on_event(LinkDown("gone"))
-        wait_until(lambda: not rig.worker._pump._outbox.link_up)
+        wait_until(lambda: not rig.worker._sender._outbox.link_up)
         rig.capture("away", 8)
         faults: list[SampleFault] = []
         while len(faults) < 2:
@@ -302,11 +303,11 @@ def test_a_server_that_hangs_is_waited_for_once() -> None:
     try:
         _fill(rig, lambda s: "stall_seconds" in s and s["staging_bytes_in_use"] == s["staging_bytes_limit"])
         # The wait passed without a word from the server: no further step waits until there is one.
-        assert not rig.worker._pump.taking_rows
+        assert not rig.worker._sender.taking_rows
         sink._on_event(Acked((1,)))
-        while rig.worker._pool.in_use == rig.worker._pool.num_slots:
+        while rig.worker._sender._pool.in_use == rig.worker._sender._pool.num_slots:
             pass
-        assert rig.worker._pump.taking_rows
+        assert rig.worker._sender.taking_rows
     finally:
         rig.worker.close()
 
@@ -317,7 +318,7 @@ def test_a_server_that_hangs_is_waited_for_once() -> None:
 def test_options_that_do_not_fit_the_model_stop_the_start(options: dict[str, object]) -> None:
     cache = torch.zeros(4, 3, 4, 8, dtype=torch.bfloat16)
     with pytest.raises(ConfigError, match="staging_bytes must be at least"):
-        WorkerHalf(config(**options), cache, WatchedSink(), 16)
+        WorkerHalf(config(**options), cache, in_thread(config(**options), WatchedSink()), 16)
 
 
 def test_staging_holds_a_few_steps_unless_an_option_says_how_much() -> None:
@@ -329,7 +330,7 @@ def test_staging_holds_a_few_steps_unless_an_option_says_how_much() -> None:
     try:
         rig.capture("a", 6)
         assert isinstance(rig.sink.verdict(1), Committed)
-        slot_bytes = rig.worker._pool.slot_bytes
+        slot_bytes = rig.worker._sender._pool.slot_bytes
         assert rig.worker.take_stats()["staging_bytes_limit"] == (512 << 20) // slot_bytes * slot_bytes
     finally:
         rig.worker.close()
@@ -339,12 +340,12 @@ def test_memory_that_is_not_to_be_had_stops_the_start(monkeypatch: pytest.Monkey
     def no_memory(nbytes: int, device: torch.device) -> torch.Tensor:
         raise RuntimeError("CUDA error: out of memory")
 
-    monkeypatch.setattr(staging, "_memory", no_memory)
+    monkeypatch.setattr(staging_memory, "_private", no_memory)
     with pytest.raises(ConfigError, match=r"4 MiB of host memory .*: CUDA error: out of memory; set .* staging_bytes lower"):
-        WorkerHalf(config(), torch.zeros(4, 3, 4, 8, dtype=torch.bfloat16), WatchedSink(), 16)
+        WorkerHalf(config(), torch.zeros(4, 3, 4, 8, dtype=torch.bfloat16), in_thread(config(), WatchedSink()), 16)
 
 
 def test_a_cache_of_another_shape_stops_the_start() -> None:
     with pytest.raises(ConfigError, match="hidden-state cache has shape"):
-        WorkerHalf(config(), torch.zeros(4, 2, 4, 8, dtype=torch.bfloat16), WatchedSink(), 16)
+        WorkerHalf(config(), torch.zeros(4, 2, 4, 8, dtype=torch.bfloat16), in_thread(config(), WatchedSink()), 16)
     assert ROW_BYTES == 48

@@ -27,6 +27,7 @@ from ledger import HIDDEN, LAYER_IDS, NAMESPACE, Ledger, row_data, token_ids
 
 from slotstream.connector.config import ConnectorConfig, ConnectorOptions
 from slotstream.connector.plan import RowPlan, SampleAbort, SampleFinish, SampleOpen, StepPlan
+from slotstream.connector.senders import in_thread
 from slotstream.connector.watch import ServerWatch
 from slotstream.connector.worker import WorkerHalf
 from slotstream.transport.base import Committed, SinkEvent
@@ -103,7 +104,7 @@ class Sender:
         hello = ingest_pb2.Hello(protocol=PROTOCOL_VERSION, engine_id=self._prefix)
         self._watch = ServerWatch(address, patient=spool is not None)
         sink = _Sink(options, hello, transport, lambda sample_id: self._ended(sample_id, "committed"))
-        self._worker = WorkerHalf(config, self._cache, sink, _STEP_TOKENS_MAX)
+        self._worker = WorkerHalf(config, self._cache, in_thread(config, sink), _STEP_TOKENS_MAX)
 
     def step(self) -> None:
         """One engine step: some requests begin, some go on, some are aborted."""

@@ -28,7 +28,7 @@ def dense(truth_models: dict[str, Path], tmp_path_factory: pytest.TempPathFactor
 
 @pytest.fixture(scope="module")
 def swa(truth_models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    with stack(tmp_path_factory.mktemp("swa"), truth_models["swa"], LAYER_IDS, serve=False) as running:
+    with stack(tmp_path_factory.mktemp("swa"), truth_models["swa"], LAYER_IDS, serve=False, sender="process") as running:
         yield running
 
 

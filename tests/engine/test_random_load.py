@@ -39,7 +39,7 @@ def test_every_stored_row_is_right_and_every_missing_one_explained(
         rng.choice(["--enable-prefix-caching", "--no-enable-prefix-caching"]),
     ]
     # Few rows a slot: most samples have several, and rows for slots next to each other are copied at once.
-    small = {"chunk_bytes": rng.choice([4096, 1 << 16])}
+    small = {"chunk_bytes": rng.choice([4096, 1 << 16]), "sender": rng.choice(["thread", "process"])}
     with stack(tmp_path, truth_models[kind], LAYER_IDS, *options, **small) as running, connect(running.address) as client:
         requests = random_requests(seed, REQUESTS, "load")
         outcomes = run(running.vllm_port, requests, at_once=24)

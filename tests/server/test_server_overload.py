@@ -61,7 +61,7 @@ def test_what_waits_for_a_full_disk_makes_room_for_what_the_engine_reads(tmp_pat
     with RunningServer(tmp_path, store=SampleStore.open(tmp_path, files=disk)) as running:
         engine = Engine.start(running.address, seed=2, wait_s_max=60.0, **SMALL)
         try:
-            wait_until(lambda: engine.rig.worker._pump.link_up)
+            wait_until(lambda: engine.rig.worker._sender.link_up)
             disk.free = 0
             engine.work(60)
             assert engine.stats().get("stall_seconds", 0.0) < 30.0  # Not one step waited for the disk.

@@ -1,7 +1,8 @@
 """A real worker half and a real server that is killed, stopped and started under it; and the account of what was promised.
 
 As a program (`python -m support.outage_rig ADDRESS SPOOL_DIR SEED`): an engine that captures while nobody is there, fills
-its spool, says what it promised, and waits to be killed.
+its spool, says what it promised, and waits to be killed. As `python -m support.outage_rig --in-process ADDRESS SIGNAL`: one
+whose pump is a process, which says what it promised as soon as that process has it, and kills itself.
 """
 
 from __future__ import annotations
@@ -47,14 +48,16 @@ class Engine:
     def start(cls, address: str, seed: int = 0, name: str = "e", **options: object) -> Engine:
         hello = ingest_pb2.Hello(protocol=PROTOCOL_VERSION, engine_id=name)
         chosen = {"ack_timeout_s": 30.0, "wait_s_max": 0.5, "server": address, **options}
+        if chosen.get("sender") == "process":
+            return cls(make_rig(seed, hello=hello, **chosen), random.Random(seed), name)
         sink = GrpcSink(address, hello, ack_timeout_s=float(str(chosen["ack_timeout_s"])))
         return cls(make_rig(seed, sink, **chosen), random.Random(seed), name)
 
     @property
     def settled(self) -> bool:
         """Whether the server has answered for everything."""
-        outbox = self.rig.worker._pump._outbox
-        return not self.rig.worker._pump._inbox and outbox.is_empty and outbox.link_up
+        outbox = self.rig.worker._sender._outbox
+        return not self.rig.worker._sender._inbox and outbox.is_empty and outbox.link_up
 
     def work(self, count: int) -> None:
         """So many requests: prompts in one step or in two, some with tokens of unknown number, some aborted half way."""
@@ -157,28 +160,48 @@ def own_descriptors() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
-def _main(address: str, spool_dir: str, seed: int) -> None:
-    engine = Engine.start(address, seed, f"killed{seed}", spool_dir=spool_dir, wait_s_max=WAIT_S, **SMALL)
-    engine.work(40)
+def begin_half(engine: Engine) -> None:
+    """A sample that has half of its rows, and gets no more."""
     rig = engine.rig
     table = rig.table("half", 40)
     rig.write(rig.slots("half", 0, 20))
     opened = SampleOpen("half", "default", f"{engine.name}-half", 0, 40, True)
     rig.step(StepPlan((opened,), (RowPlan("half", 0, 20, 0, table),)), rig.slots("half", 0, 20))
-    pump = rig.worker._pump
+    engine.promised[f"{engine.name}-half"] = None
+
+
+def _main(address: str, spool_dir: str, seed: int) -> None:
+    engine = Engine.start(address, seed, f"killed{seed}", spool_dir=spool_dir, wait_s_max=WAIT_S, **SMALL)
+    engine.work(40)
+    begin_half(engine)
+    pump = engine.rig.worker._sender
     wait_until(lambda: not pump._inbox and not pump._shelf.writing and all(_is_spooled(s) for s in _held(engine)), "spooling")
     promised = {sample_id: None if rows is None else rows.hex() for sample_id, rows in engine.promised.items()}
-    print(json.dumps(promised | {f"{engine.name}-half": None}), flush=True)
+    print(json.dumps(promised), flush=True)
     os.kill(os.getpid(), signal.SIGSTOP)  # Until it is killed.
 
 
 def _held(engine: Engine) -> list[object]:
-    return list(engine.rig.worker._pump._outbox._held.values())
+    return list(engine.rig.worker._sender._outbox._held.values())
 
 
 def _is_spooled(sample: object) -> bool:
     return not sample.unspooled and (sample.commit is None or sample.commit_spooled)  # type: ignore[attr-defined]
 
 
+def _die_at_once(address: str, number: int) -> None:
+    engine = Engine.start(address, 0, "dead", sender="process")
+    engine.work(60)
+    begin_half(engine)
+    sender = engine.rig.worker._sender
+    wait_until(lambda: not (sender._inbox or sender._owed) and sender.gauges()["link_up"] > 0)
+    promised = {sample_id: None if rows is None else rows.hex() for sample_id, rows in engine.promised.items()}
+    print(json.dumps({"pid": sender._child.process.pid, "promised": promised}), flush=True)
+    os.kill(os.getpid(), number)
+
+
 if __name__ == "__main__":
-    _main(sys.argv[1], sys.argv[2], int(sys.argv[3]))
+    if sys.argv[1] == "--in-process":
+        _die_at_once(sys.argv[2], int(sys.argv[3]))
+    else:
+        _main(sys.argv[1], sys.argv[2], int(sys.argv[3]))

@@ -12,9 +12,12 @@ import torch
 
 from slotstream.connector.config import ConnectorConfig, ConnectorOptions
 from slotstream.connector.plan import RowPlan, SampleFinish, SampleOpen, StepPlan
+from slotstream.connector.sender_process import in_process
+from slotstream.connector.senders import in_thread
 from slotstream.connector.worker import WorkerHalf
 from slotstream.transport.base import Committed, Failed, SampleSink, SinkEvent
 from slotstream.transport.loopback import LoopbackSample, LoopbackSink
+from slotstream.v1 import ingest_pb2
 
 LAYER_IDS = (1, 2, 5)
 HIDDEN = 8
@@ -120,12 +123,14 @@ def opened(req_id: str, tokens: int, first_position: int = 0) -> SampleOpen:
     return SampleOpen(req_id, "default", req_id, first_position, tokens, True)
 
 
-def make_rig(seed: int = 0, sink: SampleSink | None = None, **options: object) -> Rig:
-    """A rig; close its worker when done."""
+def make_rig(seed: int = 0, sink: SampleSink | None = None, hello: ingest_pb2.Hello | None = None, **options: object) -> Rig:
+    """A rig; close its worker when done. With a `hello` its pump is in a process of its own, and has no sink of ours."""
     rng = random.Random(seed)
     # Permuted on purpose: platforms differ in strides, and rows must be indexed, never reshaped.
     cache = torch.zeros(BLOCKS, BLOCK_SIZE, len(LAYER_IDS), HIDDEN, dtype=torch.bfloat16).permute(0, 2, 1, 3)
     sink = sink or WatchedSink()
-    rig = Rig(WorkerHalf(config(**options), cache, sink, 256), sink, cache, rng)
+    chosen = config(**options)
+    make_sender = in_thread(chosen, sink) if hello is None else in_process(chosen, hello)
+    rig = Rig(WorkerHalf(chosen, cache, make_sender, 256), sink, cache, rng)
     rig._unused = rng.sample(range(BLOCKS), BLOCKS)
     return rig

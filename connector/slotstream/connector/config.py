@@ -21,6 +21,7 @@ ON_FULL = ("wait", "fail_sample")
 TRANSPORTS = ("auto", "grpc", "nixl")
 STAGING = ("host",)
 BAD_ROWS = ("mark", "fail")
+SENDERS = ("thread", "process")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +44,10 @@ class ConnectorOptions:
         },
     )
     chunk_bytes: int = field(default=2 << 20, metadata={"help": "most bytes of rows a message carries"})
+    sender: str = field(
+        default="thread",
+        metadata={"help": "what hashes and sends rows: a thread of vLLM's worker, or a process beside it (docs/transports.md)"},
+    )
     on_full: str = field(
         default="wait", metadata={"help": "when staging is full: wait (up to wait_s_max a step) or fail_sample at once"}
     )
@@ -95,7 +100,13 @@ class ConnectorOptions:
         for name in ("capture", "include_output_tokens"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"connector option {name} must be true or false, not {getattr(self, name)!r}")
-        for name, choices in (("on_full", ON_FULL), ("bad_rows", BAD_ROWS), ("staging", STAGING), ("transport", TRANSPORTS)):
+        for name, choices in (
+            ("on_full", ON_FULL),
+            ("bad_rows", BAD_ROWS),
+            ("sender", SENDERS),
+            ("staging", STAGING),
+            ("transport", TRANSPORTS),
+        ):
             if getattr(self, name) not in choices:
                 raise ConfigError(f"connector option {name} must be one of {list(choices)}, not {getattr(self, name)!r}")
         check_transport("connector option transport", self.transport)

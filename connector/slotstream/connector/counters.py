@@ -37,6 +37,7 @@ METRICS = (
     Metric("spool_errors", "counter", "Operations of the spool that its disk refused."),
     Metric("stall_seconds", "counter", "Time that engine steps waited for room in staging."),
     Metric("nixl_fallbacks", "counter", "Times that NIXL failed, and chunks went over gRPC for a while."),
+    Metric("sender_restarts", "counter", "Times that the sender process ended by itself and was started again."),
     Metric("hook_faults", "counter", "Exceptions caught at the connector's hooks."),
     Metric("samples_in_flight", "gauge", "Samples begun and neither committed nor failed."),
     Metric("staging_bytes_in_use", "gauge", "Staging memory that holds rows on their way."),
@@ -61,6 +62,11 @@ class Counters:
         key = f"{name}{CODE_SEPARATOR}{code}" if code else name
         with self._lock:
             self._counts[key] = self._counts.get(key, 0) + amount
+
+    def merge(self, counts: Mapping[str, float]) -> None:
+        """Add what another one's `take` returned."""
+        with self._lock:
+            merge(self._counts, counts)
 
     def take(self) -> dict[str, float]:
         """The counts since the last call, by `name` or `name:code`; only what changed."""

@@ -23,11 +23,12 @@ from slotstream.connector.metrics import SlotStreamPromMetrics, SlotStreamStats
 from slotstream.connector.plan import EMPTY_PLAN, StepPlan
 from slotstream.connector.releases import Releases, every_worker_reports
 from slotstream.connector.scheduler import SchedulerHalf
+from slotstream.connector.sender_process import in_process
+from slotstream.connector.senders import in_thread
+from slotstream.connector.sinks import sink_for
 from slotstream.connector.watch import ServerWatch
 from slotstream.connector.worker import WorkerHalf
-from slotstream.transport.grpc import GrpcSink
 from slotstream.transport.logs import connector_logger
-from slotstream.transport.nixl import plane_for
 from slotstream.v1 import ingest_pb2
 from slotstream.wire.errors import ConfigError, InternalFault, SlotStreamError
 from slotstream.wire.names import PROTOCOL_VERSION
@@ -123,16 +124,11 @@ class SlotStreamConnector(KVConnectorBase_V1, SupportsHMA):
             slotstream_version=self._config.metadata["slotstream_version"],
         )
         options = self._config.options
+        in_own_process = options.sender == "process"
         self._worker = WorkerHalf(
             self._config,
             kv_caches[self._capture_layer],
-            GrpcSink(
-                options.server,
-                hello,
-                access=options.access,
-                ack_timeout_s=options.ack_timeout_s,
-                plane=plane_for(options.transport, options.server),
-            ),
+            in_process(self._config, hello) if in_own_process else in_thread(self._config, sink_for(options, hello)),
             # Twice the requests: each may carry one draft token beside its own.
             scheduler_config.max_num_batched_tokens + 2 * scheduler_config.max_num_seqs,
         )

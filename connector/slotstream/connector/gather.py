@@ -8,36 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from slotstream.connector.staging import StagingPool
+from slotstream.connector.copies import Arrived, Copied, Gathered, Slots, Ticket
+from slotstream.connector.staging_memory import StagingMemory
 
-Slots = npt.NDArray[np.int64]
 INDEX_BYTES = 8
-
-
-class Ticket(Protocol):
-    """A copy under way."""
-
-    @property
-    def is_done(self) -> bool:
-        """Whether every byte of the copy is in host memory."""
-
-    def wait(self) -> None:
-        """Return once it is."""
-
-
-class Copied:
-    """A copy that is over."""
-
-    is_done = True
-
-    def wait(self) -> None:
-        """Return."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,39 +40,30 @@ class Destination:
 
 
 @dataclass(frozen=True, slots=True)
-class Gathered:
-    """Rows on their way into staging. `peaks`: the largest magnitude of each row, [n]; both are to be had after `wait`."""
+class _Gathered:
+    """`host`: the peaks [n], pinned, of the cache's dtype."""
 
-    peaks: torch.Tensor
+    host: torch.Tensor
     ticket: Ticket
 
     @property
     def is_done(self) -> bool:
-        """Whether every row, and every peak, is in host memory."""
         return self.ticket.is_done
 
     def wait(self) -> None:
-        """Return once they are."""
         self.ticket.wait()
 
-
-@dataclass(frozen=True, slots=True)
-class SlotMappingCopy:
-    """A host copy of a step's slot mapping, int64 [tokens]; to be read after its ticket's `wait`."""
-
-    tensor: torch.Tensor
-
-    def numpy(self) -> Slots:
-        return self.tensor.numpy()
+    def peaks(self) -> npt.NDArray[np.float32]:
+        return self.host.float().numpy()
 
 
 class RowGather:
-    """Reads rows of one cache tensor [blocks, layers, block_size, hidden] (its strides may be any) into a staging pool."""
+    """Reads rows of one cache tensor [blocks, layers, block_size, hidden] (its strides may be any) into staging."""
 
-    def __init__(self, cache: torch.Tensor, pool: StagingPool) -> None:
+    def __init__(self, cache: torch.Tensor, memory: StagingMemory) -> None:
         self._words = _words(cache)
         self._dtype = cache.dtype
-        self._pool = pool
+        self._memory = memory
         self.block_size = int(cache.shape[2])
         self.row_bytes = int(cache.shape[1] * cache.shape[3] * cache.element_size())
         self.on_cpu = cache.device.type == "cpu"
@@ -108,29 +78,29 @@ class RowGather:
         if self._side is None:
             rows = self._rows(torch.from_numpy(slots))
             self._copy(rows, destinations)
-            return Gathered(_peaks(rows), Copied())
+            return Arrived(_peaks(rows).float().numpy())
         assert scratch is not None, "an accelerator copies its index from pinned memory"
-        index = self._pool.tensor(scratch, slots.nbytes).view(torch.int64)
+        index = self._memory.tensor(scratch, slots.nbytes).view(torch.int64)
         index.numpy()[:] = slots
         rows = self._rows(index.to(self._words.device, non_blocking=True))
-        peaks = self._pool.tensor(scratch, len(slots) * rows.element_size()).view(rows.dtype)
+        peaks = self._memory.tensor(scratch, len(slots) * rows.element_size()).view(rows.dtype)
 
         def copy() -> None:
             peaks.copy_(_peaks(rows), non_blocking=True)  # After the index was read: the side stream waits for that.
             self._copy(rows, destinations)
 
-        return Gathered(peaks, self._on_side(copy, rows))
+        return _Gathered(peaks, self._on_side(copy, rows))
 
-    def copy_slot_mapping(self, slot_mapping: torch.Tensor, scratch: int | None) -> tuple[SlotMappingCopy, Ticket]:
-        """Start copying this step's slot mapping to the host: its buffer is used again in the next step."""
+    def copy_slot_mapping(self, slot_mapping: torch.Tensor, scratch: int | None) -> tuple[Slots, Ticket]:
+        """Start copying this step's slot mapping to the host, int64 [tokens]: its buffer is used again in the next step."""
         mapping = slot_mapping.flatten()
         if self._side is None:
-            return SlotMappingCopy(mapping.to(torch.int64, copy=True)), Copied()
+            return mapping.to(torch.int64, copy=True).numpy(), Copied()
         assert scratch is not None, "an accelerator copies into pinned memory"
         snapshot = mapping.to(torch.int64, copy=True)
-        host = self._pool.tensor(scratch, snapshot.numel() * INDEX_BYTES).view(torch.int64)
+        host = self._memory.tensor(scratch, snapshot.numel() * INDEX_BYTES).view(torch.int64)
         ticket = self._on_side(lambda: host.copy_(snapshot, non_blocking=True), snapshot)
-        return SlotMappingCopy(host), ticket
+        return host.numpy(), ticket
 
     def settle(self) -> None:
         """Return once no copy is under way any more. Waits for the device: for when something went wrong."""
@@ -145,14 +115,14 @@ class RowGather:
         flat = rows.view(torch.uint8).flatten()
         at = 0
         for slot, nbytes in self._runs(destinations):
-            self._pool.tensor(slot, nbytes).copy_(flat[at : at + nbytes], non_blocking=True)
+            self._memory.tensor(slot, nbytes).copy_(flat[at : at + nbytes], non_blocking=True)
             at += nbytes
 
     def _runs(self, destinations: Sequence[Destination]) -> Iterator[tuple[int, int]]:
         """(first slot, bytes) of each stretch of staging that is filled without a gap: a copy costs 20 us to begin with."""
         first = nbytes = 0
         for to in destinations:
-            if nbytes and (to.slot - first) * self._pool.slot_bytes != nbytes:
+            if nbytes and (to.slot - first) * self._memory.slot_bytes != nbytes:
                 yield first, nbytes
                 nbytes = 0
             if not nbytes:

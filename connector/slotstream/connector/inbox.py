@@ -10,12 +10,11 @@ import queue
 import time
 from collections import deque
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
-from slotstream.connector.gather import Gathered, Slots
+from slotstream.connector.copies import Gathered, Slots
 from slotstream.connector.plan import SampleAbort, SampleFinish, SampleOpen
 from slotstream.connector.rowcheck import StepMapping
-from slotstream.connector.spool import SpoolEvent
-from slotstream.transport.base import SinkEvent
 from slotstream.wire.errors import SlotStreamError
 
 # How often a copy under way is looked at. To wait for a CUDA event instead keeps a core busy for the whole step.
@@ -24,23 +23,29 @@ _POLL_S = 0.0005
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Rows of one sample in one staging slot. `computed` are the slots of those written in this step; may be empty."""
+    """Rows of one sample in one staging slot; the last `computed` of them were written in this step."""
 
     req_id: str
     first_row: int
     rows: int
     slot: int
-    computed: Slots
+    computed: int
 
 
 @dataclass(frozen=True, slots=True)
 class StagedBatch:
-    """Segments of one gather. `mapping` is the step's; None where vLLM ran no extraction in this step."""
+    """Segments of one gather. `computed`: the slots in the cache of all their computed rows, in order.
+
+    `mapping` is the step's; None where vLLM ran no extraction in this step. `scratch`: slots that the copies went through.
+    `copied_unix_ns`: when they were over; 0 where that is still to be seen.
+    """
 
     segments: tuple[Segment, ...]
+    computed: Slots
     gathered: Gathered
     mapping: StepMapping | None
-    scratch: tuple[int, ...]
+    scratch: tuple[int, ...] = ()
+    copied_unix_ns: int = 0
 
     @property
     def is_copied(self) -> bool:
@@ -68,24 +73,24 @@ class Stop:
 
 
 EngineItem = SampleOpen | StagedBatch | SampleFinish | SampleAbort | FailSample | Stop
-Item = EngineItem | SinkEvent | SpoolEvent
+Event = TypeVar("Event")
 
 
-class Inbox:
+class Inbox(Generic[Event]):
     """Anybody puts, one thread gets. Bounded by what the items refer to: leased slots, samples, unacked chunks."""
 
     def __init__(self) -> None:
-        self._arrived: queue.SimpleQueue[Item] = queue.SimpleQueue()
+        self._arrived: queue.SimpleQueue[EngineItem | Event] = queue.SimpleQueue()
         self._said: deque[EngineItem] = deque()  # By the engine, in order.
 
     def __len__(self) -> int:
         return self._arrived.qsize() + len(self._said)
 
-    def put(self, item: Item) -> None:
+    def put(self, item: EngineItem | Event) -> None:
         """Add what is to be done; never blocks."""
         self._arrived.put(item)
 
-    def get(self, timeout_s: float) -> Item | None:
+    def get(self, timeout_s: float) -> EngineItem | Event | None:
         """What to do next: events before what the engine said. None when there is nothing to be done for `timeout_s`."""
         until = time.monotonic() + timeout_s
         while True:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from slotstream.connector.config import ConnectorConfig
@@ -47,10 +47,20 @@ class _Sent:
 
 
 class Outbox:
-    """For the pump's thread, but for the plain attributes, which any thread may read."""
+    """For the pump's thread, but for the plain attributes, which any thread may read.
+
+    `on_end` is called with the request of each sample that is over: durable, failed, or only to be reported as such.
+    """
 
     def __init__(
-        self, config: ConnectorConfig, pool: StagingPool, sink: SampleSink, shelf: Shelf, counters: Counters, faults: Faults
+        self,
+        config: ConnectorConfig,
+        pool: StagingPool,
+        sink: SampleSink,
+        shelf: Shelf,
+        counters: Counters,
+        faults: Faults,
+        on_end: Callable[[str], None],
     ) -> None:
         self._config = config
         self._pool = pool
@@ -58,6 +68,7 @@ class Outbox:
         self._shelf = shelf
         self._counters = counters
         self._faults = faults
+        self._on_end = on_end
         self._numbers = itertools.count(1)  # Of samples on the wire: none is ever used again, on any stream.
         self._chunk_numbers = itertools.count(1)
         self._serials = itertools.count(1)
@@ -414,6 +425,7 @@ class Outbox:
 
     def _forget(self, sample: HeldSample) -> None:
         del self._held[sample.serial]
+        self._on_end(sample.req_id)
         self._by_number.pop(sample.number, None)
         self._no_rows_come(sample)
         self._replaying -= sample.queued

@@ -20,14 +20,14 @@ from slotstream.connector.counters import Counters
 from slotstream.connector.digests import Digests
 from slotstream.connector.faults import Faults, SampleFault
 from slotstream.connector.held import HeldChunk
-from slotstream.connector.inbox import FailSample, Inbox, Item, Segment, StagedBatch, Stop
+from slotstream.connector.inbox import EngineItem, FailSample, Inbox, Segment, StagedBatch, Stop
 from slotstream.connector.outbox import Outbox
 from slotstream.connector.plan import SampleAbort, SampleFinish, SampleOpen
 from slotstream.connector.rowcheck import BadRowCount, count_bad_rows, slot_problem
 from slotstream.connector.shelf import Shelf
-from slotstream.connector.spool import Adopted, Appended, Loaded, ReadBack, Spool
+from slotstream.connector.spool import Adopted, Appended, Loaded, ReadBack, Spool, SpoolEvent
 from slotstream.connector.staging import StagingPool
-from slotstream.transport.base import Acked, Committed, Failed, FellBack, LinkDown, LinkUp, SampleSink
+from slotstream.transport.base import Acked, Committed, Failed, FellBack, LinkDown, LinkUp, SampleSink, SinkEvent
 from slotstream.transport.logs import connector_logger
 from slotstream.v1 import ingest_pb2
 from slotstream.wire.errors import (
@@ -45,12 +45,20 @@ logger = connector_logger(__name__)
 
 _TICK_S = 1.0
 
+_Event = SinkEvent | SpoolEvent
+
 
 class Pump:
-    """See the module. `post` never blocks; everything else happens on the pump's thread."""
+    """See the module. `post` never blocks; everything else happens on the pump's thread. For `on_end` see `Outbox`."""
 
     def __init__(
-        self, config: ConnectorConfig, pool: StagingPool, sink: SampleSink, row_bytes: int, counters: Counters
+        self,
+        config: ConnectorConfig,
+        pool: StagingPool,
+        sink: SampleSink,
+        row_bytes: int,
+        counters: Counters,
+        on_end: Callable[[str], None] = lambda req_id: None,
     ) -> None:
         options = config.options
         self._wait_s_max = options.wait_s_max
@@ -60,14 +68,14 @@ class Pump:
         self._sink = sink
         self._row_bytes = row_bytes
         self._counters = counters
-        self._inbox = Inbox()
+        self._inbox: Inbox[_Event] = Inbox()
         self._spool: Spool | None = None
         if options.spool_dir is not None:
             self._spool = Spool(Path(options.spool_dir), options.spool_bytes_max, counters, self._inbox.put)
         self._digests = Digests()
         self._faults = Faults(counters)
         self._shelf = Shelf(self._spool, pool)
-        self._outbox = Outbox(config, pool, sink, self._shelf, counters, self._faults)
+        self._outbox = Outbox(config, pool, sink, self._shelf, counters, self._faults, on_end)
         self._bad_rows: dict[str, BadRowCount] = {}  # by request, while rows come
         self._batches_posted = 0  # Written by the engine's thread only,
         self._batches_done = 0  # and this by ours.
@@ -87,6 +95,14 @@ class Pump:
         """Hand something over, from the engine's thread; kept in order."""
         self._batches_posted += isinstance(item, StagedBatch)
         self._inbox.put(item)
+
+    def lease(self, count: int, deadline: float) -> list[int] | None:
+        """Staging slots for rows: waits for room until `deadline` (monotonic); None, which `why_full` explains, without."""
+        return self._pool.acquire(count, deadline=deadline, keep_waiting=lambda: self.taking_rows)
+
+    def release(self, slots: list[int]) -> None:
+        """Leased slots that were not needed, or have been read."""
+        self._pool.release(slots)
 
     @property
     def taking_rows(self) -> bool:
@@ -163,7 +179,7 @@ class Pump:
             return False
         return self._outbox.is_empty or (not self._outbox.link_up and self._shelf.writing == 0)
 
-    def _handle_safely(self, item: Item) -> None:
+    def _handle_safely(self, item: EngineItem | _Event) -> None:
         """Our own bug must neither stop the pump nor leak staging: the samples concerned fail."""
         if self._safely(lambda: self._handle(item)):
             return
@@ -181,7 +197,7 @@ class Pump:
             return False
         return True
 
-    def _handle(self, item: Item) -> None:
+    def _handle(self, item: EngineItem | _Event) -> None:
         outbox = self._outbox
         match item:
             case StagedBatch():
@@ -229,7 +245,7 @@ class Pump:
         done = 0
         try:
             batch.gathered.wait()
-            copied_unix_ns = time.time_ns()
+            copied_unix_ns = batch.copied_unix_ns or time.time_ns()
             if batch.mapping is not None:
                 batch.mapping.load()
             digests = self._digests.of([self._pool.buffer(s.slot, s.rows * self._row_bytes) for s in batch.segments])
@@ -242,19 +258,20 @@ class Pump:
 
     def _problems(self, batch: StagedBatch) -> Iterator[SlotStreamError | None]:
         """What is wrong with each segment, looked at when it is asked for."""
-        peaks = batch.gathered.peaks.float().numpy()
-        computed = np.concatenate([segment.computed for segment in batch.segments])
-        if slot_problem(computed, batch.mapping) is None and count_bad_rows(0, peaks) is None:
+        peaks = batch.gathered.peaks()
+        if slot_problem(batch.computed, batch.mapping) is None and count_bad_rows(0, peaks) is None:
             # Nearly always. Asked of each segment it would be a third of what that costs.
             yield from itertools.repeat(None, len(batch.segments))
             return
-        at = 0
+        at = computed_at = 0
         for segment in batch.segments:
             sample = self._outbox.sample(segment.req_id)
             of_segment, at = peaks[at : at + segment.rows], at + segment.rows
+            computed = batch.computed[computed_at : computed_at + segment.computed]
+            computed_at += segment.computed
             problem: SlotStreamError | None = None
             if sample is not None:
-                problem = slot_problem(segment.computed, batch.mapping)
+                problem = slot_problem(computed, batch.mapping)
                 problem = problem or self._check_rows(sample.opened.sample_id, segment, of_segment)
             yield problem
 

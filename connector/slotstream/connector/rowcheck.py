@@ -7,28 +7,29 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from slotstream.connector.gather import SlotMappingCopy, Slots, Ticket
+from slotstream.connector.copies import Slots, Ticket
 from slotstream.wire.errors import BadRows, RowsNotComputed, SlotMismatch, SlotStreamError
 
 
 class StepMapping:
-    """The slots that the device wrote in one step: a copy under way, then a sorted array."""
+    """The slots that the device wrote in one step, int64 [tokens]: a copy under way, then memory of its own."""
 
-    def __init__(self, copy: SlotMappingCopy, ticket: Ticket) -> None:
-        self._copy = copy
-        self._ticket = ticket
+    def __init__(self, written: Slots, copy: Ticket) -> None:
+        self._written = written
+        self._copy: Ticket | None = copy
         self._sorted: Slots | None = None
 
     def load(self) -> None:
         """Wait for the copy and keep what it says; its host memory is free afterwards."""
-        if self._sorted is None:
-            self._ticket.wait()
-            self._sorted = np.sort(self._copy.numpy())
+        if self._copy is not None:
+            self._copy.wait()
+            self._written, self._copy = self._written.copy(), None
 
     def each_once(self, expected: Slots) -> bool:
         """Whether every slot of `expected` was written exactly once."""
         self.load()
-        assert self._sorted is not None
+        if self._sorted is None:
+            self._sorted = np.sort(self._written)
         wanted = np.sort(expected)  # In order they are found several times as fast.
         first = np.searchsorted(self._sorted, wanted, side="left")
         last = np.searchsorted(self._sorted, wanted, side="right")

@@ -11,11 +11,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable
-
-import torch
-
-from slotstream.wire.errors import ConfigError
-from slotstream.wire.memory import map_memory
+from dataclasses import dataclass
 
 _WAIT_SLICE_S = 0.05
 # How many full steps' rows staging holds by default. vLLM prepares a step while the device computes the one before: rows of
@@ -36,27 +32,27 @@ def power_of_two(nbytes: int) -> int:
     return 1 << (nbytes - 1).bit_length()
 
 
-class StagingPool:
-    """`num_slots` slots of `slot_bytes` each, and `reserved` more (`reserved_slots`) that are never leased. Thread-safe.
+@dataclass(frozen=True, slots=True)
+class StagingShape:
+    """`num_slots` slots that may be leased and `reserved` more, of `slot_bytes` each, for rows of `row_bytes`."""
 
-    The engine leases; the pump keeps, reclaims and releases. The memory is pinned where `device` is an accelerator, so that
-    copies to it run beside the model. Raises ConfigError where there is not so much.
+    num_slots: int
+    reserved: int
+    slot_bytes: int
+    row_bytes: int
+
+
+class StagingPool:
+    """Slots in `memory`, one after another; the reserved ones (`reserved_slots`) come last and are never leased. Thread-safe.
+
+    The engine leases; the pump keeps, reclaims and releases.
     """
 
-    def __init__(self, num_slots: int, slot_bytes: int, device: torch.device, reserved: int = 0) -> None:
-        self.slot_bytes = slot_bytes
-        self.num_slots = num_slots
-        self.reserved_slots = tuple(range(num_slots, num_slots + reserved))
-        nbytes = (num_slots + reserved) * slot_bytes
-        try:
-            self.memory = _memory(nbytes, device)
-        except (RuntimeError, OSError, MemoryError) as error:
-            why = str(error).partition("\n")[0]
-            raise ConfigError(
-                f"{-(-nbytes >> 20)} MiB of host memory for staging cannot be had: {why}; "
-                "set connector option staging_bytes lower"
-            ) from error
-        self._view = memoryview(self.memory.numpy())  # type: ignore[arg-type]
+    def __init__(self, memory: memoryview, shape: StagingShape) -> None:
+        self.slot_bytes = shape.slot_bytes
+        self.num_slots = num_slots = shape.num_slots
+        self.reserved_slots = tuple(range(num_slots, num_slots + shape.reserved))
+        self._memory = memory
         self._free = list(range(num_slots - 1, -1, -1))  # A stack: slots used lately are warm, the others untouched.
         self._changed = threading.Condition()
         self._tickets: dict[int, int] = {}  # kept: ticket -> owner
@@ -64,11 +60,6 @@ class StagingPool:
         self._kept: dict[int, dict[int, int]] = {}  # owner -> ticket -> slot; who kept first is first
         self._robbed: set[int] = set()
         self._next_ticket = 1
-
-    @property
-    def memory_view(self) -> memoryview:
-        """All slots, one after another."""
-        return self._view
 
     @property
     def in_use(self) -> int:
@@ -98,6 +89,11 @@ class StagingPool:
                     return None
                 self._changed.wait(min(left_s, _WAIT_SLICE_S))
             return [self._free.pop() if self._free else self._take_kept() for _ in range(count)]
+
+    def acquire_free(self, count: int) -> list[int]:
+        """Lease up to `count` slots that nobody else could want; what is kept stays."""
+        with self._changed:
+            return [self._free.pop() for _ in range(min(count, len(self._free)))]
 
     def _take_kept(self) -> int:
         """A kept slot: a spare one, else one of the oldest owner's, all of whose slots go before the next one's."""
@@ -166,18 +162,7 @@ class StagingPool:
             self._robbed.discard(owner)
             self._changed.notify_all()
 
-    def tensor(self, slot: int, nbytes: int) -> torch.Tensor:
-        """The first `nbytes` of a slot, uint8 [nbytes]."""
-        at = slot * self.slot_bytes
-        return self.memory[at : at + nbytes]
-
     def buffer(self, slot: int, nbytes: int) -> memoryview:
         """The first `nbytes` of a slot, without a copy."""
         at = slot * self.slot_bytes
-        return self._view[at : at + nbytes]
-
-
-def _memory(nbytes: int, device: torch.device) -> torch.Tensor:
-    if device.type == "cpu":
-        return torch.frombuffer(map_memory(nbytes), dtype=torch.uint8)
-    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        return self._memory[at : at + nbytes]

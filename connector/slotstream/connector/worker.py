@@ -10,16 +10,17 @@ import numpy as np
 import torch
 
 from slotstream.connector.config import ConnectorConfig
+from slotstream.connector.copies import Gathered, Slots
 from slotstream.connector.counters import Counters
 from slotstream.connector.faults import SampleFault
-from slotstream.connector.gather import INDEX_BYTES, Destination, Gathered, RowGather, Slots
+from slotstream.connector.gather import INDEX_BYTES, Destination, RowGather
 from slotstream.connector.inbox import FailSample, Segment, StagedBatch
 from slotstream.connector.plan import EMPTY_PLAN, RowPlan, SampleAbort, SampleFinish, SampleOpen, StepPlan
-from slotstream.connector.pump import Pump
 from slotstream.connector.releases import Releases
 from slotstream.connector.rowcheck import StepMapping
-from slotstream.connector.staging import STEPS, StagingPool, default_staging_bytes, power_of_two
-from slotstream.transport.base import SampleSink
+from slotstream.connector.senders import SenderMaker
+from slotstream.connector.staging import STEPS, StagingShape, default_staging_bytes, power_of_two
+from slotstream.connector.staging_memory import StagingMemory
 from slotstream.transport.logs import connector_logger
 from slotstream.wire.dtypes import row_bytes as row_bytes_of
 from slotstream.wire.errors import ConfigError, InternalFault, SlotMismatch, SlotStreamError
@@ -47,10 +48,10 @@ class WorkerHalf:
     """Runs in the worker process, on its engine thread. Every method is called through the fence but the constructor.
 
     `cache` is the hidden-state cache [blocks, layers, block_size, hidden]; `step_tokens_max` bounds a step's slot mapping.
-    Raises ConfigError when the options do not fit the model.
+    `make_sender`: see `senders`. Raises ConfigError when the options do not fit the model.
     """
 
-    def __init__(self, config: ConnectorConfig, cache: torch.Tensor, sink: SampleSink, step_tokens_max: int) -> None:
+    def __init__(self, config: ConnectorConfig, cache: torch.Tensor, make_sender: SenderMaker, step_tokens_max: int) -> None:
         self._config = config
         expected = (len(config.layer_ids), config.hidden_size)
         if cache.ndim != 4 or (cache.shape[1], cache.shape[3]) != expected:
@@ -72,11 +73,12 @@ class WorkerHalf:
         self._rows_per_slot = rows_per_slot
         # Rows come back from the spool through slots of their own: a part of staging, whatever else is full.
         reserved = min(_READ_BACK_SLOTS, num_slots // _SLOTS_MIN) if config.options.spool_dir is not None else 0
-        self._pool = StagingPool(num_slots - reserved, slot_bytes, cache.device, reserved)
-        self._gather = RowGather(cache, self._pool)
+        self._num_slots = num_slots - reserved
+        memory = StagingMemory(num_slots, slot_bytes, cache.device, shared=config.options.sender == "process")
+        self._gather = RowGather(cache, memory)
         self._rows_per_batch = max(1, min(_BATCH_BYTES_MAX // row_bytes, slot_bytes // INDEX_BYTES))
         self._counters = Counters()
-        self._pump = Pump(config, self._pool, sink, row_bytes, self._counters)
+        self._sender = make_sender(memory, StagingShape(self._num_slots, reserved, slot_bytes, row_bytes), self._counters)
         self._plan: StepPlan = EMPTY_PLAN
         self._failed_plan: StepPlan | None = None
         self._begun: set[str] = set()  # Requests whose opens of this step's plan were posted.
@@ -91,8 +93,7 @@ class WorkerHalf:
                 STEPS / 2,
                 power_of_two(wanted_bytes // 2),
             )
-        sink.use_staging(self._pool.memory_view, slot_bytes)
-        self._pump.start()
+        self._sender.start()
         logger.info(
             "slotstream: layers %s of %s go to %s; staging %d MiB in %d slots, block size %d",
             list(config.layer_ids),
@@ -124,7 +125,7 @@ class WorkerHalf:
         for opened in plan.opens:
             self._first_position[opened.req_id] = opened.first_position
             self._begun.add(opened.req_id)
-            self._pump.post(opened)
+            self._sender.post(opened)
         finishes = {finish.req_id: finish for finish in plan.finishes}
         if plan.rows:
             self._read(plan.rows, finishes)
@@ -132,11 +133,11 @@ class WorkerHalf:
             self._finish(finish)
         for abort in plan.aborts:
             self._first_position.pop(abort.req_id, None)
-            self._pump.post(abort)
+            self._sender.post(abort)
 
     def _finish(self, finish: SampleFinish) -> None:
         self._first_position.pop(finish.req_id, None)
-        self._pump.post(finish)
+        self._sender.post(finish)
 
     def take_releases(self) -> set[str]:
         """Requests whose last rows were read in an earlier step: vLLM may free their blocks."""
@@ -144,12 +145,12 @@ class WorkerHalf:
 
     def take_faults(self) -> list[SampleFault]:
         """Samples that failed since the last call."""
-        return self._pump.take_faults()
+        return self._sender.take_faults()
 
     def take_stats(self) -> dict[str, float]:
         """Counts since the last call, with the gauges; empty when nothing changed."""
         counts = self._counters.take()
-        return {**counts, **self._pump.gauges()} if counts else {}
+        return {**counts, **self._sender.gauges()} if counts else {}
 
     def count_fault(self) -> None:
         """A hook raised."""
@@ -165,14 +166,14 @@ class WorkerHalf:
         error = InternalFault("a fault of slotstream's own: the log says which")
         for opened in plan.opens:
             if opened.req_id not in self._begun:  # Its id may be promised: the server has to hear of it.
-                self._pump.post(opened)
+                self._sender.post(opened)
         for req_id in dict.fromkeys(part.req_id for part in _parts_of(plan)):
             self._first_position.pop(req_id, None)
-            self._pump.post(FailSample(req_id, error))
+            self._sender.post(FailSample(req_id, error))
 
     def close(self) -> None:
         """Let what is in flight finish, for a few seconds, and stop."""
-        self._pump.close(_CLOSE_S)
+        self._sender.close(_CLOSE_S)
 
     # -- reading rows
 
@@ -188,7 +189,7 @@ class WorkerHalf:
             scratch_count = 0 if on_cpu else 1 + wants_mapping
             leased = self._lease(len(parts) + scratch_count, deadline)
             if leased is None:
-                self._fail(parts, self._pump.why_full())
+                self._fail(parts, self._sender.why_full())
                 continue  # What fails is not finished; that of it is said at the end.
             leased.sort()  # Rows for slots next to each other are one copy.
             scratch, slots = leased[:scratch_count], leased[scratch_count:]
@@ -199,13 +200,14 @@ class WorkerHalf:
                 gathered = self._gather_parts(parts, slots, None if on_cpu else scratch[0])
             except Exception:
                 self._gather.settle()  # A copy may be under way into slots that are about to be used again.
-                self._pool.release(leased)
+                self._sender.release(leased)
                 raise
             segments = tuple(
-                Segment(part.req_id, part.first_row, part.slots.size, slot, part.computed)
+                Segment(part.req_id, part.first_row, part.slots.size, slot, part.computed.size)
                 for slot, part in zip(slots, parts, strict=True)
             )
-            self._pump.post(StagedBatch(segments, gathered, mapping, tuple(scratch)))
+            computed = np.concatenate([part.computed for part in parts])
+            self._sender.post(StagedBatch(segments, computed, gathered, mapping, tuple(scratch)))
             for req_id in dict.fromkeys(part.req_id for part in parts):
                 if req_id in finishes and last_batch[req_id] == number:
                     self._finish(finishes.pop(req_id))
@@ -218,7 +220,7 @@ class WorkerHalf:
 
     def _lease(self, count: int, deadline: float) -> list[int] | None:
         began = time.monotonic()
-        leased = self._pool.acquire(count, deadline=deadline, keep_waiting=lambda: self._pump.taking_rows)
+        leased = self._sender.lease(count, deadline)
         waited = time.monotonic() - began
         if waited > 0.001:
             self._counters.add("stall_seconds", waited)
@@ -226,13 +228,13 @@ class WorkerHalf:
 
     def _fail(self, parts: list[_Part], error: SlotStreamError) -> None:
         for req_id in {part.req_id for part in parts}:
-            self._pump.post(FailSample(req_id, error))
+            self._sender.post(FailSample(req_id, error))
 
     def _batches(self, rows: tuple[RowPlan, ...]) -> Iterator[list[_Part]]:
         """The step's rows, in groups that one gather and a part of the pool can hold."""
         batch: list[_Part] = []
         size = 0
-        parts_max = max(1, self._pool.num_slots // 4)
+        parts_max = max(1, self._num_slots // 4)
         for plan in rows:
             for part in self._parts(plan):
                 if batch and (size + part.slots.size > self._rows_per_batch or len(batch) == parts_max):
@@ -249,7 +251,7 @@ class WorkerHalf:
         if first_position is None:
             return
         if plan.stop > len(plan.block_ids) * block_size:
-            self._pump.post(FailSample(plan.req_id, SlotMismatch("the block table is shorter than the rows to be read")))
+            self._sender.post(FailSample(plan.req_id, SlotMismatch("the block table is shorter than the rows to be read")))
             return
         table = np.asarray(plan.block_ids, dtype=np.int64)
         positions = np.arange(plan.start, plan.stop, dtype=np.int64)

@@ -1,0 +1,62 @@
+"""The host memory that staging lies in: the engine's own, or shared with a process that sends what it holds."""
+
+from __future__ import annotations
+
+import mmap
+import os
+
+import torch
+
+from slotstream.wire.errors import ConfigError
+from slotstream.wire.memory import map_memory
+
+
+class StagingMemory:
+    """`num_slots` slots of `slot_bytes` each, one after another. Pinned where `device` is an accelerator.
+
+    `shared`: it has a descriptor (`fd`) by which another process can map it. Raises ConfigError where there is not so much
+    memory, or it cannot be pinned.
+    """
+
+    def __init__(self, num_slots: int, slot_bytes: int, device: torch.device, *, shared: bool = False) -> None:
+        self.slot_bytes = slot_bytes
+        self.nbytes = num_slots * slot_bytes
+        self.fd = -1
+        try:
+            self.memory = self._shared(device) if shared else _private(self.nbytes, device)
+        except (RuntimeError, OSError, MemoryError) as error:
+            why = str(error).partition("\n")[0]
+            raise ConfigError(
+                f"{-(-self.nbytes >> 20)} MiB of host memory for staging cannot be had: {why}; "
+                "set connector option staging_bytes lower"
+            ) from error
+        self.view = memoryview(self.memory.numpy())  # type: ignore[arg-type]
+
+    def tensor(self, slot: int, nbytes: int) -> torch.Tensor:
+        """The first `nbytes` of a slot, uint8 [nbytes]; or of several, as far as they are next to each other."""
+        at = slot * self.slot_bytes
+        return self.memory[at : at + nbytes]
+
+    def _shared(self, device: torch.device) -> torch.Tensor:
+        self.fd = os.memfd_create("slotstream-staging")
+        os.ftruncate(self.fd, self.nbytes)
+        memory = torch.frombuffer(mmap.mmap(self.fd, self.nbytes), dtype=torch.uint8)
+        if device.type != "cpu":
+            _pin(memory, device)
+        return memory
+
+
+def _private(nbytes: int, device: torch.device) -> torch.Tensor:
+    if device.type == "cpu":
+        return torch.frombuffer(map_memory(nbytes), dtype=torch.uint8)
+    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+
+
+def _pin(memory: torch.Tensor, device: torch.device) -> None:
+    """Pin memory that torch did not allocate, until this process ends."""
+    if device.type != "cuda":
+        raise RuntimeError(f"memory that processes share cannot be pinned for a device of type {device.type}")
+    with torch.cuda.device(device):
+        error = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0)  # type: ignore[no-untyped-call]
+    if int(error) != 0:
+        raise RuntimeError(f"cudaHostRegister returned {error}")

@@ -1,0 +1,246 @@
+"""A pump in a process of its own: the same rows arrive, and neither side's death or silence harms the other."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from support.outage_rig import SMALL, Engine, Restarting, account, own_descriptors, own_threads
+from support.waiting import wait_until
+from support.worker_rig import ROW_BYTES, opened
+
+from slotstream.client import SampleState, connect
+from slotstream.connector.plan import RowPlan, StepPlan
+from slotstream.wire import nixl
+from slotstream.wire.errors import ConfigError
+
+TRANSPORTS = ["grpc", pytest.param("nixl", marks=pytest.mark.skipif(not nixl.is_installed(), reason="NIXL is not installed"))]
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Restarting]:
+    with Restarting(tmp_path / "data") as running:
+        yield running
+
+
+class _Engine:
+    """An engine whose pump is a process, and what it counted."""
+
+    def __init__(self, address: str, seed: int = 0, name: str = "e", **options: object) -> None:
+        self.engine = Engine.start(address, seed, name, sender="process", **options)
+        self.rig = self.engine.rig
+        self.counts: Counter[str] = Counter()
+        wait_until(lambda: self.rig.worker._sender.gauges()["link_up"] > 0, "a link")
+
+    @property
+    def promised(self) -> dict[str, bytes | None]:
+        return self.engine.promised
+
+    @property
+    def pid(self) -> int:
+        """The sender process's, once there is one."""
+        wait_until(lambda: self.rig.worker._sender._child is not None, "a sender process")
+        pid: int = self.rig.worker._sender._child.process.pid
+        return pid
+
+    @property
+    def ended(self) -> int:
+        """Samples that are durable or failed, as the counters have it."""
+        self.counts.update({key: int(value) for key, value in self.engine.stats().items()})
+        return sum(n for key, n in self.counts.items() if key.startswith(("samples_committed", "samples_failed")))
+
+    def settle(self) -> None:
+        """Returns once nothing is under way."""
+        sender = self.rig.worker._sender
+        wait_until(lambda: not (sender._inbox or sender._owed or sender._open), "an end of everything")
+
+    def close(self) -> None:
+        self.engine.close()
+
+
+def _account(address: str, promised: dict[str, bytes | None]) -> dict[str, str]:
+    """See `account`; once the server has heard of every sample: a new process first has to connect."""
+
+    def all_there() -> bool:
+        with connect(address) as client:
+            there = {info.sample_id: info.state for info in client.list()}
+        return promised.keys() <= there.keys() and SampleState.ARRIVING not in there.values()
+
+    wait_until(all_there, "a word on every sample")
+    return account(address, promised)
+
+
+@pytest.fixture
+def start(server: Restarting) -> Iterator[Callable[..., _Engine]]:
+    """Starts an engine towards `server`; closed in the end."""
+    running: list[_Engine] = []
+
+    def start(**options: object) -> _Engine:
+        running.append(_Engine(server.address, **options))
+        return running[-1]
+
+    yield start
+    for engine in running:
+        engine.close()
+
+
+def _is_there(pid: int) -> bool:
+    try:
+        return ") Z" not in Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_every_row_arrives_and_everything_is_given_back(
+    start: Callable[..., _Engine], server: Restarting, transport: str
+) -> None:
+    threads, descriptors = own_threads(), own_descriptors()
+    engine = start(seed=1, transport=transport, **SMALL)
+    pid = engine.pid
+    assert "libtorch" not in Path(f"/proc/{pid}/maps").read_text()
+    engine.engine.work(150)
+    wait_until(lambda: engine.ended == 150)
+    failed = _account(server.address, engine.promised)
+    assert failed == {sample_id: "ABORTED" for sample_id, rows in engine.promised.items() if rows is None}
+    assert engine.engine.failed() == failed
+    assert engine.counts["rows"] * ROW_BYTES == engine.counts["bytes"]
+    sender = engine.rig.worker._sender
+    gauges = ("samples_in_flight", "staging_bytes_in_use", "staging_bytes_kept")
+    wait_until(lambda: not any(sender.gauges()[name] for name in gauges), "an idle sender")
+    assert sender.gauges()["link_up"] == 1
+    engine.close()
+    assert not _is_there(pid)
+    assert own_threads() == threads
+    wait_until(lambda: own_descriptors() <= descriptors + 2, "closing")  # Staging's own, and its mapping's.
+
+
+def test_log_lines_are_the_workers(start: Callable[..., _Engine], caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", logger="vllm.slotstream")
+    start()
+    wait_until(lambda: any("connected to" in record.getMessage() for record in caplog.records))
+    (record,) = [record for record in caplog.records if "connected to" in record.getMessage()]
+    assert (record.name, record.process) == ("vllm.slotstream.connector.pump", os.getpid())
+
+
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.extended) for seed in range(2, 20))])
+def test_a_killed_process_is_replaced_and_every_promise_accounted_for(
+    start: Callable[..., _Engine], server: Restarting, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    monkeypatch.setattr("slotstream.connector.sender_process._RETRY_S", 0.05)
+    rng = random.Random(seed)
+    spool = {"spool_dir": str(tmp_path / "spool")} if seed % 2 else {}
+    engine = start(seed=seed, **SMALL, **spool)
+    for _ in range(4):
+        engine.engine.work(rng.randrange(20))
+        if rng.random() < 0.5:
+            time.sleep(rng.random() * 0.2)
+        os.kill(pid := engine.pid, signal.SIGKILL)
+        engine.engine.work(rng.randrange(5))
+        wait_until(lambda before=pid: engine.rig.worker._sender._child and engine.pid != before, "another process")  # type: ignore[misc]
+    engine.engine.work(20)
+    engine.settle()
+    wait_until(lambda: not any((tmp_path / "spool").rglob("*.spool")))
+    failed = _account(server.address, engine.promised)
+    aborted = {sample_id for sample_id, rows in engine.promised.items() if rows is None}
+    assert aborted <= failed.keys()
+    assert {code for sample_id, code in failed.items() if sample_id not in aborted} <= {"INTERNAL", "INTERRUPTED"}
+    last = list(engine.promised)[-20:]
+    assert not (failed.keys() & set(last)) - aborted  # It works as before.
+    assert engine.ended
+    assert engine.counts["sender_restarts"] == 4
+
+
+def test_samples_that_got_rows_when_the_process_died_fail_for_the_engine_too(
+    start: Callable[..., _Engine], server: Restarting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("slotstream.connector.sender_process._RETRY_S", 0.05)
+    engine = start(**SMALL)
+    rig = engine.rig
+    table = rig.table("half", 40)
+    rig.write(rig.slots("half", 0, 40))
+    rig.step(StepPlan((opened("half", 40),), (RowPlan("half", 0, 20, 0, table),)), rig.slots("half", 0, 20))
+    before = engine.pid
+    os.kill(before, signal.SIGKILL)
+    wait_until(lambda: engine.rig.worker._sender._child is not None and engine.pid != before)
+    rig.step(StepPlan((), (RowPlan("half", 20, 40, 20, table),)), rig.slots("half", 20, 40))  # Not known here any more.
+    wait_until(lambda: engine.engine.failed() == {"half": "INTERNAL"})
+    assert _account(server.address, {"half": None}) == {"half": "INTERNAL"}
+    wait_until(lambda: rig.worker._sender.gauges()["staging_bytes_in_use"] == 0)
+
+
+def test_while_there_is_no_process_samples_fail_and_are_reported_later(
+    start: Callable[..., _Engine], server: Restarting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = start(**SMALL)
+    executable = sys.executable
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    monkeypatch.setattr("slotstream.connector.sender_process._RETRY_S_MAX", 0.2)
+    os.kill(engine.pid, signal.SIGKILL)
+    wait_until(lambda: engine.rig.worker._sender._child is None)
+    engine.engine.work(30)
+    wait_until(lambda: engine.ended >= 0 and engine.counts["sender_restarts"] > 2, "several tries")
+    monkeypatch.setattr(sys, "executable", executable)
+    engine.settle()
+    failed = _account(server.address, engine.promised)
+    assert failed.keys() == engine.promised.keys()
+    assert set(failed.values()) <= {"INTERNAL", "ABORTED"}
+    engine.engine.work(10)
+    engine.settle()
+    whole = {sample_id for sample_id, rows in list(engine.promised.items())[-10:] if rows is not None}
+    assert not whole & _account(server.address, engine.promised).keys()
+
+
+def test_a_process_that_hangs_costs_the_engine_little_and_is_killed(
+    start: Callable[..., _Engine], server: Restarting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, seconds in (("_SILENT_S", 3.0), ("_GRACE_S", 0.5), ("_RETRY_S", 0.05), ("_ANSWER_S", 0.2)):
+        monkeypatch.setattr(f"slotstream.connector.sender_process.{name}", seconds)
+    engine = start(**SMALL)
+    engine.engine.work(5)
+    hung = engine.pid
+    os.kill(hung, signal.SIGSTOP)
+    engine.engine.work(80)  # More than staging holds: some find no room.
+    wait_until(lambda: engine.rig.worker._sender._child is not None and engine.pid != hung, "another process")
+    engine.engine.work(10)
+    engine.settle()
+    failed = _account(server.address, engine.promised)
+    assert set(failed.values()) <= {"INTERNAL", "STAGING_FULL", "ABORTED", "INTERRUPTED"}
+    assert "INTERNAL" in failed.values()
+    assert not _is_there(hung)
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+def test_what_a_dead_engine_handed_over_is_stored_and_its_process_ends(server: Restarting, how: signal.Signals) -> None:
+    command = [sys.executable, "-m", "support.outage_rig", "--in-process", server.address, str(int(how))]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[1]) as engine:
+        assert engine.stdout is not None
+        said = json.loads(engine.stdout.readline())
+        assert engine.wait(60) == -how
+    wait_until(lambda: not _is_there(said["pid"]), "the sender process's end")
+    promised = {sample_id: rows and bytes.fromhex(rows) for sample_id, rows in said["promised"].items()}
+    failed = _account(server.address, promised)
+    assert failed == {sample_id: "ABORTED" for sample_id, rows in promised.items() if rows is None}
+    assert "dead-half" in failed
+
+
+def test_an_option_that_the_process_cannot_follow_stops_the_start(server: Restarting, tmp_path: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "executable", "/bin/false")
+        with pytest.raises(ConfigError, match="the process that sends rows cannot start: it ended at once"):
+            _Engine(server.address)
+    for package in nixl._PACKAGES:
+        (tmp_path / f"{package}.py").write_text("raise ImportError('broken')")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(tmp_path)
+        with pytest.raises(ConfigError, match="cannot start: connector option transport is nixl: "):
+            _Engine(server.address, transport="nixl")
