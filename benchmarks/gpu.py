@@ -58,6 +58,8 @@ _TRANSPORTS: dict[str, dict[str, Any]] = {
     "grpc": {"unix": False, "connector": {"transport": "grpc"}},
     "grpc-unix": {"unix": True, "connector": {"transport": "grpc"}},
     "nixl": {"unix": False, "connector": {"transport": "nixl"}},
+    "grpc-process": {"unix": False, "connector": {"transport": "grpc", "sender": "process"}},
+    "nixl-process": {"unix": False, "connector": {"transport": "nixl", "sender": "process"}},
 }
 _TARGETS = {4: 0.99, 16: 0.97}  # Layers -> tokens/s with everything stored, in parts of nothing copied.
 _READABLE_MS = 20.0

@@ -128,8 +128,7 @@ class Sender:
             if slots is None:
                 raise RuntimeError(self._outcome.problem or "staging did not come free within a minute")
             segments = tuple(
-                Segment(sample_id, first_row, count, slot, 0)
-                for (first_row, count), slot in zip(part, slots, strict=True)
+                Segment(sample_id, first_row, count, slot, 0) for (first_row, count), slot in zip(part, slots, strict=True)
             )
             sent += [(slot, count * self._shape.row_bytes) for (_, count), slot in zip(part, slots, strict=True)]
             # A device would have written the slots, and found the rows' peaks, without this CPU.

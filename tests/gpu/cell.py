@@ -64,11 +64,13 @@ def make_engine(cell: Cell, model: str, server: str) -> Any:
             "kv_connector": "SlotStreamConnector",
             "kv_connector_module_path": "slotstream.connector",
             "kv_role": "kv_producer",
-            # Few rows a slot in half of the cells: rows for slots next to each other are copied at once.
+            # Few rows a slot in half of the cells: rows for slots next to each other are copied at once. And half of them send
+            # from a process of its own.
             "kv_connector_extra_config": {
                 "server": server,
                 "namespace": cell.name,
                 "chunk_bytes": 16 << 10 if cell.chunked else 2 << 20,
+                "sender": "process" if cell.prefix_caching else "thread",
             },
         },
     }
