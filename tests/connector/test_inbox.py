@@ -2,57 +2,19 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Sequence
-from dataclasses import dataclass
-
-import numpy as np
-import numpy.typing as npt
 import pytest
+from support.late_copies import Copy, put_off
 from support.waiting import wait_until
 from support.worker_rig import Rig, WatchedSink, make_rig
 
-from slotstream.connector.copies import Gathered, Slots
-from slotstream.connector.gather import Destination, RowGather
 from slotstream.transport.base import Acked, Committed, Failed, StagedChunk
 from slotstream.v1 import ingest_pb2
 
 
-@dataclass(frozen=True)
-class _Late:
-    """Rows that are in staging once `copy` says so."""
-
-    rows: Gathered
-    copy: _Copy
-
-    @property
-    def is_done(self) -> bool:
-        return self.copy.is_done
-
-    def wait(self) -> None:
-        self.copy.wait()
-
-    def peaks(self) -> npt.NDArray[np.float32]:
-        return self.rows.peaks()
-
-
-class _Copy:
-    """A copy that ends when it is told to, or fails: `error` is what the device says then."""
-
-    def __init__(self) -> None:
-        self.ended = threading.Event()
-        self.error: Exception | None = None
-
-    @property
-    def is_done(self) -> bool:
-        if self.error is not None:
-            raise self.error
-        return self.ended.is_set()
-
-    def wait(self) -> None:
-        if self.error is not None:
-            raise self.error
-        assert self.ended.is_set(), "the pump was to do something else meanwhile"
+@pytest.fixture
+def copies(monkeypatch: pytest.MonkeyPatch) -> dict[int, Copy]:
+    """See `put_off`."""
+    return put_off(monkeypatch)
 
 
 class _LateSink(WatchedSink):
@@ -73,28 +35,12 @@ class _LateSink(WatchedSink):
         self._on_event(Committed(chunk.sample, duplicate=False))
 
 
-@pytest.fixture
-def copies(monkeypatch: pytest.MonkeyPatch) -> dict[int, _Copy]:
-    """Copies of gathers that are to be under way, by the number of the gather."""
-    pending: dict[int, _Copy] = {}
-    gather, done = RowGather.gather, [0]
-
-    def slow(self: RowGather, slots: Slots, destinations: Sequence[Destination], scratch: int | None) -> Gathered:
-        gathered = gather(self, slots, destinations, scratch)
-        done[0] += 1
-        copy = pending.get(done[0])
-        return gathered if copy is None else _Late(gathered, copy)
-
-    monkeypatch.setattr(RowGather, "gather", slow)
-    return pending
-
-
 def _in_use(rig: Rig) -> int:
     return rig.worker._sender._pool.in_use
 
 
-def test_answers_of_the_server_free_staging_while_rows_do_not_exist_yet(copies: dict[int, _Copy]) -> None:
-    copies[2] = _Copy()
+def test_answers_of_the_server_free_staging_while_rows_do_not_exist_yet(copies: dict[int, Copy]) -> None:
+    copies[2] = Copy()
     rig = make_rig(sink=_LateSink())
     try:
         rig.capture("now", 8)
@@ -115,8 +61,8 @@ def test_answers_of_the_server_free_staging_while_rows_do_not_exist_yet(copies: 
         rig.worker.close()
 
 
-def test_a_copy_that_fails_fails_its_samples_and_no_other(copies: dict[int, _Copy]) -> None:
-    copies[2] = _Copy()
+def test_a_copy_that_fails_fails_its_samples_and_no_other(copies: dict[int, Copy]) -> None:
+    copies[2] = Copy()
     rig = make_rig()
     try:
         for req_id in ("before", "failed", "after"):
@@ -133,10 +79,10 @@ def test_a_copy_that_fails_fails_its_samples_and_no_other(copies: dict[int, _Cop
 
 
 def test_a_copy_that_never_ends_does_not_keep_the_engine_from_stopping(
-    copies: dict[int, _Copy], monkeypatch: pytest.MonkeyPatch
+    copies: dict[int, Copy], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("slotstream.connector.worker._CLOSE_S", 0.2)
-    copies[1] = _Copy()
+    copies[1] = Copy()
     rig = make_rig()
     rig.capture("a", 8)
     rig.worker.close()

@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from support.files import files_below
+from support.late_copies import Copy, put_off
 from support.outage_rig import SMALL, Engine, Restarting, account, own_descriptors, own_threads
 from support.waiting import wait_until
 from support.worker_rig import ROW_BYTES, opened
@@ -39,7 +41,7 @@ class _Engine:
         self.engine = Engine.start(address, seed, name, sender="process", **options)
         self.rig = self.engine.rig
         self.counts: Counter[str] = Counter()
-        wait_until(lambda: self.rig.worker._sender.gauges()["link_up"] > 0, "a link")
+        self.wait_for_link()
 
     @property
     def promised(self) -> dict[str, bytes | None]:
@@ -57,6 +59,10 @@ class _Engine:
         """Samples that are durable or failed, as the counters have it."""
         self.counts.update({key: int(value) for key, value in self.engine.stats().items()})
         return sum(n for key, n in self.counts.items() if key.startswith(("samples_committed", "samples_failed")))
+
+    def wait_for_link(self) -> None:
+        """Returns once the sender process reaches the server."""
+        wait_until(lambda: self.rig.worker._sender.gauges()["link_up"] > 0, "a link")
 
     def settle(self) -> None:
         """Returns once nothing is under way."""
@@ -132,32 +138,51 @@ def test_log_lines_are_the_workers(start: Callable[..., _Engine], caplog: pytest
     assert (record.name, record.process) == ("vllm.slotstream.connector.pump", os.getpid())
 
 
+# A process that died or has just started, a server that is away, and rows sent on the stream that broke with one of them.
+_UNLUCKY = {"INTERNAL", "INTERRUPTED", "SERVER_UNAVAILABLE", "SERVER_DRAINING", "STAGING_FULL"}
+
+
+def _strike(victim: str, engine: _Engine, server: Restarting, rng: random.Random) -> None:
+    """Kill the sender process or the server, with samples before and after; returns once it is replaced."""
+    engine.engine.work(rng.randrange(20))
+    if rng.random() < 0.5:
+        time.sleep(rng.random() * 0.2)
+    if victim == "server":
+        server.stop(rng.choice([signal.SIGKILL, signal.SIGTERM]))
+        engine.engine.work(rng.randrange(20))
+        server.start()
+        return
+    os.kill(before := engine.pid, signal.SIGKILL)
+    engine.engine.work(rng.randrange(5))
+    wait_until(lambda: engine.rig.worker._sender._child is not None and engine.pid != before, "another process")
+
+
 @pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.extended) for seed in range(2, 20))])
 def test_a_killed_process_is_replaced_and_every_promise_accounted_for(
     start: Callable[..., _Engine], server: Restarting, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
+    """In longer runs the server is killed as well."""
     monkeypatch.setattr("slotstream.connector.sender_process._RETRY_S", 0.05)
     rng = random.Random(seed)
     spool = {"spool_dir": str(tmp_path / "spool")} if seed % 2 else {}
     engine = start(seed=seed, **SMALL, **spool)
-    for _ in range(4):
-        engine.engine.work(rng.randrange(20))
-        if rng.random() < 0.5:
-            time.sleep(rng.random() * 0.2)
-        os.kill(pid := engine.pid, signal.SIGKILL)
-        engine.engine.work(rng.randrange(5))
-        wait_until(lambda before=pid: engine.rig.worker._sender._child and engine.pid != before, "another process")  # type: ignore[misc]
+    victims = ["sender"] * 3 if seed < 2 else ["sender", *rng.choices(["sender", "server"], k=7)]
+    for victim in victims:
+        _strike(victim, engine, server, rng)
+    engine.wait_for_link()
+    engine.engine.work(3)  # As the process says of the link may be a second old.
+    engine.settle()
     engine.engine.work(20)
     engine.settle()
-    wait_until(lambda: not any((tmp_path / "spool").rglob("*.spool")))
+    wait_until(lambda: not files_below(tmp_path / "spool", ".spool"))
     failed = _account(server.address, engine.promised)
     aborted = {sample_id for sample_id, rows in engine.promised.items() if rows is None}
     assert aborted <= failed.keys()
-    assert {code for sample_id, code in failed.items() if sample_id not in aborted} <= {"INTERNAL", "INTERRUPTED"}
+    assert {code for sample_id, code in failed.items() if sample_id not in aborted} <= _UNLUCKY
     last = list(engine.promised)[-20:]
     assert not (failed.keys() & set(last)) - aborted  # It works as before.
     assert engine.ended
-    assert engine.counts["sender_restarts"] == 4
+    assert engine.counts["sender_restarts"] == victims.count("sender")
 
 
 def test_samples_that_got_rows_when_the_process_died_fail_for_the_engine_too(
@@ -191,6 +216,7 @@ def test_while_there_is_no_process_samples_fail_and_are_reported_later(
     wait_until(lambda: engine.ended >= 0 and engine.counts["sender_restarts"] > 2, "several tries")
     monkeypatch.setattr(sys, "executable", executable)
     engine.settle()
+    engine.wait_for_link()
     failed = _account(server.address, engine.promised)
     assert failed.keys() == engine.promised.keys()
     assert set(failed.values()) <= {"INTERNAL", "ABORTED"}
@@ -217,6 +243,61 @@ def test_a_process_that_hangs_costs_the_engine_little_and_is_killed(
     assert set(failed.values()) <= {"INTERNAL", "STAGING_FULL", "ABORTED", "INTERRUPTED"}
     assert "INTERNAL" in failed.values()
     assert not _is_there(hung)
+
+
+def test_an_outage_is_waited_out_with_a_spool(start: Callable[..., _Engine], server: Restarting, tmp_path: Path) -> None:
+    engine = start(seed=5, spool_dir=str(tmp_path / "spool"), wait_s_max=60.0, **SMALL)
+    engine.engine.work(3)
+    server.stop()
+    engine.engine.work(60)
+    assert len(files_below(tmp_path / "spool", ".spool")) > 16
+    server.start()
+    engine.settle()
+    failed = _account(server.address, engine.promised)
+    assert failed == {sample_id: "ABORTED" for sample_id, rows in engine.promised.items() if rows is None}
+    wait_until(lambda: not files_below(tmp_path / "spool", ".spool"))
+
+
+def test_what_a_server_that_hangs_has_no_room_for_fails_and_the_rest_is_stored(
+    start: Callable[..., _Engine], server: Restarting
+) -> None:
+    engine = start(seed=6, wait_s_max=0.2, **SMALL)
+    server.send(signal.SIGSTOP)
+    engine.engine.work(60)
+    server.send(signal.SIGCONT)
+    engine.settle()
+    failed = _account(server.address, engine.promised)
+    assert {code for sample_id, code in failed.items() if engine.promised[sample_id] is not None} == {"STAGING_FULL"}
+    assert len(failed) < len(engine.promised)
+    assert engine.engine.stats()["stall_seconds"] > 0
+    wait_until(lambda: engine.rig.worker._sender.gauges()["staging_bytes_in_use"] == 0)
+
+
+def test_a_copy_that_fails_fails_its_samples_and_no_other(
+    start: Callable[..., _Engine], server: Restarting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copies = put_off(monkeypatch)
+    copies[2] = Copy()
+    engine = start(**SMALL)
+    for req_id in ("before", "failed", "after"):
+        engine.rig.capture(req_id, 8)
+        engine.promised[req_id] = engine.rig.rows(req_id, 0, 8)
+    copies[2].error = RuntimeError("the device is lost")
+    engine.settle()
+    assert _account(server.address, engine.promised) == {"failed": "INTERNAL"}
+    wait_until(lambda: engine.rig.worker._sender.gauges()["staging_bytes_in_use"] == 0)
+
+
+def test_a_copy_that_never_ends_does_not_keep_the_engine_from_stopping(
+    start: Callable[..., _Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("slotstream.connector.worker._CLOSE_S", 0.2)
+    put_off(monkeypatch)[1] = Copy()
+    engine = start()
+    pid = engine.pid
+    engine.rig.capture("a", 8)
+    engine.close()
+    assert not _is_there(pid)
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])

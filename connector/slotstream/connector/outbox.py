@@ -49,7 +49,7 @@ class _Sent:
 class Outbox:
     """For the pump's thread, but for the plain attributes, which any thread may read.
 
-    `on_end` is called with the request of each sample that is over: durable, failed, or only to be reported as such.
+    `on_end` is called with the request of each sample that is durable, or failed as the server knows.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class Outbox:
         self._backlog: deque[HeldSample] = deque()  # To be replayed, rows in the spool only.
         self._files: deque[SpoolFile] = deque()  # Of earlier engines, to be loaded.
         self._replaying = 0  # Samples replayed from the spool, and files being loaded.
-        self._reports = Reports(sink, counters, self._numbers, faults, shelf.put_report, shelf.drop)
+        self._reports = Reports(sink, counters, self._numbers, faults, shelf.put_report, shelf.drop, on_end)
         self.link_up = False
         self.answered_at = 0.0  # monotonic; when the server last took a chunk, or was first given one
 
@@ -212,6 +212,7 @@ class Outbox:
         if sample is not None:
             self._counters.add("samples_committed")
             self._forget(sample)
+            self._on_end(sample.req_id)
             self._advance()
 
     def failed(self, event: Failed) -> None:
@@ -414,6 +415,7 @@ class Outbox:
         fault = SampleFault(sample.req_id, code, message)
         if not tell_server:
             self._faults.add(sample.opened.sample_id, fault)
+            self._on_end(sample.req_id)
         else:
             file = sample.file
             if file is not None and sample.req_id:  # An earlier engine's file stays until the server has heard of it.
@@ -425,7 +427,6 @@ class Outbox:
 
     def _forget(self, sample: HeldSample) -> None:
         del self._held[sample.serial]
-        self._on_end(sample.req_id)
         self._by_number.pop(sample.number, None)
         self._no_rows_come(sample)
         self._replaying -= sample.queued

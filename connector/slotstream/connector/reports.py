@@ -45,7 +45,7 @@ class Reports:
 
     All are `put` into the spool too, if it can hold them, until they are done with, and `drop` gets their files: this engine
     may end before the server has heard of them. So it is told of a failure once that is `written`, or cannot be. `numbers`
-    gives sample numbers.
+    gives sample numbers. `on_end` gets the request of each that is done with.
     """
 
     def __init__(
@@ -56,6 +56,7 @@ class Reports:
         faults: Faults,
         put: Callable[[Report], SpoolFile | None],
         drop: Callable[[SpoolFile], None],
+        on_end: Callable[[str], None],
     ) -> None:
         self._sink = sink
         self._counters = counters
@@ -63,6 +64,7 @@ class Reports:
         self._faults = faults
         self._put = put
         self._drop = drop
+        self._on_end = on_end
         self._waiting: deque[Report] = deque()
         self._told: dict[int, Report] = {}
         self._unsaid: deque[tuple[float, Report]] = deque()  # With when each is due, monotonic, unless it was said before.
@@ -107,6 +109,7 @@ class Reports:
 
     def _done(self, report: Report) -> None:
         self.written(report)
+        self._on_end(report.fault.req_id)
         if report.file is not None:
             self._drop(report.file)
 

@@ -8,7 +8,6 @@ what was handed over whole is still sent, for some seconds. `python -m slotstrea
 from __future__ import annotations
 
 import logging
-import mmap
 import os
 import queue
 import signal
@@ -25,6 +24,7 @@ from slotstream.connector.staging import StagingPool
 from slotstream.transport.logs import CONNECTOR_LOGGER
 from slotstream.v1 import ingest_pb2
 from slotstream.wire.errors import ConfigError
+from slotstream.wire.memory import map_memory
 
 _SAY_S = 0.1  # How long news waits for more.
 _LINES_MAX = 1000
@@ -40,7 +40,7 @@ def main(items_fd: int, leases_fd: int, memory_fd: int) -> int:
     log = _Log(setup.log_level)
     counters = Counters()
     try:
-        memory = memoryview(mmap.mmap(memory_fd, (setup.shape.num_slots + setup.shape.reserved) * setup.shape.slot_bytes))
+        memory = memoryview(map_memory(setup.shape.nbytes, memory_fd))
         sink = sink_for(setup.config.options, ingest_pb2.Hello.FromString(setup.hello))
         sink.use_staging(memory, setup.shape.slot_bytes)
         pool = StagingPool(memory, setup.shape)

@@ -61,7 +61,7 @@ class LogLine:
 class Update:
     """What happened since the last one; also said when nothing did, every HEARTBEAT_S. Gauges are those of now.
 
-    `ended`: requests whose samples are durable, or failed.
+    `ended`: requests whose samples are durable, or failed as the server knows.
     """
 
     ended: list[str]

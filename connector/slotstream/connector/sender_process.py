@@ -23,7 +23,7 @@ from slotstream.connector.copies import Arrived
 from slotstream.connector.counters import METRICS, Counters
 from slotstream.connector.faults import SampleFault
 from slotstream.connector.inbox import EngineItem, FailSample, Inbox, StagedBatch, Stop
-from slotstream.connector.plan import SampleOpen
+from slotstream.connector.plan import SampleAbort, SampleFinish, SampleOpen
 from slotstream.connector.sender_messages import (
     HEARTBEAT_S,
     Close,
@@ -50,7 +50,7 @@ _GRACE_S = 5.0  # unless it was us who stood still.
 _ANSWER_S = 1.0  # How late an answer about staging may be.
 _RETRY_S, _RETRY_S_MAX = 1.0, 60.0
 _ITEMS_MAX = 256  # In one message.
-_OWED_MAX = 1 << 14  # Items that wait for a process to take them.
+_OPEN_MAX = 1 << 16  # Samples that wait for a process to hear of them; as many as `reports` holds.
 _AGAIN_S = 0.002
 
 
@@ -116,6 +116,11 @@ class _Lost:
     child: _Child
 
 
+def _without_process(shape: StagingShape) -> dict[str, float]:
+    """The gauges while there is none."""
+    return {m.name: 0.0 for m in METRICS if m.kind == "gauge"} | {"staging_bytes_limit": float(shape.nbytes)}
+
+
 class SenderProcess:
     """A `Sender`."""
 
@@ -128,13 +133,14 @@ class SenderProcess:
         self._refusal: SlotStreamError = InternalFault("")
         self._posted = self._carried = 0  # Batches.
         self._inbox: Inbox[EngineItem | _Lost] = Inbox()
-        self._open: dict[str, SampleOpen] = {}  # Samples that the process has, by request.
-        self._owed: deque[EngineItem] = deque(maxlen=_OWED_MAX)
+        self._open: dict[str, SampleOpen] = {}  # Samples that the process has, by request,
+        self._failed: dict[str, SampleFault] = {}  # and why some of them failed.
+        self._owed: list[EngineItem] = []  # What the process is to be told next.
         self._retry_s = _RETRY_S
         self._retry_at = 0.0
         self._faults: deque[SampleFault] = deque()
         self._stop: Stop | None = None
-        self._gauges: Mapping[str, float] = {metric.name: 0.0 for metric in METRICS if metric.kind == "gauge"}
+        self._gauges: Mapping[str, float] = _without_process(setup.shape)
         self._carrier = threading.Thread(target=self._carry, name="slotstream-carrier", daemon=True)
 
     def start(self) -> None:
@@ -264,7 +270,12 @@ class SenderProcess:
             self._carried += 1
             return
         if isinstance(item, SampleOpen):
+            if self._child is None and len(self._open) >= _OPEN_MAX:
+                self._counters.add("reports_dropped")
+                return
             self._open[item.req_id] = item
+        elif self._child is None and isinstance(item, SampleFinish):
+            return  # Of its rows none found room since, or all were lost before: it failed.
         self._owed.append(item)
 
     def _copied(self, batch: _LentBatch) -> list[EngineItem]:
@@ -292,7 +303,7 @@ class SenderProcess:
         if child is None or not self._owed:
             return
         try:
-            say(child.items, list(self._owed))
+            say(child.items, self._owed)
         except OSError:
             return  # It is about to be mourned; what was not said is said to the next one.
         self._owed.clear()
@@ -331,9 +342,11 @@ class SenderProcess:
     def _heard(self, update: Update) -> None:
         self._counters.merge(update.counts)
         self._gauges = update.gauges
+        self._faults.extend(update.faults)
+        self._failed |= {fault.req_id: fault for fault in update.faults}
         for req_id in update.ended:
             self._open.pop(req_id, None)
-        self._faults.extend(update.faults)
+            self._failed.pop(req_id, None)
         for line in update.lines:
             logging.getLogger(line.logger).log(line.level, "%s", line.text)
 
@@ -343,6 +356,7 @@ class SenderProcess:
         if child is not self._child or self._stop is not None:
             return
         self._child = None
+        self._gauges = _without_process(self._setup.shape)
         code = child.process.returncode
         logger.error("slotstream: the process that sends rows ended (%d) with %d samples", code, len(self._open))
         if time.monotonic() - child.began > _RETRY_S_MAX:
@@ -350,10 +364,11 @@ class SenderProcess:
         else:
             self._put_off()
         # The next one tells the server, and us. What was not said yet includes rows in slots that nobody lends any more.
-        error = InternalFault("the process that sends rows ended before the sample was durable")
+        lost = "the process that sends rows ended before the sample was durable"
         self._owed.clear()
         for req_id, opened in list(self._open.items()):
-            self._owed += [opened, FailSample(req_id, error)]
+            fault = self._failed.get(req_id) or SampleFault(req_id, InternalFault.code, lost)
+            self._owed += [opened, SampleAbort(req_id, fault.code, fault.message)]
 
     def _put_off(self) -> None:
         self._retry_at = time.monotonic() + self._retry_s

@@ -41,6 +41,11 @@ class StagingShape:
     slot_bytes: int
     row_bytes: int
 
+    @property
+    def nbytes(self) -> int:
+        """Of all slots."""
+        return (self.num_slots + self.reserved) * self.slot_bytes
+
 
 class StagingPool:
     """Slots in `memory`, one after another; the reserved ones (`reserved_slots`) come last and are never leased. Thread-safe.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 import os
 
 import torch
@@ -40,7 +39,7 @@ class StagingMemory:
     def _shared(self, device: torch.device) -> torch.Tensor:
         self.fd = os.memfd_create("slotstream-staging")
         os.ftruncate(self.fd, self.nbytes)
-        memory = torch.frombuffer(mmap.mmap(self.fd, self.nbytes), dtype=torch.uint8)
+        memory = torch.frombuffer(map_memory(self.nbytes, self.fd), dtype=torch.uint8)
         if device.type != "cpu":
             _pin(memory, device)
         return memory
