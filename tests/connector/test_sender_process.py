@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import queue
 import random
 import signal
 import subprocess
@@ -11,7 +12,10 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from multiprocessing import Pipe
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from support.files import files_below
@@ -21,7 +25,10 @@ from support.waiting import wait_until
 from support.worker_rig import ROW_BYTES, opened
 
 from slotstream.client import SampleState, connect
+from slotstream.connector.counters import Counters
 from slotstream.connector.plan import RowPlan, StepPlan
+from slotstream.connector.sender_child import _News
+from slotstream.connector.sender_messages import hear
 from slotstream.wire import nixl
 from slotstream.wire.errors import ConfigError
 
@@ -314,10 +321,29 @@ def test_what_a_dead_engine_handed_over_is_stored_and_its_process_ends(server: R
     assert "dead-half" in failed
 
 
+def test_the_end_of_a_sample_is_told_also_where_nothing_else_happened() -> None:
+    ours, theirs = Pipe()
+    ended: queue.SimpleQueue[str] = queue.SimpleQueue()
+    pump: Any = SimpleNamespace(take_faults=list, gauges=lambda: {"staging_bytes_in_use": 0.0})
+    desk: Any = SimpleNamespace(held_bytes=0)
+    log: Any = SimpleNamespace(take=list)
+    news = _News(theirs, pump, Counters(), desk, ended, log)
+    told: list[str] = []
+    for req_id in ("a", "b", "c"):
+        ended.put(req_id)
+        while req_id not in told:
+            told += hear(ours).ended
+    news.close()
+    assert told == ["a", "b", "c"]
+
+
 def test_an_option_that_the_process_cannot_follow_stops_the_start(server: Restarting, tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "executable", "/bin/false")
         with pytest.raises(ConfigError, match="the process that sends rows cannot start: it ended at once"):
+            _Engine(server.address)
+        patch.setattr(sys, "executable", "/nowhere")
+        with pytest.raises(ConfigError, match=r"the process that sends rows cannot start: .*No such file"):
             _Engine(server.address)
     for package in nixl._PACKAGES:
         (tmp_path / f"{package}.py").write_text("raise ImportError('broken')")

@@ -173,7 +173,7 @@ class _News:
                 quiet_s += _SAY_S
                 ended = [self._ended.get() for _ in range(self._ended.qsize())]
                 update = Update(ended, self._pump.take_faults(), self._counters.take(), self._gauges(), self._log.take())
-                if update.faults or update.counts or update.lines or closing or quiet_s >= HEARTBEAT_S:
+                if ended or update.faults or update.counts or update.lines or closing or quiet_s >= HEARTBEAT_S:
                     say(self._connection, update)
                     quiet_s = 0.0
                 if closing:

@@ -75,9 +75,11 @@ class _Child:
         fds = (items.fileno(), leases.fileno(), memory_fd)
         command = [sys.executable, "-P", "-m", "slotstream.connector.sender_child", *map(str, fds)]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-        self.process = subprocess.Popen(command, pass_fds=fds, env=environment, stdin=subprocess.DEVNULL)
-        items.close()
-        leases.close()
+        with items, leases:
+            try:
+                self.process = subprocess.Popen(command, pass_fds=fds, env=environment, stdin=subprocess.DEVNULL)
+            except OSError as error:
+                raise ConfigError(f"the process that sends rows cannot start: {error}") from error
         self.began = self.heard_at = time.monotonic()
         self.stock: deque[int] = deque()  # The engine's thread takes, that of `_carry` gives back.
         self.asked = False
@@ -287,7 +289,7 @@ class SenderProcess:
                 batch.gathered.wait()
                 if batch.mapping is not None:
                     batch.mapping.load()
-                arrived = Arrived(batch.gathered.peaks())
+                arrived = Arrived(batch.gathered.peaks().copy())  # They may lie in scratch, which is about to be lent again.
                 return [StagedBatch(batch.segments, batch.computed, arrived, batch.mapping, copied_unix_ns=time.time_ns())]
             except Exception:
                 self._counters.add("hook_faults")
@@ -343,7 +345,7 @@ class SenderProcess:
         self._counters.merge(update.counts)
         self._gauges = update.gauges
         self._faults.extend(update.faults)
-        self._failed |= {fault.req_id: fault for fault in update.faults}
+        self._failed |= {fault.req_id: fault for fault in update.faults if fault.req_id in self._open}
         for req_id in update.ended:
             self._open.pop(req_id, None)
             self._failed.pop(req_id, None)
@@ -378,7 +380,7 @@ class SenderProcess:
         self._counters.add("sender_restarts")
         try:
             self._begin(_Child(self._setup, self._memory.fd))
-        except (ConfigError, OSError) as error:
+        except ConfigError as error:
             self._put_off()
             logger.error("slotstream: %s", error)
         else:

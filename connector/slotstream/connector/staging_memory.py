@@ -52,10 +52,10 @@ def _private(nbytes: int, device: torch.device) -> torch.Tensor:
 
 
 def _pin(memory: torch.Tensor, device: torch.device) -> None:
-    """Pin memory that torch did not allocate, until this process ends."""
+    """Pin memory that torch did not allocate, until this process ends; as vLLM does (v1/simple_kv_offload/cuda_mem_ops.py)."""
     if device.type != "cuda":
         raise RuntimeError(f"memory that processes share cannot be pinned for a device of type {device.type}")
     with torch.cuda.device(device):
-        error = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0)  # type: ignore[no-untyped-call]
-    if int(error) != 0:
-        raise RuntimeError(f"cudaHostRegister returned {error}")
+        error = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0))  # type: ignore[no-untyped-call]
+    if error != 0:
+        raise RuntimeError(f"cudaHostRegister failed with CUDA error {error}")
