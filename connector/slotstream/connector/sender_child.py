@@ -28,6 +28,7 @@ from slotstream.wire.memory import map_memory
 
 _SAY_S = 0.1  # How long news waits for more.
 _LINES_MAX = 1000
+_AHEAD_MAX = 4096  # Slots: what nobody has read yet must fit the socket's buffer, or we would wait for the engine's next step.
 _ORPHAN_S = 5.0  # For what is on its way when the worker is gone.
 
 
@@ -108,7 +109,7 @@ class _Desk:
                 want = hear(self._connection)
                 slots = self._pump.lease(want.count, want.deadline)
                 with self._lock:
-                    self._ahead = min(self._ahead + want.count, self._pool.num_slots // 4)
+                    self._ahead = min(self._ahead + want.count, self._pool.num_slots // 4, _AHEAD_MAX)
                     self._grant(Grant(slots or [], True, None if slots else self._pump.why_full()))
         except (EOFError, OSError):
             return
