@@ -7,12 +7,13 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import grpc
 import pytest
 from server_kit import ARRIVING, COMMITTED, FAILED, NOT_SERVING, SERVING, Peer, Reader, RunningServer, Sample, health
+from support.descendants import descendants
 from support.files import files_below
 from support.waiting import wait_until
 
@@ -24,14 +25,8 @@ PEERS = 10  # Spread over three processes by the kernel: all in one of them is a
 
 
 def children(pid: int) -> list[int]:
-    """Processes that `pid` started and that live."""
-    found = []
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        with suppress(FileNotFoundError, ProcessLookupError):  # A thread, or a process, that ended meanwhile.
-            for child in (task / "children").read_text().split():
-                if b"slotstream.server.worker" in Path(f"/proc/{child}/cmdline").read_bytes():
-                    found.append(int(child))
-    return found
+    """Worker processes that `pid` started and that live."""
+    return descendants(pid, "slotstream.server.worker")
 
 
 @pytest.fixture(scope="module")
