@@ -23,7 +23,7 @@ from typing import Any
 
 from children import ChildFailed, tree_cpu_seconds
 from contenders import Contender, GrpcFrames, Memcpy, PlainFile, RawSocket, Slotstream
-from machine import file_system, machine, progress
+from machine import file_system, machine, plain, progress
 from shape import Shape
 
 from slotstream.wire.nixl import INSTALL, is_installed
@@ -227,7 +227,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.json is not None:
         figures = {
             "machine": {**host, "file_system": disk},
-            "options": {key: str(value) if isinstance(value, Path) else value for key, value in vars(options).items()},
+            "options": plain(options),
             "shape": asdict(shape),
             "results": [asdict(result) for result in results],
             "verdicts": verdicts,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import platform
 import sys
@@ -20,6 +21,11 @@ def file_system(path: Path) -> str:
     mounts = (line.split()[1:3] for line in Path("/proc/self/mounts").read_text().splitlines())
     holding = [(len(where), kind) for where, kind in mounts if path.is_relative_to(where)]
     return max(holding, default=(0, "unknown"))[1]
+
+
+def plain(options: argparse.Namespace) -> dict[str, Any]:
+    """A benchmark's options, as JSON can hold them."""
+    return {key: str(value) if isinstance(value, Path) else value for key, value in vars(options).items()}
 
 
 def machine() -> dict[str, Any]:

@@ -22,7 +22,7 @@ from typing import Any
 
 from children import ChildFailed
 from load import ROW_BYTES, Load
-from machine import file_system, machine, progress
+from machine import file_system, machine, plain, progress
 from transport_contenders import DURABLE, NULL, OURS, PLAIN_FILE, STORED, Contender, Round, assembled, missing
 from transport_reads import Read, judge_reads, measure_reads, report_reads
 
@@ -212,7 +212,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "benchmark": "transport",
             "date": date,
             "machine": {**host, "file_system": disk},
-            "options": {key: str(value) if isinstance(value, Path) else value for key, value in vars(options).items()},
+            "options": plain(options),
             "cells": [asdict(cell) for cell in cells],
             "reads": [asdict(read) for read in reads],
             "verdicts": verdicts,

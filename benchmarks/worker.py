@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from children import Child, ChildFailed, questions
 from contenders import Server
-from machine import machine, progress
+from machine import machine, plain, progress
 
 from slotstream.client import connect
 from slotstream.connector.config import ConnectorConfig, ConnectorOptions
@@ -35,9 +35,8 @@ from slotstream.connector.counters import Counters
 from slotstream.connector.faults import SampleFault
 from slotstream.connector.inbox import StagedBatch
 from slotstream.connector.plan import RowPlan, SampleFinish, SampleOpen, StepPlan
-from slotstream.connector.sender_process import in_process
-from slotstream.connector.senders import EnginePost, Sender, SenderMaker, in_thread
-from slotstream.connector.sinks import sink_for
+from slotstream.connector.sender_process import sender_for
+from slotstream.connector.senders import EnginePost, Sender
 from slotstream.connector.staging import StagingShape
 from slotstream.connector.staging_memory import StagingMemory
 from slotstream.connector.worker import WorkerHalf
@@ -111,9 +110,7 @@ class Engine:
         )
         config = ConnectorConfig(chosen, "benchmark", "benchmark", tuple(range(LAYERS)), HIDDEN, "BF16", {})
         hello = ingest_pb2.Hello(protocol=PROTOCOL_VERSION, engine_id="benchmark")
-        make: SenderMaker = _nowhere
-        if address is not None:
-            make = in_process(config, hello) if sender == "process" else in_thread(config, sink_for(chosen, hello))
+        make = _nowhere if address is None else sender_for(config, hello)
         cache = torch.randn(self._samples * blocks, LAYERS, BLOCK, HIDDEN).to(torch.bfloat16)
         self._worker = WorkerHalf(config, cache, make, self._samples * self._rows)
         if address is not None:
@@ -257,8 +254,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130
     print(report(rounds))
     if options.json is not None:
-        chosen = {key: str(value) if isinstance(value, Path) else value for key, value in vars(options).items()}
-        options.json.write_text(json.dumps({"machine": host, "options": chosen, "rounds": rounds}, indent=2) + "\n")
+        options.json.write_text(json.dumps({"machine": host, "options": plain(options), "rounds": rounds}, indent=2) + "\n")
     return 0
 
 

@@ -221,6 +221,7 @@ def test_while_there_is_no_process_samples_fail_and_are_reported_later(
     wait_until(lambda: engine.rig.worker._sender._child is None)
     engine.engine.work(30)
     wait_until(lambda: engine.ended >= 0 and engine.counts["sender_restarts"] > 2, "several tries")
+    assert not engine.rig.worker._sender._owed  # Nothing piles up meanwhile but samples and their reasons, which are bounded.
     monkeypatch.setattr(sys, "executable", executable)
     engine.settle()
     engine.wait_for_link()

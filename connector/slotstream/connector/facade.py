@@ -23,9 +23,7 @@ from slotstream.connector.metrics import SlotStreamPromMetrics, SlotStreamStats
 from slotstream.connector.plan import EMPTY_PLAN, StepPlan
 from slotstream.connector.releases import Releases, every_worker_reports
 from slotstream.connector.scheduler import SchedulerHalf
-from slotstream.connector.sender_process import in_process
-from slotstream.connector.senders import in_thread
-from slotstream.connector.sinks import sink_for
+from slotstream.connector.sender_process import sender_for
 from slotstream.connector.watch import ServerWatch
 from slotstream.connector.worker import WorkerHalf
 from slotstream.transport.logs import connector_logger
@@ -123,12 +121,10 @@ class SlotStreamConnector(KVConnectorBase_V1, SupportsHMA):
             vllm_version=vllm_version(),
             slotstream_version=self._config.metadata["slotstream_version"],
         )
-        options = self._config.options
-        in_own_process = options.sender == "process"
         self._worker = WorkerHalf(
             self._config,
             kv_caches[self._capture_layer],
-            in_process(self._config, hello) if in_own_process else in_thread(self._config, sink_for(options, hello)),
+            sender_for(self._config, hello),
             # Twice the requests: each may carry one draft token beside its own.
             scheduler_config.max_num_batched_tokens + 2 * scheduler_config.max_num_seqs,
         )

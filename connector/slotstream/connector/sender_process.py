@@ -23,7 +23,7 @@ from slotstream.connector.copies import Arrived
 from slotstream.connector.counters import METRICS, Counters
 from slotstream.connector.faults import SampleFault
 from slotstream.connector.inbox import EngineItem, FailSample, Inbox, StagedBatch, Stop
-from slotstream.connector.plan import SampleAbort, SampleFinish, SampleOpen
+from slotstream.connector.plan import SampleAbort, SampleOpen
 from slotstream.connector.sender_messages import (
     HEARTBEAT_S,
     Close,
@@ -35,7 +35,8 @@ from slotstream.connector.sender_messages import (
     hear,
     say,
 )
-from slotstream.connector.senders import EnginePost, Sender, SenderMaker
+from slotstream.connector.senders import EnginePost, Sender, SenderMaker, in_thread
+from slotstream.connector.sinks import sink_for
 from slotstream.connector.staging import StagingShape
 from slotstream.connector.staging_memory import StagingMemory
 from slotstream.transport.logs import CONNECTOR_LOGGER, connector_logger
@@ -66,6 +67,13 @@ def in_process(config: ConnectorConfig, hello: ingest_pb2.Hello) -> SenderMaker:
     return make
 
 
+def sender_for(config: ConnectorConfig, hello: ingest_pb2.Hello) -> SenderMaker:
+    """What connector option `sender` asks for."""
+    if config.options.sender == "process":
+        return in_process(config, hello)
+    return in_thread(config, sink_for(config.options, hello))
+
+
 class _Child:
     """One process, and what it lent us. Raises ConfigError where it does not start."""
 
@@ -79,6 +87,8 @@ class _Child:
             try:
                 self.process = subprocess.Popen(command, pass_fds=fds, env=environment, stdin=subprocess.DEVNULL)
             except OSError as error:
+                self.items.close()
+                self.leases.close()
                 raise ConfigError(f"the process that sends rows cannot start: {error}") from error
         self.began = self.heard_at = time.monotonic()
         self.stock: deque[int] = deque()  # The engine's thread takes, that of `_carry` gives back.
@@ -266,19 +276,30 @@ class SenderProcess:
         return 0.0 if self._owed else HEARTBEAT_S
 
     def _owe(self, item: EngineItem) -> None:
-        """Something is to be said to the process, now or once there is one."""
+        """Something is to be said to the process. While there is none, only samples and why they failed are kept."""
+        items = [item]
         if isinstance(item, _LentBatch):
-            self._owed.extend(self._copied(item))
+            items = self._copied(item)
             self._carried += 1
-            return
-        if isinstance(item, SampleOpen):
+        elif isinstance(item, SampleOpen):
             if self._child is None and len(self._open) >= _OPEN_MAX:
                 self._counters.add("reports_dropped")
                 return
             self._open[item.req_id] = item
-        elif self._child is None and isinstance(item, SampleFinish):
-            return  # Of its rows none found room since, or all were lost before: it failed.
-        self._owed.append(item)
+        if self._child is not None:
+            self._owed += items
+            return
+        for said in items:
+            match said:
+                case FailSample():
+                    self._note_failure(said.req_id, said.error.code, str(said.error))
+                case SampleAbort():
+                    self._note_failure(said.req_id, said.code, said.message)
+
+    def _note_failure(self, req_id: str, code: str, message: str) -> None:
+        """The next process is to tell the server, and us, why a sample failed."""
+        if req_id in self._open:
+            self._failed.setdefault(req_id, SampleFault(req_id, code, message))
 
     def _copied(self, batch: _LentBatch) -> list[EngineItem]:
         """What to say of a batch that is copied, or cannot be."""
@@ -365,12 +386,9 @@ class SenderProcess:
             self._retry_s = _RETRY_S  # It did well, and so may the next one.
         else:
             self._put_off()
-        # The next one tells the server, and us. What was not said yet includes rows in slots that nobody lends any more.
-        lost = "the process that sends rows ended before the sample was durable"
-        self._owed.clear()
-        for req_id, opened in list(self._open.items()):
-            fault = self._failed.get(req_id) or SampleFault(req_id, InternalFault.code, lost)
-            self._owed += [opened, SampleAbort(req_id, fault.code, fault.message)]
+        self._owed.clear()  # Rows among it lie in slots that nobody lends any more.
+        for req_id in list(self._open):
+            self._note_failure(req_id, InternalFault.code, "the process that sends rows ended before the sample was durable")
 
     def _put_off(self) -> None:
         self._retry_at = time.monotonic() + self._retry_s
@@ -384,4 +402,8 @@ class SenderProcess:
             self._put_off()
             logger.error("slotstream: %s", error)
         else:
+            for req_id, opened in list(self._open.items()):
+                self._owed.append(opened)
+                if (fault := self._failed.get(req_id)) is not None:
+                    self._owed.append(SampleAbort(req_id, fault.code, fault.message))
             logger.info("slotstream: another process sends rows now")
