@@ -18,6 +18,7 @@ from typing import Any, Self
 
 import pytest
 from server_kit import TIMEOUT_S, Peer, Reader, RunningServer, Sample, batch
+from support.descendants import descendants
 from support.nixl_sender import sample_of
 from support.server import ServerProcess
 from support.waiting import wait_until
@@ -499,10 +500,7 @@ class SenderProcess:
 
 def readers_of(server: int) -> list[int]:
     """The processes that read for a server."""
-    children = [int(pid) for pid in Path(f"/proc/{server}/task/{server}/children").read_text().split()]
-    for task in Path(f"/proc/{server}/task").iterdir():
-        children += [int(pid) for pid in (task / "children").read_text().split()]
-    return sorted({pid for pid in children if "nixl_reader" in Path(f"/proc/{pid}/cmdline").read_text()})
+    return sorted(descendants(server, "nixl_reader"))
 
 
 def assert_stored(address: str, namespace: str, sender: SenderProcess) -> None:
