@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import random
 import signal
-import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +13,7 @@ import pytest
 from support.descendants import descendants
 from support.idle import assert_idle
 from support.outage import metric, scrape
-from support.random_load import check, random_requests, run
+from support.random_load import Outcome, Request, check, random_requests, run
 from support.stack import Stack, stack
 from support.waiting import wait_until
 from support.workload import LAYER_IDS, assert_rows_are_true
@@ -58,38 +56,42 @@ def test_every_row_is_right(running: Stack, client: Client) -> None:
     assert states["committed"] >= 30, states
 
 
-def test_a_sender_that_is_killed_harms_no_text_and_every_sample_is_accounted_for(running: Stack, client: Client) -> None:
-    requests = [request for request in random_requests(4, 120, "killed") if request.abort_after_s is None]
+def _run_with_a_kill(running: Stack, client: Client, requests: list[Request], kills: int) -> list[Outcome]:
+    """The outcomes of `requests`. Their sender is killed, as the `kills`th one, once a sample of theirs is durable."""
+    namespace = requests[0].params["namespace"]
     with ThreadPoolExecutor(1) as pool:
         answers = pool.submit(run, running.vllm_port, requests, 16)
-        rng = random.Random(4)
-        kills = 0
-        while not answers.done() and kills < 3:
-            time.sleep(rng.random())
-            if (now := _senders(running)) and not answers.done():
-                os.kill(now[0], signal.SIGKILL)
-                kills += 1
-                _wait_for_restarts(running, kills)
+        wait_until(lambda: any(client.list(namespace=namespace)), "the first sample")
+        (sender,) = _senders(running)
+        os.kill(sender, signal.SIGKILL)
         outcomes = answers.result()  # Every request was answered, with status 200.
-    assert kills
+    _wait_for_restarts(running, kills)
+    return outcomes
+
+
+def _state(client: Client, request: Request) -> str:
+    """What became of a sample whose sender may have been killed: "committed", and right, or why it failed."""
+    try:
+        sample = client.get(request.sample_id, namespace=request.params["namespace"], wait_s=0)
+    except SampleFailed as error:
+        return error.reason
+    assert_rows_are_true(sample, kind="dense")
+    return "committed"
+
+
+def test_a_sender_that_is_killed_harms_no_text_and_every_sample_is_accounted_for(running: Stack, client: Client) -> None:
+    rounds = [[r for r in random_requests(40 + i, 60, f"killed{i}") if r.abort_after_s is None] for i in range(3)]
+    for kills, requests in enumerate(rounds, 1):
+        outcomes = _run_with_a_kill(running, client, requests, kills)
+        assert all(outcome.answered for outcome in outcomes)
     after = random_requests(5, 20, "after")
-    assert all(outcome.answered for outcome in outcomes)
     outcomes_after = run(running.vllm_port, after, at_once=8)
     assert_idle(running)
-    assert metric(scrape(running.vllm_port), "slotstream_connector_sender_restarts_total") == kills
-    states: Counter[str] = Counter()
-    for request in requests:
-        if not request.params.get("capture", True):
-            continue
-        try:
-            sample = client.get(request.sample_id, namespace="killed", wait_s=0)
-        except SampleFailed as error:
-            states[error.reason] += 1
-        else:
-            assert_rows_are_true(sample, kind="dense")
-            states["committed"] += 1
-    assert states["committed"], states
-    assert states.keys() <= {"committed", "INTERNAL", "INTERRUPTED"}
+    assert metric(scrape(running.vllm_port), "slotstream_connector_sender_restarts_total") == len(rounds)
+    for requests in rounds:
+        states = Counter(_state(client, request) for request in requests if request.params.get("capture", True))
+        assert states["committed"], states
+        assert states.keys() <= {"committed", "INTERNAL", "INTERRUPTED"}
     later = Counter(check(client, *pair, "dense") for pair in zip(after, outcomes_after, strict=True))
     assert later["committed"] >= 10, later
 
