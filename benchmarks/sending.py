@@ -93,8 +93,9 @@ class Sender:
             metadata={},
         )
         slots = staging_bytes // shape.frame_bytes
-        memory = StagingMemory(slots, shape.frame_bytes, torch.device("cpu"))
-        self._pool = StagingPool(memory.view, StagingShape(slots, 0, shape.frame_bytes, shape.row_bytes))
+        staging = StagingShape(slots, 0, shape.frame_bytes, shape.row_bytes)
+        memory = StagingMemory(staging, torch.device("cpu"))
+        self._pool = StagingPool(memory.view, staging)
         # Written once, and different in every slot: a sample is what its slots hold.
         memory.memory.random_(generator=torch.Generator().manual_seed(0))
         self._outcome = _Outcome()

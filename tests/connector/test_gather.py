@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from slotstream.connector.gather import Destination, RowGather
+from slotstream.connector.staging import StagingShape
 from slotstream.connector.staging_memory import StagingMemory
 
 
@@ -35,12 +36,12 @@ def test_rows_are_copied_bit_for_bit(dtype: torch.dtype, hidden: int, layout: st
             cache = _bits((blocks, layers, block_size, hidden + 3), dtype)[..., :hidden]
         case _:
             cache = _bits((blocks * layers * block_size * hidden + 1,), dtype)[1:].view(blocks, layers, block_size, hidden)
-    memory = StagingMemory(4, 4096, torch.device("cpu"))
+    row_bytes = layers * hidden * dtype.itemsize
+    memory = StagingMemory(StagingShape(4, 0, 4096, row_bytes), torch.device("cpu"))
     slots = np.array([35, 0, 7, 7, 18, 4], dtype=np.int64)
     gathered = RowGather(cache, memory).gather(slots, [Destination(2, 4), Destination(0, 2)], None)
     gathered.wait()
     rows = [cache[slot // block_size, :, slot % block_size].contiguous().view(torch.uint8) for slot in slots.tolist()]
-    row_bytes = layers * hidden * dtype.itemsize
     assert bytes(memory.tensor(2, 4 * row_bytes).numpy()) == b"".join(bytes(row.numpy()) for row in rows[:4])
     assert bytes(memory.tensor(0, 2 * row_bytes).numpy()) == b"".join(bytes(row.numpy()) for row in rows[4:])
     assert gathered.peaks().shape == (6,)
@@ -52,14 +53,14 @@ def test_slots_next_to_each_other_get_their_own_rows(seed: int) -> None:
     rng = random.Random(seed)
     cache = _bits((16, 1, 4, 4), torch.bfloat16)
     row_bytes, rows_a_slot = 8, 3
-    memory = StagingMemory(12, row_bytes * rows_a_slot, torch.device("cpu"))
+    memory = StagingMemory(StagingShape(12, 0, row_bytes * rows_a_slot, row_bytes), torch.device("cpu"))
     memory.memory.zero_()
     destinations = [Destination(slot, rng.choice((1, 3, 3, 3))) for slot in sorted(rng.sample(range(12), 7))]
     if seed % 5 == 0:
         rng.shuffle(destinations)
     slots = np.array([rng.randrange(64) for _ in range(sum(to.rows for to in destinations))])
     RowGather(cache, memory).gather(slots, destinations, None).wait()
-    wanted = bytearray(memory.nbytes)
+    wanted = bytearray(memory.view.nbytes)
     rows = iter(slots.tolist())
     for to in destinations:
         for at in range(to.slot * rows_a_slot, to.slot * rows_a_slot + to.rows):
@@ -70,7 +71,7 @@ def test_slots_next_to_each_other_get_their_own_rows(seed: int) -> None:
 
 def test_slots_that_are_filled_in_a_row_are_one_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     cache = _bits((16, 1, 4, 4), torch.bfloat16)
-    memory = StagingMemory(12, 24, torch.device("cpu"))
+    memory = StagingMemory(StagingShape(12, 0, 24, 8), torch.device("cpu"))
     copied: list[tuple[int, int]] = []
     tensor = memory.tensor
 

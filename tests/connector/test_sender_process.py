@@ -21,7 +21,7 @@ import pytest
 from support.files import files_below
 from support.late_copies import Copy, put_off
 from support.outage_rig import SMALL, Engine, Restarting, account, own_descriptors, own_threads
-from support.waiting import wait_until
+from support.waiting import WAIT_S, wait_until
 from support.worker_rig import ROW_BYTES, opened
 
 from slotstream.client import SampleState, connect
@@ -118,7 +118,7 @@ def test_every_row_arrives_and_everything_is_given_back(
     start: Callable[..., _Engine], server: Restarting, transport: str
 ) -> None:
     threads, descriptors = own_threads(), own_descriptors()
-    engine = start(seed=1, transport=transport, **SMALL)
+    engine = start(seed=1, transport=transport, wait_s_max=WAIT_S, **SMALL)
     pid = engine.pid
     assert "libtorch" not in Path(f"/proc/{pid}/maps").read_text()
     engine.engine.work(150)
@@ -172,7 +172,7 @@ def test_a_killed_process_is_replaced_and_every_promise_accounted_for(
     monkeypatch.setattr("slotstream.connector.sender_process._RETRY_S", 0.05)
     rng = random.Random(seed)
     spool = {"spool_dir": str(tmp_path / "spool")} if seed % 2 else {}
-    engine = start(seed=seed, **SMALL, **spool)
+    engine = start(seed=seed, wait_s_max=WAIT_S, **SMALL, **spool)
     victims = ["sender"] * 3 if seed < 2 else ["sender", *rng.choices(["sender", "server"], k=7)]
     for victim in victims:
         _strike(victim, engine, server, rng)
@@ -222,6 +222,7 @@ def test_while_there_is_no_process_samples_fail_and_are_reported_later(
     engine.engine.work(30)
     wait_until(lambda: engine.ended >= 0 and engine.counts["sender_restarts"] > 2, "several tries")
     assert not engine.rig.worker._sender._owed  # Nothing piles up meanwhile but samples and their reasons, which are bounded.
+    assert {sample_id for sample_id, rows in engine.promised.items() if rows is not None} <= engine.engine.failed().keys()
     monkeypatch.setattr(sys, "executable", executable)
     engine.settle()
     engine.wait_for_link()

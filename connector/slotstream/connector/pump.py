@@ -135,7 +135,7 @@ class Pump:
             "samples_in_flight": self._outbox.samples,
             "staging_bytes_in_use": pool.in_use * pool.slot_bytes,
             "staging_bytes_kept": pool.kept * pool.slot_bytes,
-            "staging_bytes_limit": (pool.num_slots + len(pool.reserved_slots)) * pool.slot_bytes,
+            "staging_bytes_limit": pool.nbytes,
             "spool_bytes_in_use": 0 if self._spool is None else self._spool.bytes_in_use,
             "link_up": int(self._outbox.link_up),
         }

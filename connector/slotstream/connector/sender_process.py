@@ -291,7 +291,8 @@ class SenderProcess:
             return
         for said in items:
             match said:
-                case FailSample():
+                case FailSample():  # Rows are missing, so that fails whatever the process that died has said of the sample.
+                    self._faults.append(SampleFault(said.req_id, said.error.code, str(said.error)))
                     self._note_failure(said.req_id, said.error.code, str(said.error))
                 case SampleAbort():
                     self._note_failure(said.req_id, said.code, said.message)

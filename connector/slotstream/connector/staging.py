@@ -54,6 +54,7 @@ class StagingPool:
     """
 
     def __init__(self, memory: memoryview, shape: StagingShape) -> None:
+        self.nbytes = shape.nbytes
         self.slot_bytes = shape.slot_bytes
         self.num_slots = num_slots = shape.num_slots
         self.reserved_slots = tuple(range(num_slots, num_slots + shape.reserved))

@@ -6,27 +6,27 @@ import os
 
 import torch
 
+from slotstream.connector.staging import StagingShape
 from slotstream.wire.errors import ConfigError
 from slotstream.wire.memory import map_memory
 
 
 class StagingMemory:
-    """`num_slots` slots of `slot_bytes` each, one after another. Pinned where `device` is an accelerator.
+    """The slots of `shape`, one after another. Pinned where `device` is an accelerator.
 
     `shared`: it has a descriptor (`fd`) by which another process can map it. Raises ConfigError where there is not so much
     memory, or it cannot be pinned.
     """
 
-    def __init__(self, num_slots: int, slot_bytes: int, device: torch.device, *, shared: bool = False) -> None:
-        self.slot_bytes = slot_bytes
-        self.nbytes = num_slots * slot_bytes
+    def __init__(self, shape: StagingShape, device: torch.device, *, shared: bool = False) -> None:
+        self.slot_bytes = shape.slot_bytes
         self.fd = -1
         try:
-            self.memory = self._shared(device) if shared else _private(self.nbytes, device)
+            self.memory = self._shared(shape.nbytes, device) if shared else _private(shape.nbytes, device)
         except (RuntimeError, OSError, MemoryError) as error:
             why = str(error).partition("\n")[0]
             raise ConfigError(
-                f"{-(-self.nbytes >> 20)} MiB of host memory for staging cannot be had: {why}; "
+                f"{-(-shape.nbytes >> 20)} MiB of host memory for staging cannot be had: {why}; "
                 "set connector option staging_bytes lower"
             ) from error
         self.view = memoryview(self.memory.numpy())  # type: ignore[arg-type]
@@ -36,10 +36,10 @@ class StagingMemory:
         at = slot * self.slot_bytes
         return self.memory[at : at + nbytes]
 
-    def _shared(self, device: torch.device) -> torch.Tensor:
+    def _shared(self, nbytes: int, device: torch.device) -> torch.Tensor:
         self.fd = os.memfd_create("slotstream-staging")
-        os.ftruncate(self.fd, self.nbytes)
-        memory = torch.frombuffer(map_memory(self.nbytes, self.fd), dtype=torch.uint8)
+        os.ftruncate(self.fd, nbytes)
+        memory = torch.frombuffer(map_memory(nbytes, self.fd), dtype=torch.uint8)
         if device.type != "cpu":
             _pin(memory, device)
         return memory

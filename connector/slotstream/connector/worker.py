@@ -74,11 +74,12 @@ class WorkerHalf:
         # Rows come back from the spool through slots of their own: a part of staging, whatever else is full.
         reserved = min(_READ_BACK_SLOTS, num_slots // _SLOTS_MIN) if config.options.spool_dir is not None else 0
         self._num_slots = num_slots - reserved
-        memory = StagingMemory(num_slots, slot_bytes, cache.device, shared=config.options.sender == "process")
+        shape = StagingShape(self._num_slots, reserved, slot_bytes, row_bytes)
+        memory = StagingMemory(shape, cache.device, shared=config.options.sender == "process")
         self._gather = RowGather(cache, memory)
         self._rows_per_batch = max(1, min(_BATCH_BYTES_MAX // row_bytes, slot_bytes // INDEX_BYTES))
         self._counters = Counters()
-        self._sender = make_sender(memory, StagingShape(self._num_slots, reserved, slot_bytes, row_bytes), self._counters)
+        self._sender = make_sender(memory, shape, self._counters)
         self._plan: StepPlan = EMPTY_PLAN
         self._failed_plan: StepPlan | None = None
         self._begun: set[str] = set()  # Requests whose opens of this step's plan were posted.
@@ -99,7 +100,7 @@ class WorkerHalf:
             list(config.layer_ids),
             config.model,
             config.options.server,
-            num_slots * slot_bytes >> 20,
+            shape.nbytes >> 20,
             num_slots,
             self._gather.block_size,
         )
