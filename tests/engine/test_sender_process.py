@@ -18,7 +18,7 @@ from support.stack import Stack, stack
 from support.waiting import wait_until
 from support.workload import LAYER_IDS, assert_rows_are_true
 
-from slotstream.client import Client, SampleFailed, connect
+from slotstream.client import Client, SampleFailed, SampleState, connect
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
@@ -56,12 +56,16 @@ def test_every_row_is_right(running: Stack, client: Client) -> None:
     assert states["committed"] >= 30, states
 
 
+def _is_one_durable(client: Client, namespace: str) -> bool:
+    return any(info.state is SampleState.COMMITTED for info in client.list(namespace=namespace))
+
+
 def _run_with_a_kill(running: Stack, client: Client, requests: list[Request], kills: int) -> list[Outcome]:
     """The outcomes of `requests`. Their sender is killed, as the `kills`th one, once a sample of theirs is durable."""
     namespace = requests[0].params["namespace"]
     with ThreadPoolExecutor(1) as pool:
         answers = pool.submit(run, running.vllm_port, requests, 16)
-        wait_until(lambda: any(client.list(namespace=namespace)), "the first sample")
+        wait_until(lambda: _is_one_durable(client, namespace), "the first sample")
         (sender,) = _senders(running)
         os.kill(sender, signal.SIGKILL)
         outcomes = answers.result()  # Every request was answered, with status 200.
