@@ -16,6 +16,7 @@ from support.stack import Stack, stack
 from support.workload import LAYER_IDS, Ask, assert_rows_are_true, send, text_tokens
 
 from slotstream.client import Client, connect
+from slotstream.connector.config import SENDERS
 from slotstream.connector.facade import SlotStreamConnector, SlotStreamMetadata
 from slotstream.connector.plan import SampleFinish, StepPlan
 
@@ -62,10 +63,13 @@ def _check_outputs(running: Stack, client: Client, asks: Sequence[Ask]) -> list[
 
 
 @pytest.mark.extended
-def test_one_of_two_tensor_parallel_workers_sends_every_row_once(truth_models: dict[str, Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize("sender", SENDERS)
+def test_one_of_two_tensor_parallel_workers_sends_every_row_once(
+    truth_models: dict[str, Path], tmp_path: Path, sender: str
+) -> None:
     options = ["--tensor-parallel-size=2", "--num-gpu-blocks-override=160"]  # Too few blocks to go on when any are lost.
     with (
-        stack(tmp_path, truth_models["dense"], LAYER_IDS, *options, env=TWO_CPUS) as running,
+        stack(tmp_path, truth_models["dense"], LAYER_IDS, *options, env=TWO_CPUS, sender=sender) as running,
         connect(running.address) as client,
     ):
         assert running.engine is not None
@@ -84,12 +88,13 @@ def test_one_of_two_tensor_parallel_workers_sends_every_row_once(truth_models: d
 
 
 @pytest.mark.extended
+@pytest.mark.parametrize("sender", SENDERS)
 def test_each_of_two_data_parallel_engines_sends_its_own_and_says_which_it_is(
-    truth_models: dict[str, Path], tmp_path: Path
+    truth_models: dict[str, Path], tmp_path: Path, sender: str
 ) -> None:
     options = ["--data-parallel-size=2", "--num-gpu-blocks-override=160"]
     with (
-        stack(tmp_path, truth_models["dense"], LAYER_IDS, *options, env=TWO_CPUS) as running,
+        stack(tmp_path, truth_models["dense"], LAYER_IDS, *options, env=TWO_CPUS, sender=sender) as running,
         connect(running.address) as client,
     ):
         asks = _outputs(random.Random(2), 40, "outputs")
