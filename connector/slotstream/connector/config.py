@@ -46,7 +46,10 @@ class ConnectorOptions:
     chunk_bytes: int = field(default=2 << 20, metadata={"help": "most bytes of rows a message carries"})
     sender: str = field(
         default="thread",
-        metadata={"help": "what hashes and sends rows: a thread of vLLM's worker, or a process beside it (docs/transports.md)"},
+        metadata={
+            "help": "what hashes and sends rows: a thread of vLLM's worker, or a process beside it, not yet run on a GPU "
+            "(docs/transports.md)"
+        },
     )
     on_full: str = field(
         default="wait", metadata={"help": "when staging is full: wait (up to wait_s_max a step) or fail_sample at once"}
