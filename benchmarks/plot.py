@@ -15,7 +15,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import matplotlib as mpl
+try:
+    import matplotlib as mpl
+except ImportError as error:
+    sys.exit(f"plots need {error.name}, which is not installed: pip install 'slotstream[bench]'")
 
 mpl.use("Agg")
 from matplotlib import pyplot as plt
