@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 
 import numpy as np
@@ -67,6 +68,15 @@ def test_slots_next_to_each_other_get_their_own_rows(seed: int) -> None:
             slot = next(rows)
             wanted[at * row_bytes : (at + 1) * row_bytes] = bytes(cache[slot // 4, 0, slot % 4].view(torch.uint8).numpy())
     assert bytes(memory.view) == wanted
+
+
+def test_shared_staging_goes_with_its_owner() -> None:
+    memory = StagingMemory(StagingShape(4, 0, 4096, 8), torch.device("cpu"), shared=True)
+    fd = memory.fd
+    assert os.fstat(fd).st_size == 4 * 4096
+    del memory
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(fd)
 
 
 def test_slots_that_are_filled_in_a_row_are_one_copy(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -292,15 +292,16 @@ class SenderProcess:
         for said in items:
             match said:
                 case FailSample():  # Rows are missing, so that fails whatever the process that died has said of the sample.
-                    self._faults.append(SampleFault(said.req_id, said.error.code, str(said.error)))
-                    self._note_failure(said.req_id, said.error.code, str(said.error))
+                    fault = SampleFault(said.req_id, said.error.code, str(said.error))
+                    self._faults.append(fault)
+                    self._note_failure(fault)
                 case SampleAbort():
-                    self._note_failure(said.req_id, said.code, said.message)
+                    self._note_failure(SampleFault(said.req_id, said.code, said.message))
 
-    def _note_failure(self, req_id: str, code: str, message: str) -> None:
+    def _note_failure(self, fault: SampleFault) -> None:
         """The next process is to tell the server, and us, why a sample failed."""
-        if req_id in self._open:
-            self._failed.setdefault(req_id, SampleFault(req_id, code, message))
+        if fault.req_id in self._open:
+            self._failed.setdefault(fault.req_id, fault)
 
     def _copied(self, batch: _LentBatch) -> list[EngineItem]:
         """What to say of a batch that is copied, or cannot be."""
@@ -388,8 +389,9 @@ class SenderProcess:
         else:
             self._put_off()
         self._owed.clear()  # Rows among it lie in slots that nobody lends any more.
+        why = "the process that sends rows ended before the sample was durable"
         for req_id in list(self._open):
-            self._note_failure(req_id, InternalFault.code, "the process that sends rows ended before the sample was durable")
+            self._note_failure(SampleFault(req_id, InternalFault.code, why))
 
     def _put_off(self) -> None:
         self._retry_at = time.monotonic() + self._retry_s

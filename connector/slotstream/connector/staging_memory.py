@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 
 import torch
 
@@ -38,6 +39,7 @@ class StagingMemory:
 
     def _shared(self, nbytes: int, device: torch.device) -> torch.Tensor:
         self.fd = os.memfd_create("slotstream-staging")
+        weakref.finalize(self, os.close, self.fd)  # While it is open, the memory stays: an engine may end before its process.
         os.ftruncate(self.fd, nbytes)
         memory = torch.frombuffer(map_memory(nbytes, self.fd), dtype=torch.uint8)
         if device.type != "cpu":
