@@ -272,7 +272,7 @@ class Server:
     """A `slotstream serve` as users start it. `address` is where it listens."""
 
     def __init__(self, listen: str, data_dir: Path, *options: str, environment: Mapping[str, str] | None = None) -> None:
-        command = [sys.executable, "-m", "slotstream.server.cli", "serve", "--listen", listen, "--data", str(data_dir)]
+        command = [sys.executable, "-m", "slotstream.cli.main", "serve", "--listen", listen, "--data", str(data_dir)]
         self.process = subprocess.Popen(
             [*command, *options],
             stdout=subprocess.PIPE,

@@ -148,7 +148,7 @@ def servers(work: Path, data: Path, more: Sequence[str]) -> Iterator[dict[bool, 
     socket, port = work / "server.sock", free_port()
 
     def server(name: str, address: str) -> Running:
-        command = [sys.executable, "-m", "slotstream.server.cli", "serve", "--listen", address, "--data", str(data / name)]
+        command = [sys.executable, "-m", "slotstream.cli.main", "serve", "--listen", address, "--data", str(data / name)]
         command += ["--appear-grace-s", "120", *more]  # Readers wait for samples that the engine has not begun.
         return Running("slotstream serve", command, work / f"{name}.log")
 

@@ -16,8 +16,7 @@ from transport_ours import SinkStream
 
 from slotstream.client import connect
 from slotstream.client.client import Client
-from slotstream.store import catalogue_sql as sql
-from slotstream.store.catalogue import FILE_NAME, Catalogue
+from slotstream.store.catalogue.catalogue import FILE_NAME, Catalogue, sql
 from slotstream.store.records import SampleRecord, State
 from slotstream.store.samples import SampleStore
 

@@ -15,14 +15,15 @@ from shape import Shape
 from transport_ours import NixlOnly
 
 from slotstream.client import connect
-from slotstream.connector.config import ConnectorConfig, ConnectorOptions
-from slotstream.connector.copies import Arrived
 from slotstream.connector.counters import Counters
-from slotstream.connector.inbox import Segment, StagedBatch
+from slotstream.connector.options import ConnectorOptions
 from slotstream.connector.plan import SampleFinish, SampleOpen
-from slotstream.connector.pump import Pump
-from slotstream.connector.staging import StagingPool, StagingShape
-from slotstream.connector.staging_memory import StagingMemory
+from slotstream.connector.reading.staging_memory import StagingMemory
+from slotstream.connector.sending.copies import Arrived
+from slotstream.connector.sending.inbox import Segment, StagedBatch
+from slotstream.connector.sending.pump import Pump
+from slotstream.connector.sending.staging_pool import StagingPool, StagingShape
+from slotstream.connector.vllm_config import ConnectorConfig
 from slotstream.transport.base import Committed, Failed, LinkDown, LinkUp, SinkEvent
 from slotstream.transport.grpc import Frames, GrpcSink
 from slotstream.v1 import ingest_pb2

@@ -30,16 +30,17 @@ from contenders import Server
 from machine import machine, plain, progress
 
 from slotstream.client import connect
-from slotstream.connector.config import ConnectorConfig, ConnectorOptions
 from slotstream.connector.counters import Counters
 from slotstream.connector.faults import SampleFault
-from slotstream.connector.inbox import StagedBatch
+from slotstream.connector.options import ConnectorOptions
 from slotstream.connector.plan import RowPlan, SampleFinish, SampleOpen, StepPlan
-from slotstream.connector.sender_process import sender_for
-from slotstream.connector.senders import EnginePost, Sender
-from slotstream.connector.staging import StagingShape
-from slotstream.connector.staging_memory import StagingMemory
-from slotstream.connector.worker import WorkerHalf
+from slotstream.connector.reading.staging_memory import StagingMemory
+from slotstream.connector.reading.worker import WorkerHalf
+from slotstream.connector.sending.inbox import StagedBatch
+from slotstream.connector.sending.process.handle import sender_for
+from slotstream.connector.sending.sender import EnginePost, Sender
+from slotstream.connector.sending.staging_pool import StagingShape
+from slotstream.connector.vllm_config import ConnectorConfig
 from slotstream.v1 import ingest_pb2
 from slotstream.wire.errors import SlotStreamError
 from slotstream.wire.names import DEFAULT_ADDRESS, PROTOCOL_VERSION

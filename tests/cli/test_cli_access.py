@@ -14,9 +14,9 @@ from support.secure import Authority, bearer, entry, token, write_tokens
 from support.server import ServerProcess, run_cli
 from support.synthetic import SyntheticSample
 
+from slotstream.cli import main as cli
 from slotstream.client import ConfigError, PermissionDenied, Unauthenticated, connect
-from slotstream.server import cli
-from slotstream.server.tokens import digest_of, load_tokens
+from slotstream.server.access.tokens import digest_of, load_tokens
 
 VARIABLES = ("TOKEN", "TOKEN_FILE", "TLS_CA", "TLS_CERT", "TLS_KEY")
 CLEAN = {f"SLOTSTREAM_{name}": "" for name in VARIABLES}

@@ -14,7 +14,8 @@ import pytest
 from support.fake_samples import serving
 from support.server import run_cli
 
-from slotstream.server import cli, commands_common
+from slotstream.cli import common
+from slotstream.cli import main as cli
 from slotstream.wire.errors import ConfigError, StoreFull
 
 COMMANDS = ["serve", "ls", "stat", "get", "rm", "verify", "token", "demo"]
@@ -40,7 +41,7 @@ def test_each_command_helps_with_an_example_and_every_default(name: str, capsys:
     shown = capsys.readouterr().out
     assert f"slotstream {name} " in shown.split("example", 1)[-1] or name == "get"
     parser = argparse.ArgumentParser()
-    getattr(__import__(f"slotstream.server.{cli.COMMANDS[name].module}", fromlist=["x"]), f"add_{name}_arguments")(parser)
+    getattr(__import__(f"slotstream.cli.{cli.COMMANDS[name].module}", fromlist=["x"]), f"add_{name}_arguments")(parser)
     options = [action for action in parser._actions if action.option_strings and action.dest != "help" and not action.required]
     assert options
     if name in ("serve", "demo"):
@@ -50,7 +51,7 @@ def test_each_command_helps_with_an_example_and_every_default(name: str, capsys:
 
 def test_help_imports_nothing_heavy() -> None:
     script = (
-        "import sys; from slotstream.server import cli\n"
+        "import sys; from slotstream.cli import main as cli\n"
         "for words in (['--help'], ['ls', '--help'], ['get', '--help'], ['verify', '--help']):\n"
         "    try: cli.main(words)\n"
         "    except SystemExit: pass\n"
@@ -159,7 +160,7 @@ def _raising(error: BaseException) -> Callable[[argparse.Namespace], int]:
         (KeyboardInterrupt(), 130, None),
         (ConfigError("wrong option"), 2, "slotstream ls: wrong option\n"),
         (StoreFull("the disk is full"), 1, "slotstream ls: the disk is full\n"),
-        (commands_common.CommandFailed("no"), 1, "slotstream ls: no\n"),
+        (common.CommandFailed("no"), 1, "slotstream ls: no\n"),
         (OSError(28, "No space left on device", "/x/y"), 1, "slotstream ls: /x/y: No space left on device\n"),
         (MemoryError(), 1, "slotstream ls: MemoryError\n"),
         (
@@ -173,7 +174,7 @@ def _raising(error: BaseException) -> Callable[[argparse.Namespace], int]:
 def test_every_failure_has_its_exit_code(
     error: BaseException, code: int, sentence: str | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("slotstream.server.commands_samples.run_ls", _raising(error))
+    monkeypatch.setattr("slotstream.cli.samples.run_ls", _raising(error))
     assert cli.main(["ls"]) == code
     captured = capsys.readouterr()
     assert captured.out == ""
@@ -181,7 +182,7 @@ def test_every_failure_has_its_exit_code(
 
 
 def test_a_fault_shows_its_traceback_when_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("slotstream.server.commands_samples.run_ls", _raising(ZeroDivisionError()))
+    monkeypatch.setattr("slotstream.cli.samples.run_ls", _raising(ZeroDivisionError()))
     monkeypatch.setenv("SLOTSTREAM_DEBUG", "1")
     with pytest.raises(ZeroDivisionError):
         cli.main(["ls"])
@@ -196,13 +197,13 @@ def test_the_demo_without_its_extras_names_them(monkeypatch: pytest.MonkeyPatch,
 def test_ago_and_rfc_3339_are_moments(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 1_800_000_000_123_456_789
     monkeypatch.setattr("time.time_ns", lambda: now)
-    assert commands_common.moment("15m") == now - 15 * 60 * 10**9
-    assert commands_common.moment("2h ago") == now - 2 * 3600 * 10**9
-    assert commands_common.moment("3d") == now - 3 * 86400 * 10**9
-    assert commands_common.moment("99999w") == 0
+    assert common.moment("15m") == now - 15 * 60 * 10**9
+    assert common.moment("2h ago") == now - 2 * 3600 * 10**9
+    assert common.moment("3d") == now - 3 * 86400 * 10**9
+    assert common.moment("99999w") == 0
     expected = int(datetime.datetime(2026, 1, 31, 10, 0, 0, 250000, datetime.UTC).timestamp() * 1000) * 10**6
-    assert commands_common.moment("2026-01-31T12:00:00.25+02:00") == expected
-    assert commands_common.moment("2026-01-31t10:00:00.25z") == expected
+    assert common.moment("2026-01-31T12:00:00.25+02:00") == expected
+    assert common.moment("2026-01-31t10:00:00.25z") == expected
 
 
 @pytest.mark.parametrize(
@@ -210,7 +211,7 @@ def test_ago_and_rfc_3339_are_moments(monkeypatch: pytest.MonkeyPatch) -> None:
     [(0, "0 B"), (1023, "1023 B"), (1024, "1.0 KiB"), (102400, "100 KiB"), (5 << 30, "5.0 GiB"), (3 << 50, "3072 TiB")],
 )
 def test_sizes(nbytes: int, text: str) -> None:
-    assert commands_common.size_text(nbytes) == text
+    assert common.size_text(nbytes) == text
 
 
 @pytest.mark.parametrize(
@@ -219,11 +220,11 @@ def test_sizes(nbytes: int, text: str) -> None:
 )
 def test_ages(seconds: int, text: str) -> None:
     now = 1_800_000_000_000_000_000
-    assert commands_common.age_text(now - seconds * 10**9, now) == text
+    assert common.age_text(now - seconds * 10**9, now) == text
 
 
 def test_what_cannot_be_printed_is_escaped() -> None:
-    assert commands_common.shown("a\x1b[31mb\n\u202e\udc80é") == "a\\x1b[31mb\\n\\u202e\\udc80é"
+    assert common.shown("a\x1b[31mb\n\u202e\udc80é") == "a\\x1b[31mb\\n\\u202e\\udc80é"
 
 
 def _is_one_sentence(text: str, command: str) -> None:

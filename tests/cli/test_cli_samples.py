@@ -19,8 +19,8 @@ from support.ingest_client import IngestClient
 from support.server import ServerProcess, run_cli
 from support.synthetic import SyntheticSample
 
+from slotstream.cli import main as cli
 from slotstream.client import connect
-from slotstream.server import cli
 
 LONG_ID = "a-" + "very." * 20 + "long_id"
 
@@ -115,7 +115,7 @@ def test_ls_of_nothing(namespace: str, capsys: pytest.CaptureFixture[str]) -> No
 def test_a_terminal_gets_colours_and_whole_ids(stored: SyntheticSample) -> None:
     parent, child = pty.openpty()
     environment = {**os.environ, "COLUMNS": "80", "TERM": "xterm"}
-    command = [sys.executable, "-m", "slotstream.server.cli", "ls", "--namespace", stored.namespace]
+    command = [sys.executable, "-m", "slotstream.cli.main", "ls", "--namespace", stored.namespace]
     process = subprocess.Popen(command, stdin=child, stdout=child, stderr=child, env=environment)
     os.close(child)
     output = b""
@@ -258,7 +258,7 @@ def test_get_without_a_file_shows_what_there_is(stored: SyntheticSample, capsys:
 def test_a_closed_pipe_is_silent(stored: SyntheticSample) -> None:
     read_end, write_end = os.pipe()
     os.close(read_end)
-    command = [sys.executable, "-m", "slotstream.server.cli", "ls", "--namespace", stored.namespace]
+    command = [sys.executable, "-m", "slotstream.cli.main", "ls", "--namespace", stored.namespace]
     done = subprocess.run(command, stdout=write_end, stderr=subprocess.PIPE, text=True, check=False)
     os.close(write_end)
     assert (done.returncode, done.stderr) == (141, "")

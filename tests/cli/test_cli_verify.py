@@ -14,7 +14,7 @@ from support.ingest_client import IngestClient
 from support.server import ServerProcess
 from support.synthetic import SyntheticSample
 
-from slotstream.server import cli
+from slotstream.cli import main as cli
 
 
 def flip_a_byte(path: Path) -> None:

@@ -15,10 +15,10 @@ from support.worker_rig import Rig, make_rig
 from transport.recorder import WAIT_S
 
 from slotstream.client import connect
-from slotstream.connector.config import ConnectorOptions
 from slotstream.connector.faults import SampleFault
+from slotstream.connector.options import ConnectorOptions
 from slotstream.connector.plan import RowPlan, SampleFinish, SampleOpen, StepPlan
-from slotstream.connector.watch import ServerWatch
+from slotstream.connector.planning.server_health import ServerHealth
 from slotstream.demo.processes import free_port
 from slotstream.transport.grpc import GrpcSink
 from slotstream.v1 import ingest_pb2
@@ -103,7 +103,7 @@ def test_tls_with_a_certificate_and_a_token(tmp_path: Path) -> None:
     trusting.write_bytes(others.path.read_bytes())
     with ServerProcess(tmp_path / "data", *server_options, "--tokens", str(tokens), address=address, **files) as server:
         access = Access(os.fspath(trusting), files["tls_cert"], files["tls_key"], token("engine"))
-        watch = ServerWatch(server.address, access)
+        watch = ServerHealth(server.address, access)
         rig = make_rig(sink=GrpcSink(server.address, HELLO, access=access, connect_grace_s=0.5))  # type: ignore[arg-type]
         try:
             rig.capture("untrusted", 8)

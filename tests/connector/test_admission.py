@@ -9,7 +9,7 @@ import pytest
 from support.worker_rig import config
 
 from slotstream.connector.faults import SampleFault
-from slotstream.connector.scheduler import SchedulerHalf
+from slotstream.connector.planning.scheduler import SchedulerHalf
 from slotstream.wire.errors import ServerUnavailable, SlotStreamError
 
 

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from slotstream.connector.gather import Destination, RowGather
-from slotstream.connector.staging import StagingShape
-from slotstream.connector.staging_memory import StagingMemory
+from slotstream.connector.reading.gather import Destination, RowGather
+from slotstream.connector.reading.staging_memory import StagingMemory
+from slotstream.connector.sending.staging_pool import StagingShape
 
 
 def _bits(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

@@ -81,7 +81,7 @@ def test_a_copy_that_fails_fails_its_samples_and_no_other(copies: dict[int, Copy
 def test_a_copy_that_never_ends_does_not_keep_the_engine_from_stopping(
     copies: dict[int, Copy], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("slotstream.connector.worker._CLOSE_S", 0.2)
+    monkeypatch.setattr("slotstream.connector.reading.worker._CLOSE_S", 0.2)
     copies[1] = Copy()
     rig = make_rig()
     rig.capture("a", 8)

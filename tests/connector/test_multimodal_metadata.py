@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 
-from slotstream.connector.multimodal import describe
+from slotstream.connector.planning.multimodal import describe
 
 
 @dataclass

@@ -20,8 +20,8 @@ from support.waiting import wait_until
 from support.worker_rig import opened
 
 from slotstream.client import connect
-from slotstream.connector import spool_files
 from slotstream.connector.plan import StepPlan
+from slotstream.connector.sending.spool import files as spool_files
 from slotstream.v1 import ingest_pb2
 from slotstream.wire.hashing import xxh3
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from slotstream.connector.plan import EMPTY_PLAN, StepPlan
-from slotstream.connector.releases import Releases
+from slotstream.connector.reading.releases import Releases
 
 
 def test_a_request_is_handed_out_once_in_the_step_after_its_plan() -> None:

@@ -16,14 +16,15 @@ from support.files import files_below
 from support.waiting import WAIT_S, wait_until
 from support.worker_rig import BLOCKS, Rig, WatchedSink, make_rig, opened
 
-from slotstream.connector import reports, spool_files
 from slotstream.connector.faults import SampleFault
-from slotstream.connector.held import HeldSample
-from slotstream.connector.inbox import StagedBatch
 from slotstream.connector.plan import RowPlan, SampleAbort, SampleFinish, StepPlan
-from slotstream.connector.pump import Pump
-from slotstream.connector.shelf import Shelf
-from slotstream.connector.spool_files import OwnedDir, SpooledSample, SpoolFile
+from slotstream.connector.sending import failure_reports as reports
+from slotstream.connector.sending.inbox import StagedBatch
+from slotstream.connector.sending.pump import Pump
+from slotstream.connector.sending.sample_state import SampleState
+from slotstream.connector.sending.spool import files as spool_files
+from slotstream.connector.sending.spool.files import OwnedDir, SpooledSample, SpoolFile
+from slotstream.connector.sending.spool.shelf import Shelf
 from slotstream.transport.base import Acked, Committed, Failed, LinkDown, LinkUp, StagedChunk
 from slotstream.v1 import ingest_pb2
 
@@ -160,7 +161,7 @@ def test_a_failure_that_the_server_does_not_take_yet_lies_in_the_spool(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refusals: int
 ) -> None:
     """This engine may be killed before the server takes it."""
-    monkeypatch.setattr("slotstream.connector.reports._PAUSE_S", 0.2)
+    monkeypatch.setattr("slotstream.connector.sending.failure_reports._PAUSE_S", 0.2)
     refused = itertools.count()
 
     def append(*arguments: Any) -> int:
@@ -182,7 +183,7 @@ def test_a_failure_that_the_server_does_not_take_yet_lies_in_the_spool(
 
 
 def test_an_engine_hears_of_a_failure_though_the_spools_disk_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("slotstream.connector.reports._WRITE_S", 0.2)
+    monkeypatch.setattr("slotstream.connector.sending.failure_reports._WRITE_S", 0.2)
     goes_on = threading.Event()
     append_record = spool_files.append
     monkeypatch.setattr(spool_files, "append", lambda *arguments: (goes_on.wait(4 * WAIT_S), append_record(*arguments))[1])
@@ -286,7 +287,7 @@ def test_an_engine_waits_for_room_that_the_spool_is_about_to_make(tmp_path: Path
     waiting_makes_sense = []
     put, batch, go_on = Shelf.put, Pump._batch, threading.Event()
 
-    def watched_put(shelf: Shelf, sample: HeldSample) -> None:
+    def watched_put(shelf: Shelf, sample: SampleState) -> None:
         waiting_makes_sense.append(pump.taking_rows)
         put(shelf, sample)
 

@@ -27,8 +27,8 @@ from support.worker_rig import ROW_BYTES, opened
 from slotstream.client import SampleState, connect
 from slotstream.connector.counters import Counters
 from slotstream.connector.plan import RowPlan, StepPlan
-from slotstream.connector.sender_child import _News
-from slotstream.connector.sender_messages import hear
+from slotstream.connector.sending.process.main import _News
+from slotstream.connector.sending.process.messages import hear
 from slotstream.wire import nixl
 from slotstream.wire.errors import ConfigError
 
@@ -142,7 +142,7 @@ def test_log_lines_are_the_workers(start: Callable[..., _Engine], caplog: pytest
     start()
     wait_until(lambda: any("connected to" in record.getMessage() for record in caplog.records))
     (record,) = [record for record in caplog.records if "connected to" in record.getMessage()]
-    assert (record.name, record.process) == ("vllm.slotstream.connector.pump", os.getpid())
+    assert (record.name, record.process) == ("vllm.slotstream.connector.sending.pump", os.getpid())
 
 
 # A process that died or has just started, a server that is away, and rows sent on the stream that broke with one of them.
@@ -169,7 +169,7 @@ def test_a_killed_process_is_replaced_and_every_promise_accounted_for(
     start: Callable[..., _Engine], server: Restarting, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
     """In longer runs the server is killed as well."""
-    monkeypatch.setattr("slotstream.connector.sender_process._RETRY_S", 0.05)
+    monkeypatch.setattr("slotstream.connector.sending.process.handle._RETRY_S", 0.05)
     rng = random.Random(seed)
     spool = {"spool_dir": str(tmp_path / "spool")} if seed % 2 else {}
     engine = start(seed=seed, wait_s_max=WAIT_S, **SMALL, **spool)
@@ -195,7 +195,7 @@ def test_a_killed_process_is_replaced_and_every_promise_accounted_for(
 def test_samples_that_got_rows_when_the_process_died_fail_for_the_engine_too(
     start: Callable[..., _Engine], server: Restarting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("slotstream.connector.sender_process._RETRY_S", 0.05)
+    monkeypatch.setattr("slotstream.connector.sending.process.handle._RETRY_S", 0.05)
     engine = start(**SMALL)
     rig = engine.rig
     table = rig.table("half", 40)
@@ -216,7 +216,7 @@ def test_while_there_is_no_process_samples_fail_and_are_reported_later(
     engine = start(**SMALL)
     executable = sys.executable
     monkeypatch.setattr(sys, "executable", "/bin/false")
-    monkeypatch.setattr("slotstream.connector.sender_process._RETRY_S_MAX", 0.2)
+    monkeypatch.setattr("slotstream.connector.sending.process.handle._RETRY_S_MAX", 0.2)
     os.kill(engine.pid, signal.SIGKILL)
     wait_until(lambda: engine.rig.worker._sender._child is None)
     engine.engine.work(30)
@@ -239,7 +239,7 @@ def test_a_process_that_hangs_costs_the_engine_little_and_is_killed(
     start: Callable[..., _Engine], server: Restarting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, seconds in (("_SILENT_S", 3.0), ("_GRACE_S", 0.5), ("_RETRY_S", 0.05), ("_ANSWER_S", 0.2)):
-        monkeypatch.setattr(f"slotstream.connector.sender_process.{name}", seconds)
+        monkeypatch.setattr(f"slotstream.connector.sending.process.handle.{name}", seconds)
     engine = start(**SMALL)
     engine.engine.work(5)
     hung = engine.pid
@@ -300,7 +300,7 @@ def test_a_copy_that_fails_fails_its_samples_and_no_other(
 def test_a_copy_that_never_ends_does_not_keep_the_engine_from_stopping(
     start: Callable[..., _Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("slotstream.connector.worker._CLOSE_S", 0.2)
+    monkeypatch.setattr("slotstream.connector.reading.worker._CLOSE_S", 0.2)
     put_off(monkeypatch)[1] = Copy()
     engine = start()
     pid = engine.pid

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slotstream.connector import spool_files
-from slotstream.connector.spool_files import OwnedDir, Place, SpooledSample, SpoolFile
+from slotstream.connector.sending.spool import files as spool_files
+from slotstream.connector.sending.spool.files import OwnedDir, Place, SpooledSample, SpoolFile
 from slotstream.v1 import ingest_pb2 as pb
 from slotstream.wire.hashing import xxh3
 

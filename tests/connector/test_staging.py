@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import time
 
-from slotstream.connector.staging import StagingPool, StagingShape
+from slotstream.connector.sending.staging_pool import StagingPool, StagingShape
 
 
 def _pool(num_slots: int, reserved: int = 0) -> StagingPool:

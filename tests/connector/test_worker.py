@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from support.waiting import wait_until
 from support.worker_rig import BLOCK_SIZE, BLOCKS, ROW_BYTES, Rig, WatchedSink, config, make_rig, opened
 
-from slotstream.connector import staging_memory
 from slotstream.connector.faults import SampleFault
 from slotstream.connector.plan import RowPlan, SampleAbort, SampleFinish, StepPlan
-from slotstream.connector.senders import in_thread
-from slotstream.connector.staging import default_staging_bytes
-from slotstream.connector.worker import WorkerHalf
+from slotstream.connector.reading import staging_memory
+from slotstream.connector.reading.worker import WorkerHalf
+from slotstream.connector.sending.sender import in_thread
+from slotstream.connector.sending.staging_pool import default_staging_bytes
 from slotstream.transport.base import Acked, Committed, Failed, LinkDown, LinkUp, StagedChunk
 from slotstream.v1 import ingest_pb2
 from slotstream.wire.errors import ConfigError
@@ -99,7 +99,7 @@ class _OrderSink(WatchedSink):
 
 
 def test_a_sample_is_committed_behind_its_own_rows_and_not_behind_all_of_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("slotstream.connector.worker._BATCH_BYTES_MAX", 10 * ROW_BYTES)
+    monkeypatch.setattr("slotstream.connector.reading.worker._BATCH_BYTES_MAX", 10 * ROW_BYTES)
     rig = make_rig(sink=_OrderSink())
     tokens = {"one": 8, "spread": 30, "open": 8, "last": 8}
     tables = {req_id: rig.table(req_id, count) for req_id, count in tokens.items()}

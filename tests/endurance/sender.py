@@ -25,11 +25,12 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from ledger import HIDDEN, LAYER_IDS, NAMESPACE, Ledger, row_data, token_ids
 
-from slotstream.connector.config import ConnectorConfig, ConnectorOptions
+from slotstream.connector.options import ConnectorOptions
 from slotstream.connector.plan import RowPlan, SampleAbort, SampleFinish, SampleOpen, StepPlan
-from slotstream.connector.senders import in_thread
-from slotstream.connector.watch import ServerWatch
-from slotstream.connector.worker import WorkerHalf
+from slotstream.connector.planning.server_health import ServerHealth
+from slotstream.connector.reading.worker import WorkerHalf
+from slotstream.connector.sending.sender import in_thread
+from slotstream.connector.vllm_config import ConnectorConfig
 from slotstream.transport.base import Committed, SinkEvent
 from slotstream.transport.grpc import GrpcSink
 from slotstream.transport.nixl import plane_for
@@ -102,7 +103,7 @@ class Sender:
         )
         config = ConnectorConfig(options, self._prefix, "synthetic", LAYER_IDS, HIDDEN, "BF16", {"engine_id": self._prefix})
         hello = ingest_pb2.Hello(protocol=PROTOCOL_VERSION, engine_id=self._prefix)
-        self._watch = ServerWatch(address, patient=spool is not None)
+        self._watch = ServerHealth(address, patient=spool is not None)
         sink = _Sink(options, hello, transport, lambda sample_id: self._ended(sample_id, "committed"))
         self._worker = WorkerHalf(config, self._cache, in_thread(config, sink), _STEP_TOKENS_MAX)
 

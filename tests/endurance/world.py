@@ -100,7 +100,7 @@ class World:
 
     def _server_command(self) -> list[str]:
         options = ["--listen", self.address, "--data", str(self.data_dir), "--drain-s", "2", "--metrics", "127.0.0.1:0"]
-        return [sys.executable, "-m", "slotstream.server.cli", "serve", *options, "--log-level", "info"]
+        return [sys.executable, "-m", "slotstream.cli.main", "serve", *options, "--log-level", "info"]
 
     def _sender(self, name: str, *more: str) -> Process:
         def command() -> list[str]:  # Each start has a seed, and so samples, of its own.

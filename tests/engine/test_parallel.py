@@ -16,8 +16,8 @@ from support.stack import Stack, stack
 from support.workload import LAYER_IDS, Ask, assert_rows_are_true, send, text_tokens
 
 from slotstream.client import Client, connect
-from slotstream.connector.config import SENDERS
 from slotstream.connector.facade import SlotStreamConnector, SlotStreamMetadata
+from slotstream.connector.options import SENDERS
 from slotstream.connector.plan import SampleFinish, StepPlan
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]

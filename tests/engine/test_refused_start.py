@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from support import tiny_llava
 
-from slotstream.connector.config import ConnectorConfig
+from slotstream.connector.vllm_config import ConnectorConfig
 from slotstream.demo.processes import (
     SMALL_ENGINE,
     ProcessFailed,

@@ -39,7 +39,7 @@ def client(running: Stack) -> Iterator[Client]:
 
 def _senders(running: Stack) -> list[int]:
     assert running.engine is not None
-    return descendants(running.engine.process.pid, "slotstream.connector.sender_child")
+    return descendants(running.engine.process.pid, "slotstream.connector.sending.process.main")
 
 
 def _wait_for_restarts(running: Stack, count: int) -> None:

@@ -1,6 +1,6 @@
 """The target of announced chunks: streams as in `fuzz_server`, whose peers offer memory that the server reads by itself.
 
-NIXL is not in it: a puller of ours stands in for the reader process, reads memory that never changes, and cannot read some.
+NIXL is not in it: a reader of ours stands in for the reader process, reads memory that never changes, and cannot read some.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from fuzz_harness import Source, Target
 from fuzz_server import ROW_BYTES, ROWS_MAX, Harness, Model, Stream, check_streams, make_streams, rows_of, say_frames
 from google.protobuf.message import DecodeError
 
-from slotstream.server.nixl_puller import Pull, Pulled, Slot
+from slotstream.server.nixl.reader import ReadAnswer, ReadRequest, Slot
 from slotstream.v1 import ingest_pb2 as pb
 from slotstream.wire.frames import encode_chunk
 from slotstream.wire.hashing import xxh3
@@ -34,17 +34,17 @@ _STAGING = b"".join(rows_of(slot % 2, first, _SLOT_ROWS) for slot, first in enum
 
 @dataclass(eq=False)
 class _Peer:
-    take: Callable[[Pulled], None]
+    take: Callable[[ReadAnswer], None]
 
 
-class _Puller:
-    """What a stream asks of a `Puller`. Each pull is answered a few turns of the loop later, or never: see `disconnect`."""
+class _NixlReader:
+    """What a stream asks of a `NixlReader`. A request is answered a few turns of the loop later, or never: see `disconnect`."""
 
     def __init__(self) -> None:
         self.lent = 0
-        self._pending: dict[Pull, _Peer] = {}
+        self._pending: dict[ReadRequest, _Peer] = {}
 
-    def connect(self, name: str, metadata: bytes, take: Callable[[Pulled], None]) -> Future[_Peer]:
+    def connect(self, name: str, metadata: bytes, take: Callable[[ReadAnswer], None]) -> Future[_Peer]:
         connected: Future[_Peer] = Future()
         if metadata == b"refused":
             connected.set_exception(NixlFault("the metadata are wrong"))
@@ -52,33 +52,33 @@ class _Puller:
             connected.set_result(_Peer(take))
         return connected
 
-    def pull(self, peer: _Peer, pulls: Sequence[Pull]) -> None:
+    def request(self, peer: _Peer, requests: Sequence[ReadRequest]) -> None:
         loop = asyncio.get_running_loop()
-        for pull in pulls:
-            self._pending[pull] = peer
-            loop.call_later(_DELAYS_S[(pull.address - _BASE) // _SLOT_BYTES], self._answer, pull)
+        for request in requests:
+            self._pending[request] = peer
+            loop.call_later(_DELAYS_S[(request.address - _BASE) // _SLOT_BYTES], self._answer, request)
 
-    def _answer(self, pull: Pull) -> None:
-        peer = self._pending.pop(pull, None)
+    def _answer(self, request: ReadRequest) -> None:
+        peer = self._pending.pop(request, None)
         if peer is None:
             return
-        at = pull.address - _BASE
+        at = request.address - _BASE
         if at // _SLOT_BYTES == _UNREADABLE:
-            peer.take(Pulled(pull, problem="it cannot be read"))
+            peer.take(ReadAnswer(request, problem="it cannot be read"))
             return
         self.lent += 1
         slot: Any = self
-        data = memoryview(_STAGING)[at : at + pull.nbytes]
-        peer.take(Pulled(pull, Slot(slot, 0), data, xxh3(data)))
+        data = memoryview(_STAGING)[at : at + request.nbytes]
+        peer.take(ReadAnswer(request, Slot(slot, 0), data, xxh3(data)))
 
     def free(self, slots: Sequence[Slot]) -> None:
         self.lent -= len(slots)
         assert self.lent >= 0, "a slot was given back twice"
 
-    def disconnect(self, peer: _Peer) -> list[Pull]:
-        dropped = [pull for pull, whose in self._pending.items() if whose is peer]
-        for pull in dropped:
-            del self._pending[pull]
+    def disconnect(self, peer: _Peer) -> list[ReadRequest]:
+        dropped = [request for request, whose in self._pending.items() if whose is peer]
+        for request in dropped:
+            del self._pending[request]
         return dropped
 
 
@@ -159,16 +159,16 @@ def _frame_of(source: Source, stream: Stream) -> bytes:
 
 
 @cache
-def _harness() -> tuple[Harness, _Puller]:
-    puller = _Puller()
-    return Harness(puller), puller
+def _harness() -> tuple[Harness, _NixlReader]:
+    reader = _NixlReader()
+    return Harness(reader), reader
 
 
 def check_announced(data: bytes) -> None:
     """As `check_ingest`; and no slot that the server read into is kept."""
-    harness, puller = _harness()
+    harness, reader = _harness()
     check_streams(harness, make_streams(Source(data), _hello, _say), partial(Model, staged=_staged))
-    assert puller.lent == 0, "slots were never given back"
+    assert reader.lent == 0, "slots were never given back"
 
 
 def _seeds() -> list[bytes]:

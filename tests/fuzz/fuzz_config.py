@@ -11,10 +11,10 @@ from typing import Any
 
 from fuzz_harness import Source, Target, sentence
 
-from slotstream.connector.config import ConnectorOptions
-from slotstream.connector.params import CaptureParams, parse_params
+from slotstream.cli.serve_arguments import add_serve_arguments, config_from_arguments
+from slotstream.connector.options import ConnectorOptions
+from slotstream.connector.planning.request_params import CaptureParams, parse_params
 from slotstream.server.config import ServerConfig
-from slotstream.server.serve_arguments import add_serve_arguments, config_from_arguments
 from slotstream.v1 import ingest_pb2
 from slotstream.wire.errors import BadNamespace, BadParams, BadSampleId, BadTags, BadTokenRange, ConfigError
 

@@ -18,17 +18,17 @@ from pathlib import Path
 
 from fuzz_harness import Source, Target, damaged, sentence
 
-from slotstream.server.convert import info_of
-from slotstream.store import catalogue_sql as sql
-from slotstream.store import retention_sql, verifying
-from slotstream.store.catalogue import FILE_NAME
-from slotstream.store.catalogue_sql import ListQuery
-from slotstream.store.files import Files
-from slotstream.store.reading import SampleReader
+from slotstream.server.samples.convert import info_of
+from slotstream.store.catalogue import retention_sql, sql
+from slotstream.store.catalogue.catalogue import FILE_NAME
+from slotstream.store.catalogue.sql import ListQuery
+from slotstream.store.disk.files import Files
 from slotstream.store.records import Failure, SampleKey, SampleRecord, SampleSpec, State
-from slotstream.store.sample_file import read_sample_file
+from slotstream.store.sample.file import read_sample_file
+from slotstream.store.sample.reading import SampleReader
 from slotstream.store.samples import SampleStore
-from slotstream.store.verifying import verify_directory, verify_record
+from slotstream.store.upkeep import verifying
+from slotstream.store.upkeep.verifying import verify_directory, verify_record
 from slotstream.wire.errors import ConfigError, Damaged, SlotStreamError
 from slotstream.wire.hashing import xxh3
 from slotstream.wire.layout import decode_header, encode_header

@@ -19,15 +19,15 @@ from fuzz_disk import put, scratch
 from fuzz_harness import Source, Target
 from google.protobuf.message import DecodeError
 
+from slotstream.server.access.gate import Gate
 from slotstream.server.arrivals import Arrivals
 from slotstream.server.config import ServerConfig
-from slotstream.server.gate import Gate
 from slotstream.server.housekeeping import Housekeeping
-from slotstream.server.ingest import IngestService
-from slotstream.server.lane import Pools
+from slotstream.server.ingest.sample_writer import Pools
+from slotstream.server.ingest.service import IngestService
 from slotstream.server.metrics import Metrics
-from slotstream.server.serving import SamplesService
-from slotstream.store.catalogue_sql import ListQuery
+from slotstream.server.samples.service import SamplesService
+from slotstream.store.catalogue.sql import ListQuery
 from slotstream.store.records import Failure, SampleKey, SampleSpec, State
 from slotstream.store.samples import SampleStore
 from slotstream.v1 import ingest_pb2 as pb
@@ -94,18 +94,18 @@ class Call:
 class Harness:
     """Both services over one store, and the loop that they run on."""
 
-    def __init__(self, puller: Any = None) -> None:
+    def __init__(self, reader: Any = None) -> None:
         self.loop = asyncio.new_event_loop()
         self.store = SampleStore.open(scratch("server"))
         config = ServerConfig(data_dir=self.store.data_dir, appear_grace_s=0.0, open_samples_max=4)
         pools, metrics, arrivals, gate = Pools(), Metrics(self.store), Arrivals(), Gate(config)
-        keeping = Housekeeping(config, self.store, metrics, lambda healthy: None)
+        housekeeping = Housekeeping(config, self.store, metrics, lambda healthy: None)
         self.pools = pools
 
         async def services() -> tuple[IngestService, SamplesService]:
             return (
-                IngestService(config, self.store, pools, metrics, arrivals, gate, keeping.touch, puller),
-                SamplesService(config, self.store, pools, metrics, arrivals, gate, keeping),
+                IngestService(config, self.store, pools, metrics, arrivals, gate, housekeeping.touch, reader),
+                SamplesService(config, self.store, pools, metrics, arrivals, gate, housekeeping),
             )
 
         self.ingest, self.samples = self.loop.run_until_complete(services())

@@ -11,8 +11,8 @@ from fuzz_harness import Source, Target, sentence
 from google.protobuf.message import DecodeError
 
 from slotstream.client.reading import RowReader
-from slotstream.connector.params import default_sample_id
-from slotstream.store.page_token import KEY_BYTES, seal, unseal
+from slotstream.connector.planning.request_params import default_sample_id
+from slotstream.store.catalogue.page_token import KEY_BYTES, seal, unseal
 from slotstream.store.records import SampleKey
 from slotstream.v1 import ingest_pb2, sample_pb2, samples_pb2
 from slotstream.wire import frames as wire

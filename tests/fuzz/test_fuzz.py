@@ -17,8 +17,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from run import inputs, main
 
-from slotstream.store.ranges import RangeSet
-from slotstream.store.reading import SampleReader
+from slotstream.store.sample.ranges import RangeSet
+from slotstream.store.sample.reading import SampleReader
 from slotstream.wire import frames, names
 from slotstream.wire.errors import Damaged
 

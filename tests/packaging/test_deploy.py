@@ -26,16 +26,16 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from support.secure import Authority, entry, token, write_tokens
 from support.server import run_cli
 
+from slotstream.cli.serve_arguments import add_serve_arguments, config_from_arguments
 from slotstream.client import connect
-from slotstream.connector.config import ConnectorOptions
 from slotstream.connector.counters import METRICS
+from slotstream.connector.options import ConnectorOptions
+from slotstream.server.access.tokens import load_tokens
 from slotstream.server.app import _LAST_CALLS_S
 from slotstream.server.config import ServerConfig
 from slotstream.server.listening import SERVICES
 from slotstream.server.metrics import Metrics
-from slotstream.server.serve_arguments import add_serve_arguments, config_from_arguments
-from slotstream.server.tokens import load_tokens
-from slotstream.server.worker_pool import _STOP_S
+from slotstream.server.processes.pool import _STOP_S
 from slotstream.store.samples import SampleStore
 from slotstream.wire import errors
 
@@ -199,7 +199,7 @@ def test_a_server_with_these_arguments_answers_its_probes_and_stops_in_time(work
 @contextmanager
 def _serving(arguments: list[str]) -> Iterator[tuple[subprocess.Popen[str], dict[str, int]]]:
     """A server with these arguments, and its ports by the names that the container gives them."""
-    command = [sys.executable, "-m", "slotstream.server.cli", *arguments]
+    command = [sys.executable, "-m", "slotstream.cli.main", *arguments]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         try:
             assert process.stderr is not None
@@ -359,7 +359,7 @@ def test_what_an_image_copies_makes_a_whole_wheel(name: str, tmp_path: Path) -> 
     installed = tmp_path / "installed"
     shutil.unpack_archive(wheel, installed, "zip")
     assert list(installed.glob("*.dist-info/licenses/LICENSE"))
-    code = "import slotstream.server.app, slotstream.connector.config as c; print(c.__file__)"
+    code = "import slotstream.server.app, slotstream.connector.options as c; print(c.__file__)"
     found = subprocess.run(
         [sys.executable, "-c", code],
         env={"PYTHONPATH": str(installed)},

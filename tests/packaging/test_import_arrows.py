@@ -21,11 +21,45 @@ ARROWS = {
     "transport": {"wire", "v1"},
     "client": {"wire", "v1"},
     "demo": {"client"},
-    # The command line speaks to a server through the client, and `slotstream demo` starts the demo.
-    "server": {"store", "wire", "v1", "client", "demo"},
+    # The command line speaks to a server through the client; `serve`, `demo`, `token` and `verify --data` call what they
+    # start or read.
+    "cli": {"server", "store", "client", "demo", "wire", "v1"},
+    "server": {"store", "wire", "v1"},
     "store": {"wire"},
     "wire": {"v1"},
     "v1": set[str](),
+}
+# Within a half: wing, or module that stands in front of the wings -> what it may import beside itself. docs/design.md draws it.
+_CONNECTOR_BASE = {"options", "vllm_config", "plan", "counters", "faults"}
+_SERVER_BASE = {"config", "metrics", "status", "version", "arrivals", "pools", "logs"}
+WINGS = {
+    "connector": {
+        "facade": _CONNECTOR_BASE | {"hook_guard", "metrics", "planning", "reading", "sending"},
+        "planning": _CONNECTOR_BASE,
+        "reading": _CONNECTOR_BASE | {"sending"},
+        "sending": _CONNECTOR_BASE,
+        "vllm_config": {"options"},
+        "metrics": {"counters"},
+        "faults": {"counters"},
+    },
+    "server": {
+        "app": _SERVER_BASE | {"access", "healthcheck", "housekeeping", "ingest", "listening", "nixl", "processes", "samples"},
+        "processes": _SERVER_BASE | {"access", "healthcheck", "ingest", "listening", "nixl"},
+        "ingest": _SERVER_BASE | {"access", "nixl"},
+        "samples": _SERVER_BASE | {"access", "housekeeping"},
+        "nixl": _SERVER_BASE,
+        "access": {"config"},
+        "healthcheck": {"access", "status"},
+        "housekeeping": {"config", "metrics"},
+        "listening": {"access", "config"},
+        "logs": {"config"},
+    },
+    "store": {
+        "samples": {"records", "disk", "sample", "catalogue", "upkeep"},
+        "upkeep": {"records", "disk", "sample", "catalogue"},
+        "sample": {"records", "disk"},
+        "catalogue": {"records"},
+    },
 }
 # Heavy packages -> the only parts that may import them.
 HEAVY = {
@@ -69,6 +103,50 @@ def _part(module: str) -> str:
     """The part of slotstream that a module belongs to; "" for others."""
     package, _, rest = module.partition(".")
     return rest.partition(".")[0] if package == "slotstream" else ""
+
+
+def _wing(module: str) -> str:
+    """The folder or module of its part that a module belongs to; "" for a part's own `__init__`, and for others."""
+    names = module.split(".")
+    return names[2] if len(names) > 2 and names[0] == "slotstream" else ""
+
+
+@pytest.mark.parametrize("module", [module for module in _SOURCES if _part(module) in WINGS and _wing(module)])
+def test_wings_keep_their_directions(module: str) -> None:
+    part, wing = _part(module), _wing(module)
+    for name, line in _imports(ast.parse(_SOURCES[module].read_text())):
+        target = _wing(name) if _part(name) == part else ""
+        if f"slotstream.{part}.{target}" not in _SOURCES or target == wing:
+            continue  # A name out of a module, and not a module; or a neighbour.
+        where = f"{_SOURCES[module]}:{line}"
+        assert target in WINGS[part].get(wing, set()), f"{where}: {part}.{wing} must not import {name}"
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    """By any way, lazily or for types only."""
+    arrows = {
+        module: {name for name, _ in _imports(ast.parse(path.read_text())) if name in _SOURCES and name != module}
+        for module, path in _SOURCES.items()
+    }
+    done: set[str] = set()
+
+    def visit(module: str, way: tuple[str, ...]) -> None:
+        assert module not in way, " -> ".join((*way[way.index(module) :], module))
+        if module not in done:
+            for target in arrows[module]:
+                visit(target, (*way, module))
+            done.add(module)
+
+    for module in arrows:
+        visit(module, ())
+
+
+def test_the_sending_half_needs_neither_torch_nor_vllm() -> None:
+    """It also runs in a process of its own, which imports neither."""
+    for module, path in _SOURCES.items():
+        if module.startswith("slotstream.connector.sending"):
+            tops = {name.partition(".")[0] for name, _ in _imports(ast.parse(path.read_text()))}
+            assert not tops & {"torch", "vllm"}, module
 
 
 def test_every_part_is_here() -> None:

@@ -6,8 +6,8 @@ import json
 from dataclasses import fields
 from pathlib import Path
 
-from slotstream.connector.config import ConnectorOptions
 from slotstream.connector.counters import METRICS
+from slotstream.connector.options import ConnectorOptions
 from slotstream.server.metrics import Metrics
 from slotstream.store.samples import SampleStore
 

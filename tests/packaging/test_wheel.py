@@ -102,7 +102,7 @@ def test_the_wheel_carries_its_licence_and_its_command(built: dict[str, Path]) -
         (licence,) = [name for name in archive.namelist() if name.endswith(".dist-info/licenses/LICENSE")]
         assert archive.read(licence) == (_ROOT / "LICENSE").read_bytes()
         (entries,) = [name for name in archive.namelist() if name.endswith(".dist-info/entry_points.txt")]
-        assert "slotstream = slotstream.server.cli:main" in archive.read(entries).decode()
+        assert "slotstream = slotstream.cli.main:main" in archive.read(entries).decode()
 
 
 def test_a_wheel_of_the_sdist_is_the_same(built: dict[str, Path]) -> None:
@@ -138,7 +138,7 @@ def test_the_server_needs_no_model_library(installed: Environment) -> None:
     "module",
     [
         "slotstream.server.app",
-        "slotstream.server.cli",
+        "slotstream.cli.main",
         "slotstream.store.samples",
         "slotstream.client",
         "slotstream.transport.grpc",

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from slotstream.server.nixl_pool import POOL_BYTES_MIN, SlotPool
+from slotstream.server.nixl.pool import POOL_BYTES_MIN, SlotPool
 from slotstream.wire.names import CHUNK_BYTES_MAX
 
 MIB = 1 << 20

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from slotstream.cli.serve_arguments import add_serve_arguments, config_from_arguments
 from slotstream.server.config import ServerConfig
 from slotstream.server.metrics import code_label
-from slotstream.server.serve_arguments import add_serve_arguments, config_from_arguments
-from slotstream.store.retention import Policy, Rule
+from slotstream.store.upkeep.retention import Policy, Rule
 from slotstream.wire.errors import ConfigError
 
 

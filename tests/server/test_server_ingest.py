@@ -13,7 +13,7 @@ from server_kit import ARRIVING, COMMITTED, FAILED, Peer, Reader, RunningServer,
 from support.files import files_below
 from support.waiting import wait_until
 
-from slotstream.store.files import Files
+from slotstream.store.disk.files import Files
 from slotstream.store.samples import SampleStore
 from slotstream.v1 import ingest_pb2 as pb
 from slotstream.wire.hashing import Buffer, xxh3
@@ -262,7 +262,7 @@ def test_a_fault_of_our_own_fails_one_sample(
     running: RunningServer, peer: Peer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr("slotstream.store.upload.Upload._claim", lambda *_: 1 / 0)
+        patch.setattr("slotstream.store.sample.upload.Upload._claim", lambda *_: 1 / 0)
         peer.say(Sample("bad").open(1), Sample("bad").chunk(1, 1, 0, 40))
         failed = peer.failed()
     assert (failed.code, "ZeroDivision" in failed.message) == ("INTERNAL", False)

@@ -130,7 +130,7 @@ def test_a_page_that_is_too_long_is_made_of_fewer_samples(
     running: RunningServer, peer: Peer, reader: Reader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With 1000 samples of all the tags and metadata that they may have, a page would not fit a message."""
-    monkeypatch.setattr("slotstream.server.serving._PAGE_BYTES_MAX", 30_000)
+    monkeypatch.setattr("slotstream.server.samples.service._PAGE_BYTES_MAX", 30_000)
     for number in range(9):
         peer.put(Sample(f"s{number}", rows=2, metadata={"k": "v" * 10_000}), number + 1)
     seen: list[str] = []

@@ -24,7 +24,7 @@ from support.server import ServerProcess
 from support.waiting import wait_until
 
 from slotstream.client import connect
-from slotstream.store.upload import Upload
+from slotstream.store.sample.upload import Upload
 from slotstream.v1 import ingest_pb2 as pb
 from slotstream.wire.hashing import xxh3
 from slotstream.wire.names import CHUNK_BYTES_MAX
@@ -200,8 +200,8 @@ def test_chunks_that_arrive_together_leave_the_event_loop_to_others(
     tmp_path: Path, owner: Owner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It writes them itself where there are few cores."""
-    monkeypatch.setattr("slotstream.server.lane.for_cores", lambda most: 1)
-    monkeypatch.setattr("slotstream.server.ingest_stream._TURN_BYTES", 1)
+    monkeypatch.setattr("slotstream.server.ingest.sample_writer.for_cores", lambda most: 1)
+    monkeypatch.setattr("slotstream.server.ingest.stream._TURN_BYTES", 1)
     turns: list[int] = []
     turn = 0
     write_chunk = Upload.write_chunk
@@ -228,7 +228,7 @@ def test_chunks_that_arrive_together_leave_the_event_loop_to_others(
     assert len(set(turns)) >= SLOTS - 2  # A frame that arrives, or a look at what is done, takes one more in a turn.
 
 
-def test_pulls_wait_for_slots(tmp_path: Path, owner: Owner) -> None:
+def test_read_requests_wait_for_slots(tmp_path: Path, owner: Owner) -> None:
     """Far more chunks than the pool has slots, all at once."""
     sample = Sample(rows=256)
     with RunningServer(tmp_path, nixl_pool_bytes=32 << 20) as running, greeted(running.address, owner.offer) as peer:
@@ -239,13 +239,15 @@ def test_pulls_wait_for_slots(tmp_path: Path, owner: Owner) -> None:
         peer.committed()
 
 
-def test_pulls_that_wait_for_a_slow_disk_are_no_fault_of_nixl(
+def test_reads_that_wait_for_a_slow_disk_are_no_fault_of_nixl(
     tmp_path: Path, owner: Owner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its slots are all with the server for longer than a read may take, and than a reader may be silent."""
-    monkeypatch.setattr("slotstream.server.lane.for_cores", lambda most: most)  # Threads write, not the event loop.
-    monkeypatch.setattr("slotstream.server.nixl_puller.READ_S", 0.3)
-    monkeypatch.setattr("slotstream.server.nixl_puller._STUCK_S", 1.5)
+    monkeypatch.setattr(
+        "slotstream.server.ingest.sample_writer.for_cores", lambda most: most
+    )  # Threads write, not the event loop.
+    monkeypatch.setattr("slotstream.server.nixl.reader.READ_S", 0.3)
+    monkeypatch.setattr("slotstream.server.nixl.reader._STUCK_S", 1.5)
     written = threading.Event()
     write_chunk = Upload.write_chunk
 
@@ -500,7 +502,7 @@ class SenderProcess:
 
 def readers_of(server: int) -> list[int]:
     """The processes that read for a server."""
-    return sorted(descendants(server, "nixl_reader"))
+    return sorted(descendants(server, "slotstream.server.nixl.reader_process"))
 
 
 def assert_stored(address: str, namespace: str, sender: SenderProcess) -> None:
@@ -582,14 +584,14 @@ def test_a_sender_that_is_killed_takes_only_its_own_samples_with_it(running: Run
         assert_stored(running.address, "survivor", sender)
     wait_until(lambda: running.metric("open_samples") == running.metric("held_bytes") == 0)
     wait_until(lambda: running.metric("nixl_quarantined_slots") == 0)
-    readers = [puller._reader for puller in running.server._ingest.pullers._pullers]
+    readers = [reader._reader for reader in running.server._ingest.readers._readers]
     # What nobody waits for would count as a sign that the reader hangs.
-    assert not any(reader.pulls for reader in readers if reader is not None)
+    assert not any(reader.requests for reader in readers if reader is not None)
 
 
 def test_a_stopped_sender_is_given_up_and_goes_on_when_it_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Over TCP a stopped process answers nothing, and fails nothing: the deadline is all there is."""
-    monkeypatch.setattr("slotstream.server.nixl_puller.READ_S", 0.5)
+    monkeypatch.setattr("slotstream.server.nixl.reader.READ_S", 0.5)
     monkeypatch.setenv("UCX_TLS", "tcp")
     with RunningServer(tmp_path) as running, SenderProcess(running.address, "tcp") as sender:
         sender.wait("committed", 10)

@@ -10,7 +10,7 @@ from server_kit import Peer, Reader, RunningServer, Sample
 from support.outage_rig import SMALL, Engine, account
 from support.waiting import WAIT_S, wait_until
 
-from slotstream.store.files import Files
+from slotstream.store.disk.files import Files
 from slotstream.store.samples import SampleStore
 from slotstream.wire.hashing import Buffer
 from slotstream.wire.names import CHUNK_BYTES_MAX

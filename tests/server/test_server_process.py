@@ -39,7 +39,7 @@ class Process:
     def __init__(self, data_dir: Path, *options: str, listen: str = "127.0.0.1:0", **environment: str) -> None:
         clean = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "SLOTSTREAM_"))}
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "slotstream.server.cli", "serve", "--data", str(data_dir), "--listen", listen, *options],
+            [sys.executable, "-m", "slotstream.cli.main", "serve", "--data", str(data_dir), "--listen", listen, *options],
             stderr=subprocess.PIPE,
             text=True,
             env=clean | environment,
@@ -82,7 +82,7 @@ class Process:
 
 def _refused(data_dir: Path | str, *options: str) -> str:
     """The one sentence that a server which cannot start ends with."""
-    command = [sys.executable, "-m", "slotstream.server.cli", "serve", "--data", str(data_dir), *options]
+    command = [sys.executable, "-m", "slotstream.cli.main", "serve", "--data", str(data_dir), *options]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert ended.returncode in (1, 2), ended.stderr  # 2: the command line itself is wrong.
     assert "Traceback" not in ended.stderr

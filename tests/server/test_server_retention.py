@@ -12,9 +12,9 @@ import pytest
 from server_kit import COMMITTED, FAILED, NOT_SERVING, SERVING, Peer, Reader, RunningServer, Sample, health, status
 from support.waiting import wait_until
 
+from slotstream.cli import main as cli
 from slotstream.client import Client, Leased, SampleFailed, SampleNotFound, connect
-from slotstream.server import cli
-from slotstream.store.retention import Policy, Rule
+from slotstream.store.upkeep.retention import Policy, Rule
 from slotstream.v1 import samples_pb2 as read_pb
 from slotstream.wire.errors import BadParams
 
@@ -154,7 +154,7 @@ def test_names_that_cannot_be_are_refused(start: Start, method: str) -> None:
 
 
 def test_usage_comes_in_pages(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("slotstream.server.serving.USAGE_PAGE", 2)
+    monkeypatch.setattr("slotstream.server.samples.service.USAGE_PAGE", 2)
     server = start(retention=_rules(b=Rule(bytes_max=10**12, delete_on_ack=True)), scrub_every_s=0.0)
     for namespace in "abcde":
         _put(server, "x", namespace=namespace)

@@ -16,7 +16,7 @@ import pytest
 from server_kit import TIMEOUT_S, Peer, Reader, RunningServer, Sample
 from support.files import files_below
 
-from slotstream.server.lane import Chunk, Commit, Done, Lane, Open, Pools
+from slotstream.server.ingest.sample_writer import Chunk, Commit, Done, Open, Pools, SampleWriter
 from slotstream.v1 import ingest_pb2 as pb
 from slotstream.wire.errors import HashMismatch
 from slotstream.wire.frames import encode_chunk
@@ -27,8 +27,8 @@ GROUP_ROWS = 16
 
 @pytest.fixture
 def running(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RunningServer]:
-    monkeypatch.setattr("slotstream.server.lane.for_cores", lambda most: most)
-    monkeypatch.setattr("slotstream.store.rowhash.GROUP_BYTES", GROUP_ROWS * Sample.row_bytes)
+    monkeypatch.setattr("slotstream.server.ingest.sample_writer.for_cores", lambda most: most)
+    monkeypatch.setattr("slotstream.store.sample.row_hash.GROUP_BYTES", GROUP_ROWS * Sample.row_bytes)
     with RunningServer(tmp_path) as server:
         yield server
 
@@ -125,25 +125,25 @@ def test_chunks_are_written_in_order_and_checked_ahead(threads: int, wrong: int 
     store: Any = SimpleNamespace(open_upload=lambda spec: next(unopened))
     done: queue.SimpleQueue[Done] = queue.SimpleQueue()
     pools = Pools(chunk_threads=threads)
-    lanes = [Lane(store, pools, number, None, done.put) for number in range(3)]
+    writers = [SampleWriter(store, pools, number, None, done.put) for number in range(3)]
     spec: Any = None
-    for lane in lanes:
-        lane.push(Open(spec))
+    for writer in writers:
+        writer.push(Open(spec))
         done.get(timeout=TIMEOUT_S)
     for row in range(40):
-        for lane in lanes:
-            data = bytes([row, lane.number]) * 1000
-            lane.push(Chunk(row, row, 1, memoryview(data), xxh3(data)))
+        for writer in writers:
+            data = bytes([row, writer.number]) * 1000
+            writer.push(Chunk(row, row, 1, memoryview(data), xxh3(data)))
     heard = [done.get(timeout=TIMEOUT_S) for _ in range(40 * 3)]
     pools.shutdown()
     verdicts = [one.ended.failure.code for one in heard if one.ended and one.ended.failure]
     assert verdicts == ([] if wrong is None else ["HASH_MISMATCH"] * 3)
-    for lane, upload in zip(lanes, uploads, strict=True):
-        assert [one.acked for one in heard if one.lane is lane] == list(range(40))
+    for writer, upload in zip(writers, uploads, strict=True):
+        assert [one.acked for one in heard if one.writer is writer] == list(range(40))
         written = range(40 if wrong is None else wrong + 1)
         assert upload.rows == list(written)
         assert not upload.crowded
-        hashes = [xxh3(bytes([row, lane.number]) * 1000) for row in written]
+        hashes = [xxh3(bytes([row, writer.number]) * 1000) for row in written]
         assert all(found in (None, expected) for found, expected in zip(upload.found, hashes, strict=True))
         assert any(upload.found)
 
@@ -164,13 +164,13 @@ def test_one_thread_finishes_a_sample_before_it_turns_to_the_next(chunk_bytes: i
     done: queue.SimpleQueue[Done] = queue.SimpleQueue()
     pools = Pools(chunk_threads=1)
     pools.pace.took(60.0)  # The event loop leaves all chunks to the thread.
-    lanes = [Lane(store, pools, number, None, done.put) for number in range(3)]
-    for lane in lanes:
-        number: Any = lane.number
-        lane.push(Open(number))
+    writers = [SampleWriter(store, pools, number, None, done.put) for number in range(3)]
+    for writer in writers:
+        number: Any = writer.number
+        writer.push(Open(number))
     for row in range(40):
-        for lane in lanes:
-            lane.push(Chunk(row, row, 1, data, digest), chunk_bytes)
+        for writer in writers:
+            writer.push(Chunk(row, row, 1, data, digest), chunk_bytes)
     begin.set()
     for _ in range(3 * 41):
         done.get(timeout=TIMEOUT_S)
@@ -187,16 +187,16 @@ def test_a_commit_does_not_wait_for_chunks_of_other_samples() -> None:
     done: queue.SimpleQueue[Done] = queue.SimpleQueue()
     pools = Pools(chunk_threads=1)
     pools.pace.took(60.0)  # The event loop leaves all chunks to the thread.
-    writing, whole = (Lane(store, pools, number, None, done.put) for number in range(2))
+    writing, whole = (SampleWriter(store, pools, number, None, done.put) for number in range(2))
     spec: Any = None
-    for lane in (writing, whole):
-        lane.push(Open(spec))
+    for writer in (writing, whole):
+        writer.push(Open(spec))
         assert done.get(timeout=TIMEOUT_S).opened
     writing.push(Chunk(1, 0, 1, memoryview(b"row"), xxh3(b"row")))
     whole.push(Commit(1, [1], {}))
     first = done.get(timeout=TIMEOUT_S)
     stuck.set()
-    assert first.lane is whole
+    assert first.writer is whole
     assert first.ended is not None
     assert first.ended.failure is None
     pools.shutdown()

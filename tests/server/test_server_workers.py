@@ -26,7 +26,7 @@ PEERS = 10  # Spread over three processes by the kernel: all in one of them is a
 
 def children(pid: int) -> list[int]:
     """Worker processes that `pid` started and that live."""
-    return descendants(pid, "slotstream.server.worker")
+    return descendants(pid, "slotstream.server.processes.worker")
 
 
 @pytest.fixture(scope="module")
@@ -162,7 +162,7 @@ def test_a_server_that_drains_lets_workers_finish(tmp_path: Path) -> None:
 
 
 def test_workers_end_with_a_primary_that_is_killed(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "slotstream.server.cli", "serve", "--listen", "127.0.0.1:0", "--workers", "2"]
+    command = [sys.executable, "-m", "slotstream.cli.main", "serve", "--listen", "127.0.0.1:0", "--workers", "2"]
     process = subprocess.Popen(
         [*command, "--data", str(tmp_path / "data")], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from support.secure import entry, token, write_tokens
 
-from slotstream.server.tokens import Principal, TokenFile, digest_of, load_tokens
+from slotstream.server.access.tokens import Principal, TokenFile, digest_of, load_tokens
 from slotstream.wire.errors import ConfigError, PermissionDenied
 
 DIGEST = "ab" * 32

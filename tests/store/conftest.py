@@ -12,14 +12,14 @@ _HERE = str(Path(__file__).parent)
 if _HERE not in sys.path:
     sys.path.insert(0, _HERE)
 
-from slotstream.store import rowhash  # noqa: E402
+from slotstream.store.sample import row_hash  # noqa: E402
 from slotstream.store.samples import SampleStore  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
 def small_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     """Hash groups of a few rows, so that small samples have many."""
-    monkeypatch.setattr(rowhash, "GROUP_BYTES", 256)
+    monkeypatch.setattr(row_hash, "GROUP_BYTES", 256)
 
 
 @pytest.fixture

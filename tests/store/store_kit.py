@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from slotstream.store.files import Files
+from slotstream.store.disk.files import Files
 from slotstream.store.records import SampleKey, SampleSpec
+from slotstream.store.sample.upload import Upload
 from slotstream.store.samples import SampleStore
-from slotstream.store.upload import Upload
 from slotstream.wire.hashing import Buffer, xxh3
 
 CHUNK_ROWS = 3

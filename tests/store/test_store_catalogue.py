@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from slotstream.store import catalogue_sql
-from slotstream.store.catalogue import Catalogue
-from slotstream.store.catalogue_sql import ListQuery
+from slotstream.store.catalogue import sql as catalogue_sql
+from slotstream.store.catalogue.catalogue import Catalogue
+from slotstream.store.catalogue.sql import ListQuery
 from slotstream.store.records import SampleKey, SampleRecord, State
 from slotstream.wire.errors import BadPage, BadParams, InternalFault, StoreFull
 

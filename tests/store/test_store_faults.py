@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from store_kit import BROKEN, FULL, FaultyFiles, Sample, read_all, tree
 
-from slotstream.store.catalogue_sql import ListQuery
-from slotstream.store.files import Files
+from slotstream.store.catalogue.sql import ListQuery
+from slotstream.store.disk.files import Files
 from slotstream.store.records import State
 from slotstream.store.samples import SampleStore
 from slotstream.wire.errors import ConfigError, InternalFault, SlotStreamError, StoreFull

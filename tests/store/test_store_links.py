@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 from store_kit import Sample, crash, read_all
 
-from slotstream.store.inside import Inside
+from slotstream.store.disk.confined_paths import ConfinedPaths
 from slotstream.store.records import State
 from slotstream.store.samples import SampleStore
-from slotstream.store.verifying import verify_directory
+from slotstream.store.upkeep.verifying import verify_directory
 from slotstream.wire.errors import ConfigError, Damaged, SampleFailed, SampleNotFound, SlotStreamError
 
 S = Sample()
@@ -231,7 +231,7 @@ def test_a_directory_that_becomes_a_link_during_an_upload_fails_its_commit(tmp_p
 
 def test_many_threads_leave_no_descriptor_behind(tmp_path: Path) -> None:
     (tmp_path / "a" / "b").mkdir(parents=True)
-    inside = Inside(tmp_path)
+    inside = ConfinedPaths(tmp_path)
     open_before = len(os.listdir("/proc/self/fd"))  # noqa: PTH208
 
     def walk() -> None:
@@ -253,5 +253,5 @@ def test_many_threads_leave_no_descriptor_behind(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("path", ["../x", "a/../../x", "a/.."])
 def test_a_path_never_leaves_by_its_parent(tmp_path: Path, path: str) -> None:
-    with pytest.raises(OSError, match="leaves its directory"), Inside(tmp_path).at(tmp_path / path):
+    with pytest.raises(OSError, match="leaves its directory"), ConfinedPaths(tmp_path).at(tmp_path / path):
         pass

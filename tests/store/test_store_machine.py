@@ -20,15 +20,15 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from power import Plugged, PowerFiles
 from store_kit import BROKEN, FULL, Crash, Sample, crash, read_all
 
-from slotstream.store import rowhash
-from slotstream.store.catalogue_sql import ListQuery
-from slotstream.store.reading import SampleReader
+from slotstream.store.catalogue.sql import ListQuery
 from slotstream.store.records import Failure, State
-from slotstream.store.retention import Policy, Rule
+from slotstream.store.sample import row_hash
+from slotstream.store.sample.reading import SampleReader
+from slotstream.store.sample.upload import Upload
 from slotstream.store.samples import SampleStore
-from slotstream.store.sweeping import Sweeper
-from slotstream.store.upload import Upload
-from slotstream.store.verifying import verify_directory
+from slotstream.store.upkeep.retention import Policy, Rule
+from slotstream.store.upkeep.sweeping import Sweeper
+from slotstream.store.upkeep.verifying import verify_directory
 from slotstream.wire.errors import SlotStreamError
 
 EXAMPLES = int(os.environ.get("SLOTSTREAM_MACHINE_EXAMPLES", "20"))
@@ -40,7 +40,7 @@ class StoreMachine(RuleBasedStateMachine):
     @initialize()
     def start(self) -> None:
         self.patch = pytest.MonkeyPatch()
-        self.patch.setattr(rowhash, "GROUP_BYTES", 256)
+        self.patch.setattr(row_hash, "GROUP_BYTES", 256)
         self.root = Path(tempfile.mkdtemp(prefix="slotstream-machine-"))
         self.lives = 0
         self.committed: dict[str, Sample] = {}
@@ -85,7 +85,7 @@ class StoreMachine(RuleBasedStateMachine):
             content = read_all(self.store, Sample(name).key)
             (self.committed[name],) = [s for s in self.ghosts[name] if (s.data, s.token_ids) == content][:1]
         self.ghosts.clear()
-        standing = {name: self.store.keeping.standing(Sample(name).key) for name in self.committed}
+        standing = {name: self.store.lifetimes.standing(Sample(name).key) for name in self.committed}
         acked = {name for name, known in standing.items() if known.acked_unix_ns}
         leased = {name for name, known in standing.items() if known.leased_until_unix_ns}
         assert acked <= self.acked
@@ -157,7 +157,7 @@ class StoreMachine(RuleBasedStateMachine):
         _, upload, _, _ = self.uploads.pop(which % len(self.uploads))
         self._do(lambda: upload.abort(Failure("ABORTED", "no")))
 
-    # Reading and keeping.
+    # Reading, and what stays.
 
     @precondition(lambda self: self.committed and len(self.readers) < 3)
     @rule(which=st.integers(0, 9))
@@ -177,14 +177,14 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(sample_id=IDS)
     def ack(self, sample_id: str) -> None:
-        outcome = self._do(lambda: self.store.keeping.ack(Sample(sample_id).key))
+        outcome = self._do(lambda: self.store.lifetimes.ack(Sample(sample_id).key))
         assert (outcome is None) == (sample_id in self.committed)
         if outcome is None:
             self.acked.add(sample_id)
 
     @rule(sample_id=IDS, seconds=st.sampled_from([0, 3600]))
     def lease(self, sample_id: str, seconds: int) -> None:
-        outcome = self._do(lambda: self.store.keeping.lease(Sample(sample_id).key, "me", seconds))
+        outcome = self._do(lambda: self.store.lifetimes.lease(Sample(sample_id).key, "me", seconds))
         assert isinstance(outcome, int) == (sample_id in self.committed)
         if sample_id in self.committed:
             (self.leased.add if seconds else self.leased.discard)(sample_id)
@@ -216,7 +216,7 @@ class StoreMachine(RuleBasedStateMachine):
             self._ghost(name, self.committed.pop(name))
         acked, leased = set(self.acked), set(self.leased)
         rules = Rule(samples_max=samples_max, delete_on_ack=on_ack)
-        outcome = self._do(lambda: Sweeper(self.store.keeping, Policy(default=rules), self.store.free_bytes).sweep())
+        outcome = self._do(lambda: Sweeper(self.store.lifetimes, Policy(default=rules), self.store.free_bytes).sweep())
         if outcome is Crash:
             return
         assert sum(outcome.samples.values()) == len(due)
@@ -253,7 +253,7 @@ class StoreMachine(RuleBasedStateMachine):
         faults, self.files.faults = self.files.faults, {}
         listed, _ = self.store.list_page(ListQuery(state=State.COMMITTED))
         assert sorted(record.sample_id for record in listed) == sorted(self.committed)
-        assert self.store.keeping.usage("default").samples == len(self.committed)
+        assert self.store.lifetimes.usage("default").samples == len(self.committed)
         for sample in self.committed.values():
             assert read_all(self.store, sample.key) == (sample.data, sample.token_ids)
         self.files.faults = faults

@@ -13,11 +13,11 @@ import pytest
 from power import Plugged
 from store_kit import BROKEN, Crash, Sample, crash, read_all
 
-from slotstream.store.catalogue_sql import ListQuery
+from slotstream.store.catalogue.sql import ListQuery
 from slotstream.store.records import Failure, State
-from slotstream.store.retention import Policy, Rule
 from slotstream.store.samples import SampleStore
-from slotstream.store.sweeping import Sweeper
+from slotstream.store.upkeep.retention import Policy, Rule
+from slotstream.store.upkeep.sweeping import Sweeper
 from slotstream.wire.errors import SlotStreamError
 
 # The long run: SLOTSTREAM_POWER_ROUNDS=2000.
@@ -73,9 +73,9 @@ def test_power_is_lost_at_a_random_moment(tmp_path: Path, seed: int, catalogue: 
                 if move == "delete":
                     gone = attempt(lambda key=key: store.delete(key))
                 else:
-                    store.keeping.ack(key)
+                    store.lifetimes.ack(key)
                     policy = Policy(default=Rule(delete_on_ack=True))
-                    sweeper = Sweeper(store.keeping, policy, store.free_bytes)
+                    sweeper = Sweeper(store.lifetimes, policy, store.free_bytes)
                     # A file that the disk would not remove stays behind its DELETING row.
                     gone = (
                         attempt(sweeper.sweep) and not key.path(store.data_dir).exists() and store._catalogue.get(key) is None
@@ -159,7 +159,7 @@ def test_a_damaged_sample_on_its_way_to_the_quarantine_is_served_from_nowhere(tm
         assert verdict.damage == "HASH_MISMATCH"
         plugged.files.faults = {operation: (plugged.files.calls.count(operation) + at, Crash)}
         with contextlib.suppress(Crash):
-            plugged.store.keeping.quarantine(verdict)
+            plugged.store.lifetimes.quarantine(verdict)
         assert plugged.files.crashed == (operation != "none")
         after = tmp_path / f"after-{seed}"
         plugged.lose_power(after, random.Random(seed), "cut")

@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slotstream.store.ranges import RangeSet
+from slotstream.store.sample.ranges import RangeSet
 
 _ranges = st.tuples(st.integers(0, 40), st.integers(0, 10)).map(lambda pair: (pair[0], pair[0] + pair[1]))
 

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from store_kit import BROKEN, FaultyFiles, Sample, read_all
 
-from slotstream.store import reading
+from slotstream.store.sample import reading
 from slotstream.store.samples import SampleStore
 from slotstream.wire.errors import BadLayers, BadTokenRange, Damaged, SampleNotFound
 

@@ -1,4 +1,4 @@
-"""The cases of `slotstream.store.recovery`, one parameter each."""
+"""The cases of `slotstream.store.upkeep.recovery`, one parameter each."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from store_kit import Crash, FaultyFiles, Sample, crash, crash_in, read_all, tree
 
-from slotstream.store.catalogue_sql import ListQuery, MalformedRow, scan
+from slotstream.store.catalogue.sql import ListQuery, MalformedRow, scan
 from slotstream.store.records import SampleRecord, State
 from slotstream.store.samples import SampleStore
 

@@ -10,16 +10,17 @@ from pathlib import Path
 import pytest
 from store_kit import BROKEN, FaultyFiles, Sample, crash, read_all, tree
 
-from slotstream.store import retention_sql, sweeping
-from slotstream.store.catalogue import Catalogue
-from slotstream.store.clock import Clock
-from slotstream.store.files import Files
-from slotstream.store.keeping import LEASE_S_MAX
+from slotstream.store.catalogue import retention_sql
+from slotstream.store.catalogue.catalogue import Catalogue
+from slotstream.store.catalogue.retention_sql import Candidate, Queue, Usage
+from slotstream.store.disk.clock import Clock
+from slotstream.store.disk.files import Files
 from slotstream.store.records import Failure, SampleKey, State
-from slotstream.store.retention import Policy, Reason, Rule, forgotten, over_limit, to_free
-from slotstream.store.retention_sql import Candidate, Queue, Usage
 from slotstream.store.samples import SampleStore
-from slotstream.store.sweeping import Sweeper
+from slotstream.store.upkeep import sweeping
+from slotstream.store.upkeep.lifetimes import LEASE_S_MAX
+from slotstream.store.upkeep.retention import Policy, Reason, Rule, forgotten, over_limit, to_free
+from slotstream.store.upkeep.sweeping import Sweeper
 from slotstream.wire.errors import BadParams, ConfigError, Leased, SampleNotFound, StoreFull
 
 # Rules.
@@ -141,14 +142,14 @@ def _left(store: SampleStore, namespace: str = "default") -> str:
     names = sorted(
         Path(path).name.removesuffix(".safetensors") for path in tree(store.data_dir) if path.startswith(f"{namespace}/")
     )
-    found = store.keeping.candidates(Queue.OLDEST, namespace, (-1, -1), 1000)
+    found = store.lifetimes.candidates(Queue.OLDEST, namespace, (-1, -1), 1000)
     assert sorted(candidate.key.sample_id for candidate in found) == names
-    assert store.keeping.usage(namespace).samples == len(names)
+    assert store.lifetimes.usage(namespace).samples == len(names)
     return "".join(names)
 
 
 def _sweeper(store: SampleStore, **rule: float | bool) -> Sweeper:
-    return Sweeper(store.keeping, Policy(namespaces={"default": Rule(**rule)}), store.free_bytes)  # type: ignore[arg-type]
+    return Sweeper(store.lifetimes, Policy(namespaces={"default": Rule(**rule)}), store.free_bytes)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("what", ["bytes_max", "samples_max"])
@@ -165,7 +166,7 @@ def test_past_a_quota_the_oldest_go(store: SampleStore, what: str) -> None:
 def test_age_counts_from_the_commit(store: SampleStore, monkeypatch: pytest.MonkeyPatch) -> None:
     _put(store, "a")
     _put(store, "b")
-    clock = store.keeping.clock
+    clock = store.lifetimes.clock
     b = store.stat(Sample("b").key)
     assert b is not None
     monkeypatch.setattr(clock, "_source", lambda: b.committed_unix_ns + 60 * 10**9 - 1)
@@ -182,20 +183,20 @@ def test_reads_and_acks(store: SampleStore) -> None:
         record = store.stat(Sample(name).key)
         assert record is not None
         for _ in range(times):
-            store.keeping.count_read(record.key, record.committed_unix_ns).result()
-    store.keeping.ack(Sample("c").key)
-    store.keeping.ack(Sample("c").key)
-    assert [store.keeping.standing(Sample(name).key).reads for name in "abc"] == [1, 2, 0]
+            store.lifetimes.count_read(record.key, record.committed_unix_ns).result()
+    store.lifetimes.ack(Sample("c").key)
+    store.lifetimes.ack(Sample("c").key)
+    assert [store.lifetimes.standing(Sample(name).key).reads for name in "abc"] == [1, 2, 0]
     assert _sweeper(store).sweep().samples == {}
     assert _sweeper(store, delete_after_reads=2).sweep().samples == {Reason.READS: 1}
     assert _left(store) == "ac"
     assert _sweeper(store, delete_on_ack=True).sweep(["default"]).samples == {Reason.ACK: 1}
     assert _left(store) == "a"
     with pytest.raises(SampleNotFound):
-        store.keeping.ack(Sample("c").key)
+        store.lifetimes.ack(Sample("c").key)
     # What counted for the old one says nothing about a new sample of the same id.
     _put(store, "b")
-    assert store.keeping.standing(Sample("b").key).reads == 0
+    assert store.lifetimes.standing(Sample("b").key).reads == 0
 
 
 def test_failed_samples_are_kept_until_their_rule_forgets_them(store: SampleStore, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,11 +204,11 @@ def test_failed_samples_are_kept_until_their_rule_forgets_them(store: SampleStor
     assert _sweeper(store, age_s_max=0).sweep().samples == {}
     record = store.stat(Sample("a").key)
     assert record is not None
-    monkeypatch.setattr(store.keeping.clock, "_source", lambda: record.created_unix_ns + 10 * 10**9)
+    monkeypatch.setattr(store.lifetimes.clock, "_source", lambda: record.created_unix_ns + 10 * 10**9)
     assert _sweeper(store, failed_age_s_max=11).sweep().samples == {}
     assert _sweeper(store, failed_age_s_max=10).sweep().samples == {Reason.FAILED_AGE: 1}
     assert store.stat(Sample("a").key) is None
-    assert list(store.keeping.every_usage()) == []
+    assert list(store.lifetimes.every_usage()) == []
 
 
 class _Disk(Files):
@@ -226,7 +227,7 @@ def test_when_space_runs_low_the_oldest_that_may_go_do(tmp_path: Path) -> None:
         size = _put(store, name, namespace=namespace)
     rule = Rule(delete_when_full=True)
     policy = Policy(namespaces={"x": rule, "y": rule}, free_bytes_target=1000)
-    sweeper = Sweeper(store.keeping, policy, store.free_bytes)
+    sweeper = Sweeper(store.lifetimes, policy, store.free_bytes)
     files.total = 5 * size + 1000
     assert sweeper.make_room().samples == {}
     files.total -= 1
@@ -245,21 +246,21 @@ def test_when_space_runs_low_the_oldest_that_may_go_do(tmp_path: Path) -> None:
 def test_a_sample_that_is_read_or_leased_is_never_deleted_by_a_rule(store: SampleStore) -> None:
     _put(store, "a", "b", "c", "d")
     for name in "abcd":
-        store.keeping.ack(Sample(name).key)
-    store.keeping.lease(Sample("b").key, "me", 60)
+        store.lifetimes.ack(Sample(name).key)
+    store.lifetimes.lease(Sample("b").key, "me", 60)
     sweeper = _sweeper(store, samples_max=0, age_s_max=0, bytes_max=0, delete_on_ack=True)
     with store.reader(Sample("a").key) as reader:
         sweeper.sweep()
         assert _left(store) == "ab"
         assert b"".join(bytes(p) for block in reader.blocks(0, 10) for p in block.data) == Sample("a").data
-    store.keeping.lease(Sample("b").key, "me", 0)
+    store.lifetimes.lease(Sample("b").key, "me", 0)
     sweeper.sweep()
     assert _left(store) == ""
 
 
 def test_what_is_in_use_counts_and_younger_ones_go_for_it(store: SampleStore) -> None:
     _put(store, "a", "b", "c", "d")
-    store.keeping.lease(Sample("a").key, "me", 60)
+    store.lifetimes.lease(Sample("a").key, "me", 60)
     _sweeper(store, samples_max=2).sweep()
     assert _left(store) == "ad"
 
@@ -268,36 +269,36 @@ def test_leases(tmp_path: Path) -> None:
     store = SampleStore.open(tmp_path)
     _put(store, "a")
     key = Sample("a").key
-    first = store.keeping.lease(key, "one", 60)
-    second = store.keeping.lease(key, "two", 3600)
-    assert store.keeping.standing(key).leased_until_unix_ns == second > first
-    store.keeping.lease(key, "two", 0)
-    assert store.keeping.standing(key).leased_until_unix_ns == first
+    first = store.lifetimes.lease(key, "one", 60)
+    second = store.lifetimes.lease(key, "two", 3600)
+    assert store.lifetimes.standing(key).leased_until_unix_ns == second > first
+    store.lifetimes.lease(key, "two", 0)
+    assert store.lifetimes.standing(key).leased_until_unix_ns == first
     with pytest.raises(Leased):
         store.delete(key)
     crash(store)
     store = SampleStore.open(tmp_path)  # A lease outlives the server.
     with pytest.raises(Leased):
         store.delete(key)
-    store.keeping.clock._source = lambda: first
+    store.lifetimes.clock._source = lambda: first
     store.delete(key)
     assert tree(tmp_path) == {}
     with pytest.raises(SampleNotFound):
-        store.keeping.lease(key, "one", 1)
+        store.lifetimes.lease(key, "one", 1)
     for holder, seconds in (("", 1), ("a/b", 1), ("one", -1), ("one", LEASE_S_MAX + 1), ("one", float("nan"))):
         with pytest.raises(BadParams):
-            store.keeping.lease(key, holder, seconds)
+            store.lifetimes.lease(key, holder, seconds)
     store.close()
 
 
 def test_leases_have_a_limit_and_those_that_ended_do_not_count(store: SampleStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("slotstream.store.keeping.LEASES_MAX", 2)
+    monkeypatch.setattr("slotstream.store.upkeep.lifetimes.LEASES_MAX", 2)
     _put(store, "a")
-    until = [store.keeping.lease(Sample("a").key, holder, 60) for holder in ("one", "two", "one")]
+    until = [store.lifetimes.lease(Sample("a").key, holder, 60) for holder in ("one", "two", "one")]
     with pytest.raises(StoreFull):
-        store.keeping.lease(Sample("a").key, "three", 60)
-    store.keeping.clock._source = lambda: max(until)
-    store.keeping.lease(Sample("a").key, "three", 60)
+        store.lifetimes.lease(Sample("a").key, "three", 60)
+    store.lifetimes.clock._source = lambda: max(until)
+    store.lifetimes.lease(Sample("a").key, "three", 60)
 
 
 def test_a_sweep_stops_at_its_budget_and_goes_on(store: SampleStore, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -306,7 +307,7 @@ def test_a_sweep_stops_at_its_budget_and_goes_on(store: SampleStore, monkeypatch
     _put(store, *"abcdefg")
     sweeper = _sweeper(store, samples_max=1)
     for name in "abc":  # However many are in use in front, a sweep gets past them.
-        store.keeping.lease(Sample(name).key, "me", 60)
+        store.lifetimes.lease(Sample(name).key, "me", 60)
     done = [sweeper.sweep() for _ in range(2)]
     assert [(sum(d.samples.values()), d.unfinished) for d in done] == [(4, True), (0, False)]
     assert _left(store) == "abc"
@@ -328,10 +329,10 @@ def test_a_deletion_that_the_disk_refused_is_hidden_and_tried_again(tmp_path: Pa
 
 def test_a_sample_that_was_replaced_since_it_was_chosen_stays(store: SampleStore) -> None:
     _put(store, "a")
-    chosen = store.keeping.candidates(Queue.OLDEST, "default", (-1, -1), 10)
+    chosen = store.lifetimes.candidates(Queue.OLDEST, "default", (-1, -1), 10)
     store.delete(Sample("a").key)
     replace(Sample("a"), seed=1).put(store)
-    assert store.keeping.delete_unused(chosen) == []
+    assert store.lifetimes.delete_unused(chosen) == []
     assert read_all(store, Sample("a").key)[0] == replace(Sample("a"), seed=1).data
 
 
@@ -356,14 +357,14 @@ def test_a_catalogue_of_the_first_version_is_brought_forward(tmp_path: Path) -> 
     _put(store, "a", "b")
     _put(store, "c", namespace="other")
     Sample("bad").send(store).abort(Failure("ABORTED", "no"))
-    usages = list(store.keeping.every_usage())
+    usages = list(store.lifetimes.every_usage())
     store.close()
     _downgrade(tmp_path / "catalog.sqlite")
     store = SampleStore.open(tmp_path)
-    assert list(store.keeping.every_usage()) == usages
+    assert list(store.lifetimes.every_usage()) == usages
     assert [u.samples for u in usages] == [2, 1]
     assert usages[0].failed == 1
-    store.keeping.ack(Sample("a").key)
+    store.lifetimes.ack(Sample("a").key)
     _sweeper(store, delete_on_ack=True).sweep()
     assert _left(store) == "b"
     store.close()
@@ -371,7 +372,7 @@ def test_a_catalogue_of_the_first_version_is_brought_forward(tmp_path: Path) -> 
 
 def _downgrade(path: Path) -> None:
     """What the first version would have left there: the same rows in its own tables."""
-    from slotstream.store.catalogue_sql import _COLUMNS, SCHEMA
+    from slotstream.store.catalogue.sql import _COLUMNS, SCHEMA
 
     db = sqlite3.connect(path)
     rows = db.execute(f"SELECT {_COLUMNS} FROM samples").fetchall()
@@ -398,7 +399,7 @@ def test_stamps_never_go_back_not_even_over_a_restart(tmp_path: Path) -> None:
     for end in (SampleStore.close, crash):
         end(store)
         store = SampleStore.open(tmp_path)
-        store.keeping.clock._source = lambda: 5  # Somebody set the clock back to 1970.
+        store.lifetimes.clock._source = lambda: 5  # Somebody set the clock back to 1970.
         name = f"after-{end.__name__}"
         _put(store, name)
         later = store.stat(Sample(name).key)
@@ -407,17 +408,17 @@ def test_stamps_never_go_back_not_even_over_a_restart(tmp_path: Path) -> None:
         a = later
     # The oldest is still the one that came first, and nothing expired.
     _sweeper(store, samples_max=1).sweep()
-    assert [c.key.sample_id for c in store.keeping.candidates(Queue.OLDEST, "default", (-1, -1), 9)] == ["after-crash"]
+    assert [c.key.sample_id for c in store.lifetimes.candidates(Queue.OLDEST, "default", (-1, -1), 9)] == ["after-crash"]
     assert _sweeper(store, age_s_max=3600).sweep().samples == {}
     store.close()
 
 
 def test_a_clock_set_back_does_not_disturb_pages(store: SampleStore) -> None:
-    from slotstream.store.catalogue_sql import ListQuery
+    from slotstream.store.catalogue.sql import ListQuery
 
     _put(store, "a", "b", "c")
     page, token = store.list_page(ListQuery(page_size=2))
-    store.keeping.clock._source = lambda: 5
+    store.lifetimes.clock._source = lambda: 5
     _put(store, "d")
     rest, _ = store.list_page(ListQuery(page_size=2, page_token=token))
     assert [r.sample_id for r in page + rest] == ["c", "b", "a"]

@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 from store_kit import BROKEN, FULL, Crash, FaultyFiles, Sample, crash, crash_in, read_all, tree
 
-from slotstream.store.catalogue_sql import ListQuery
-from slotstream.store.files import Files
-from slotstream.store.quarantine import QUARANTINE_NAME
+from slotstream.store.catalogue.retention_sql import Queue
+from slotstream.store.catalogue.sql import ListQuery
+from slotstream.store.disk.files import Files
 from slotstream.store.records import State
-from slotstream.store.retention_sql import Queue
 from slotstream.store.samples import SampleStore
-from slotstream.store.scrubbing import Scrubber
-from slotstream.store.verifying import verify_directory
+from slotstream.store.upkeep.quarantine import QUARANTINE_NAME
+from slotstream.store.upkeep.scrubbing import Scrubber
+from slotstream.store.upkeep.verifying import verify_directory
 from slotstream.wire.errors import Damaged, SampleFailed, SlotStreamError, StoreFull, StoreGone
 
 FAST = 1e12
@@ -81,21 +81,21 @@ def test_damage_is_never_served_found_and_put_aside(tmp_path: Path, damage: Call
     damage(path)
     with pytest.raises(Damaged):
         read_all(store, Sample("bad").key)
-    scrubber = Scrubber(store.keeping, FAST)
+    scrubber = Scrubber(store.lifetimes, FAST)
     assert scrubber.run_pass()
     assert (scrubber.progress.samples, scrubber.progress.damaged) == (2, 1)
     record = store.stat(Sample("bad").key)
     assert record is not None
     assert (record.state, record.error_code) == (State.FAILED, "DAMAGED")
     assert word in record.error_message
-    assert store.keeping.quarantined == 1
+    assert store.lifetimes.quarantined == 1
     with pytest.raises(SampleFailed) as failed:
         store.reader(Sample("bad").key)
     assert failed.value.reason == "DAMAGED"
     # The file is kept, no sound sample is touched, and neither a check nor a restart brings the damaged one back.
     assert not os.path.lexists(path)
     kept = 0 if word == "MISSING" or damage is _replaced_by_a_directory else 1
-    assert store.keeping.quarantine_census()[0] >= kept
+    assert store.lifetimes.quarantine_census()[0] >= kept
     assert [(v.sample_id, v.damage) for v in store.verify_all() if v.damage != "FOREIGN"] == [("sound", "")]
     for end in (SampleStore.close, crash):
         end(store)
@@ -120,7 +120,7 @@ def test_foreign_files_are_never_served_and_never_touched(store: SampleStore) ->
     for stranger in strangers:
         stranger.parent.mkdir(exist_ok=True)
         shutil.copy(path, stranger)
-    Scrubber(store.keeping, FAST).run_pass()
+    Scrubber(store.lifetimes, FAST).run_pass()
     for name in ("copy", "wrong-shard", "loose"):
         with pytest.raises(SlotStreamError):
             store.reader(Sample(name).key)
@@ -128,7 +128,7 @@ def test_foreign_files_are_never_served_and_never_touched(store: SampleStore) ->
     assert all(stranger.exists() for stranger in strangers)
     found = [v for v in store.verify_all() if v.damage]
     assert [v.damage for v in found] == ["FOREIGN"] * 4
-    assert [store.keeping.quarantine(verdict) for verdict in found] == [None] * 4
+    assert [store.lifetimes.quarantine(verdict) for verdict in found] == [None] * 4
 
 
 def test_a_pass_goes_on_where_it_was_stopped_also_after_a_restart(tmp_path: Path) -> None:
@@ -142,14 +142,14 @@ def test_a_pass_goes_on_where_it_was_stopped_also_after_a_restart(tmp_path: Path
         if sum(read) == 2 * 640 + 256:  # In the third sample, whose first group of rows was just read.
             scrubber.stop()
 
-    scrubber = Scrubber(store.keeping, FAST, stop_in_the_third)
+    scrubber = Scrubber(store.lifetimes, FAST, stop_in_the_third)
     assert not scrubber.run_pass()
     assert scrubber.due_in_s(1000) == 0
     store.close()
     store = SampleStore.open(tmp_path)
     _flip(Sample("a").path(store))  # Behind the position: the next pass finds it.
     _flip(Sample("d").path(store))
-    again = Scrubber(store.keeping, FAST, read.append)
+    again = Scrubber(store.lifetimes, FAST, read.append)
     read.clear()
     assert again.due_in_s(1000) == 0
     assert again.run_pass()
@@ -158,13 +158,13 @@ def test_a_pass_goes_on_where_it_was_stopped_also_after_a_restart(tmp_path: Path
     assert 999 < again.due_in_s(1000) <= 1000
     assert again.run_pass()
     assert again.progress.damaged == 1
-    assert store.keeping.quarantine_census()[0] == 2
+    assert store.lifetimes.quarantine_census()[0] == 2
     store.close()
 
 
 def test_the_first_pass_of_a_new_store_is_not_due_at_once(store: SampleStore) -> None:
-    assert Scrubber(store.keeping, FAST).due_in_s(50) == 50
-    assert 49 < Scrubber(store.keeping, FAST).due_in_s(50) <= 50
+    assert Scrubber(store.lifetimes, FAST).due_in_s(50) == 50
+    assert 49 < Scrubber(store.lifetimes, FAST).due_in_s(50) <= 50
 
 
 class _Descriptors(Files):
@@ -184,7 +184,7 @@ def test_what_says_nothing_about_the_bytes_is_no_damage(tmp_path: Path, number: 
     store = SampleStore.open(tmp_path, files=files)
     Sample().put(store)
     files.errno = number
-    scrubber = Scrubber(store.keeping, FAST)
+    scrubber = Scrubber(store.lifetimes, FAST)
     assert scrubber.run_pass()
     assert scrubber.progress.damaged == 0
     files.errno = 0
@@ -198,7 +198,7 @@ def test_a_sample_that_changed_since_its_check_stays(store: SampleStore) -> None
     verdict = store.verify(Sample().key)
     store.delete(Sample().key)
     Sample().put(store)
-    assert store.keeping.quarantine(verdict) is None
+    assert store.lifetimes.quarantine(verdict) is None
     assert read_all(store, Sample().key)[0] == Sample().data
 
 
@@ -212,14 +212,14 @@ def test_a_quarantine_that_cannot_be_written_serves_nothing_damaged(
     _flip(Sample().path(store))
     files.faults = {"rename": (0, number)}
     with pytest.raises(kind):
-        store.keeping.quarantine(store.verify(Sample().key))
-    assert not Scrubber(store.keeping, FAST).run_pass()
+        store.lifetimes.quarantine(store.verify(Sample().key))
+    assert not Scrubber(store.lifetimes, FAST).run_pass()
     with pytest.raises(Damaged):
         read_all(store, Sample().key)
     files.faults = {}
-    scrubber = Scrubber(store.keeping, FAST)
+    scrubber = Scrubber(store.lifetimes, FAST)
     assert scrubber.run_pass()
-    assert store.keeping.quarantine_census()[0] == 1
+    assert store.lifetimes.quarantine_census()[0] == 1
     store.close()
 
 
@@ -230,7 +230,7 @@ def test_a_crash_between_the_move_and_the_row_is_told_apart_from_a_loss(tmp_path
     _flip(Sample().path(store))
     verdict = store.verify(Sample().key)
     files.faults = {"sync_dir": (files.calls.count("sync_dir") + 3, Crash)}
-    crash_in(store, lambda: store.keeping.quarantine(verdict))
+    crash_in(store, lambda: store.lifetimes.quarantine(verdict))
     store = SampleStore.open(tmp_path)
     record = store.stat(Sample().key)
     assert record is not None
@@ -268,7 +268,7 @@ def test_a_directory_that_was_replaced_is_neither_written_nor_condemned(
     arriving = Sample("arriving").send(store)
     replace(data_dir)
     before = tree(data_dir) if data_dir.exists() else {}
-    chosen = store.keeping.candidates(Queue.OLDEST, "default", (-1, -1), 10)
+    chosen = store.lifetimes.candidates(Queue.OLDEST, "default", (-1, -1), 10)
     for refused in (
         store.check_directory,
         lambda: store.open_upload(Sample("new").spec()),
@@ -276,13 +276,13 @@ def test_a_directory_that_was_replaced_is_neither_written_nor_condemned(
         lambda: store.reader(Sample("old").key),
         lambda: store.verify(Sample("old").key),
         lambda: list(store.verify_all()),
-        lambda: store.keeping.delete_unused(chosen),
+        lambda: store.lifetimes.delete_unused(chosen),
     ):
         with pytest.raises(StoreGone):
             refused()
     with pytest.raises(SlotStreamError):
         arriving.commit(10, Sample("arriving").token_ids)
-    assert not Scrubber(store.keeping, FAST).run_pass()
+    assert not Scrubber(store.lifetimes, FAST).run_pass()
     assert (tree(data_dir) if data_dir.exists() else {}) == before
     # Mounted again, everything is as it was.
     if data_dir.exists():

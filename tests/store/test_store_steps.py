@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 from store_kit import Crash, FaultyFiles, Sample, crash, read_all
 
-from slotstream.store.catalogue_sql import ListQuery
+from slotstream.store.catalogue.sql import ListQuery
 from slotstream.store.records import State
-from slotstream.store.retention import Policy, Rule
 from slotstream.store.samples import SampleStore
-from slotstream.store.sweeping import Sweeper
+from slotstream.store.upkeep.retention import Policy, Rule
+from slotstream.store.upkeep.sweeping import Sweeper
 
 KEPT, SAMPLE = Sample("kept", seed=5), Sample()
 STEPS_SEEN = ("make_dir", "create", "preallocate", "pwrite", "truncate", "sync_data", "sync_dir", "rename", "unlink", "row")
@@ -89,21 +89,21 @@ def _delete(store: SampleStore) -> None:
 
 
 def _sweep(store: SampleStore) -> None:
-    Sweeper(store.keeping, Policy(default=Rule(delete_on_ack=True)), store.free_bytes).sweep()
+    Sweeper(store.lifetimes, Policy(default=Rule(delete_on_ack=True)), store.free_bytes).sweep()
 
 
 def _quarantine(store: SampleStore) -> None:
     verdict = store.verify(SAMPLE.key)
     assert verdict.damage == "HASH_MISMATCH"
-    store.keeping.quarantine(verdict)
+    store.lifetimes.quarantine(verdict)
 
 
 def _ack(store: SampleStore) -> None:
-    store.keeping.ack(SAMPLE.key)
+    store.lifetimes.ack(SAMPLE.key)
 
 
 def _lease(store: SampleStore) -> None:
-    store.keeping.lease(SAMPLE.key, "me", 60)
+    store.lifetimes.lease(SAMPLE.key, "me", 60)
 
 
 # Action -> its steps. The outcomes: what a reader sees after the next start, by the first step that was done.
@@ -133,7 +133,7 @@ def _prepared(directory: Path, action: str) -> tuple[SampleStore, Stepped]:
     if action != "ingest":
         SAMPLE.put(store)
     if action == "sweep":
-        store.keeping.ack(SAMPLE.key)
+        store.lifetimes.ack(SAMPLE.key)
     if action == "quarantine":
         raw = bytearray(SAMPLE.path(store).read_bytes())
         raw[-1] ^= 1

@@ -126,7 +126,7 @@ def test_the_same_content_hashed_in_other_groups_is_the_same_content(
     store: SampleStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Sample().put(store)
-    monkeypatch.setattr("slotstream.store.rowhash.GROUP_BYTES", 64)
+    monkeypatch.setattr("slotstream.store.sample.row_hash.GROUP_BYTES", 64)
     assert Sample().put(store) is True
     with pytest.raises(errors.AlreadyExists):
         Sample(seed=1).put(store)
@@ -324,7 +324,7 @@ def test_a_malformed_announcement_has_a_stable_code(change: dict[str, object], e
 
 
 def test_rows_in_too_many_pieces_fail_the_sample(store: SampleStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("slotstream.store.upload._RANGES_MAX", 3)
+    monkeypatch.setattr("slotstream.store.sample.upload._RANGES_MAX", 3)
     with pytest.raises(errors.TooLarge, match="separate ranges"):
         Sample(rows=20).send(store, [(row, row + 1) for row in range(0, 20, 2)])
 

@@ -12,7 +12,7 @@ import pytest
 from store_kit import Sample, crash, tree
 
 from slotstream.store.samples import SampleStore
-from slotstream.store.verifying import verify_directory
+from slotstream.store.upkeep.verifying import verify_directory
 from slotstream.wire.errors import BadSampleId, ConfigError, SampleNotFound
 
 
@@ -126,7 +126,7 @@ def test_files_are_checked_by_themselves_without_a_catalogue(tmp_path: Path, cat
 def test_a_row_that_was_lost_leaves_a_foreign_file_even_when_it_was_committed_just_now(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("slotstream.store.verifying._SETTLE_S", 0.2)
+    monkeypatch.setattr("slotstream.store.upkeep.verifying._SETTLE_S", 0.2)
     store = SampleStore.open(tmp_path)
     Sample("a").put(store)
     store.close()

@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from slotstream.connector.copies import Gathered, Slots
-from slotstream.connector.gather import Destination, RowGather
+from slotstream.connector.reading.gather import Destination, RowGather
+from slotstream.connector.sending.copies import Gathered, Slots
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import grpc
 import trustme
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from slotstream.server.tokens import digest_of, entry_of
+from slotstream.server.access.tokens import digest_of, entry_of
 from slotstream.wire.access import Access
 
 

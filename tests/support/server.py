@@ -29,7 +29,7 @@ class ServerProcess:
         self._log_path = Path(self._sockets.name) / "log"
         self.data_dir = data_dir
         self.address = address or f"unix:{self._sockets.name}/s"
-        command = [sys.executable, "-m", "slotstream.server.cli", "serve", "--listen", self.address, "--data", str(data_dir)]
+        command = [sys.executable, "-m", "slotstream.cli.main", "serve", "--listen", self.address, "--data", str(data_dir)]
         with self._log_path.open("wb") as log:
             self.process = subprocess.Popen([*command, *options], stdout=log, stderr=log, stdin=subprocess.DEVNULL)
         self._wait_until_up(start_timeout_s, access)
@@ -77,6 +77,6 @@ class ServerProcess:
 
 def run_cli(*arguments: str, stdin: str = "", environment: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     """`slotstream ...` in a process of its own, its output captured: what a script sees."""
-    command: Sequence[str] = [sys.executable, "-m", "slotstream.server.cli", *arguments]
+    command: Sequence[str] = [sys.executable, "-m", "slotstream.cli.main", *arguments]
     env = {**os.environ, "COLUMNS": "80", **(environment or {})}
     return subprocess.run(command, input=stdin, capture_output=True, text=True, env=env, timeout=120, check=False)

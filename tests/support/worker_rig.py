@@ -10,11 +10,12 @@ from typing import Any
 
 import torch
 
-from slotstream.connector.config import ConnectorConfig, ConnectorOptions
+from slotstream.connector.options import ConnectorOptions
 from slotstream.connector.plan import RowPlan, SampleFinish, SampleOpen, StepPlan
-from slotstream.connector.sender_process import in_process
-from slotstream.connector.senders import in_thread
-from slotstream.connector.worker import WorkerHalf
+from slotstream.connector.reading.worker import WorkerHalf
+from slotstream.connector.sending.process.handle import in_process
+from slotstream.connector.sending.sender import in_thread
+from slotstream.connector.vllm_config import ConnectorConfig
 from slotstream.transport.base import Committed, Failed, SampleSink, SinkEvent
 from slotstream.transport.loopback import LoopbackSample, LoopbackSink
 from slotstream.v1 import ingest_pb2

@@ -12,7 +12,7 @@ import pytest
 from transport.fake_ingest import FakeIngest, Peer
 from transport.recorder import WAIT_S, Recorder
 
-from slotstream.connector.config import ConnectorOptions
+from slotstream.connector.options import ConnectorOptions
 from slotstream.transport.base import Acked, FellBack, LinkDown, LinkUp, StagedChunk
 from slotstream.transport.grpc import Frames, GrpcSink
 from slotstream.transport.nixl import NixlPlane, plane_for

@@ -16,16 +16,17 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from slotstream.connector.config import ConnectorConfig, ConnectorOptions, vllm_version
 from slotstream.connector.faults import SampleFault
-from slotstream.connector.fence import Fence
+from slotstream.connector.hook_guard import HookGuard
 from slotstream.connector.metrics import SlotStreamPromMetrics, SlotStreamStats
+from slotstream.connector.options import ConnectorOptions
 from slotstream.connector.plan import EMPTY_PLAN, StepPlan
-from slotstream.connector.releases import Releases, every_worker_reports
-from slotstream.connector.scheduler import SchedulerHalf
-from slotstream.connector.sender_process import sender_for
-from slotstream.connector.watch import ServerWatch
-from slotstream.connector.worker import WorkerHalf
+from slotstream.connector.planning.scheduler import SchedulerHalf
+from slotstream.connector.planning.server_health import ServerHealth
+from slotstream.connector.reading.releases import Releases, every_worker_reports
+from slotstream.connector.reading.worker import WorkerHalf
+from slotstream.connector.sending.process.handle import sender_for
+from slotstream.connector.vllm_config import ConnectorConfig, vllm_version
 from slotstream.transport.logs import connector_logger
 from slotstream.v1 import ingest_pb2
 from slotstream.wire.errors import ConfigError, InternalFault, SlotStreamError
@@ -76,16 +77,16 @@ class SlotStreamConnector(KVConnectorBase_V1, SupportsHMA):
         except ConfigError as error:
             logger.error("slotstream cannot start: %s", error)  # vLLM buries the exception in a page of traceback.
             raise
-        self._fence = Fence(self._count_fault)
+        self._guard = HookGuard(self._count_fault)
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None
         self._releases: Releases | None = None  # Of a worker that sends nothing, where vLLM waits for its reports too.
-        self._watch: ServerWatch | None = None
+        self._watch: ServerHealth | None = None
         self._capture_layer = ""
         self._bound: StepPlan = EMPTY_PLAN
         self._group = _hidden_state_group(kv_cache_config)
         if role is KVConnectorRole.SCHEDULER:
-            self._watch = ServerWatch(
+            self._watch = ServerHealth(
                 self._config.options.server, self._config.options.access, patient=self._config.options.spool_dir is not None
             )
             self._scheduler = SchedulerHalf(
@@ -156,22 +157,22 @@ class SlotStreamConnector(KVConnectorBase_V1, SupportsHMA):
     def wait_for_save(self) -> None:
         if self._worker is None:
             return
-        if self._fence.disabled:
-            self._fence.run(self._worker.fail_plan, None, self._bound)
+        if self._guard.disabled:
+            self._guard.run(self._worker.fail_plan, None, self._bound)
         else:
             self._on_worker(self._worker.execute)
         self._bound = EMPTY_PLAN
-        self._fence.end_step()
+        self._guard.end_step()
 
     def _on_worker(self, hook: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
         """A part of a step: when it fails, so does every sample of the step, for some of its rows may be missing."""
         assert self._worker is not None
-        if not self._fence.holds(hook, *args, **kwargs):
-            self._fence.run(self._worker.fail_plan, None, self._bound)
+        if not self._guard.holds(hook, *args, **kwargs):
+            self._guard.run(self._worker.fail_plan, None, self._bound)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         if self._worker is not None:
-            return self._fence.run(self._worker.take_releases, set()) or None, None
+            return self._guard.run(self._worker.take_releases, set()) or None, None
         if self._releases is not None:
             return self._releases.take() or None, None
         return None, None
@@ -179,7 +180,7 @@ class SlotStreamConnector(KVConnectorBase_V1, SupportsHMA):
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         if self._worker is None:
             return None
-        faults = self._fence.run(self._worker.take_faults, [])
+        faults = self._guard.run(self._worker.take_faults, [])
         return SlotStreamWorkerMetadata(faults) if faults else None
 
     def get_finished_count(self) -> int:
@@ -191,22 +192,22 @@ class SlotStreamConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         if self._scheduler is not None:
-            self._fence.run(self._scheduler.on_match, None, request, num_computed_tokens)
+            self._guard.run(self._scheduler.on_match, None, request, num_computed_tokens)
         return 0, False
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         # MultiConnector tells the number of tokens to the connector that loads them, and 0 to all others: it is no use here.
         if self._scheduler is not None:
-            self._fence.run(self._scheduler.on_alloc, None, request, blocks)
+            self._guard.run(self._scheduler.on_alloc, None, request, blocks)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         assert self._scheduler is not None, "vLLM asks its scheduler half only"
-        plan = self._fence.run(self._plan, None, scheduler_output)
+        plan = self._guard.run(self._plan, None, scheduler_output)
         if plan is None:
-            self._fence.run(self._scheduler.fail_all, None)
+            self._guard.run(self._scheduler.fail_all, None)
         else:
             self._scheduler.delivered()
-        self._fence.end_step()
+        self._guard.end_step()
         return SlotStreamMetadata(plan or EMPTY_PLAN)
 
     def _plan(self, scheduler_output: SchedulerOutput) -> StepPlan | None:
@@ -216,7 +217,7 @@ class SlotStreamConnector(KVConnectorBase_V1, SupportsHMA):
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         meta = getattr(connector_output, "kv_connector_worker_meta", None)
         if self._scheduler is not None and isinstance(meta, SlotStreamWorkerMetadata):
-            self._fence.run(self._scheduler.on_faults, None, meta.faults)
+            self._guard.run(self._scheduler.on_faults, None, meta.faults)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         # MultiConnector calls this one when a sibling of ours knows no KV-cache groups; there is one group then.
@@ -226,9 +227,9 @@ class SlotStreamConnector(KVConnectorBase_V1, SupportsHMA):
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         assert self._scheduler is not None, "vLLM asks its scheduler half only"
-        answer = self._fence.run(self._finished, None, request, block_ids)
+        answer = self._guard.run(self._finished, None, request, block_ids)
         if answer is None:
-            self._fence.run(self._scheduler.forget, None, request.request_id)
+            self._guard.run(self._scheduler.forget, None, request.request_id)
         return answer or (False, None)
 
     def _finished(self, request: Request, block_ids: tuple[Sequence[int], ...]) -> tuple[bool, dict[str, Any] | None] | None:
@@ -242,11 +243,11 @@ class SlotStreamConnector(KVConnectorBase_V1, SupportsHMA):
         # on: vLLM preempts their requests, and what it computes again was either sent already or is read then. But the
         # weights may be replaced meanwhile, of which vLLM tells its connectors nothing else.
         if self._scheduler is not None:
-            self._fence.run(self._scheduler.on_cache_reset, None)
+            self._guard.run(self._scheduler.on_cache_reset, None)
         return True
 
     def _why_no_capture(self, longer_than_s: float) -> SlotStreamError | None:
-        if self._fence.disabled:
+        if self._guard.disabled:
             return InternalFault("capture is off after too many faults; the log says which")
         assert self._watch is not None
         return self._watch.problem(longer_than_s)
@@ -257,7 +258,7 @@ class SlotStreamConnector(KVConnectorBase_V1, SupportsHMA):
         half = self._scheduler or self._worker
         if half is None:
             return None
-        data = self._fence.run(half.take_stats, {})
+        data = self._guard.run(half.take_stats, {})
         return SlotStreamStats(data) if data else None
 
     @classmethod
@@ -278,9 +279,9 @@ class SlotStreamConnector(KVConnectorBase_V1, SupportsHMA):
 
     def shutdown(self) -> None:
         if self._watch is not None:
-            self._fence.run(self._watch.close, None)
+            self._guard.run(self._watch.close, None)
         if self._worker is not None:
-            self._fence.run(self._worker.close, None)
+            self._guard.run(self._worker.close, None)
 
     def _count_fault(self) -> None:
         half = self._scheduler or self._worker

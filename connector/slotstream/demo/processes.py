@@ -91,7 +91,7 @@ def listening(port: int) -> bool:
 
 def start_server(data: Path, log: Path, port: int, *options: str) -> Running:
     """`slotstream serve` on 127.0.0.1:`port`, up and listening."""
-    command = [sys.executable, "-m", "slotstream.server.cli", "serve", "--listen", f"127.0.0.1:{port}", "--data", str(data)]
+    command = [sys.executable, "-m", "slotstream.cli.main", "serve", "--listen", f"127.0.0.1:{port}", "--data", str(data)]
     server = Running("slotstream serve", [*command, *options], log)
     try:
         server.wait_until(lambda: listening(port), 30.0)

@@ -16,22 +16,22 @@ from typing import Any
 
 from grpc_health.v1 import health_pb2_grpc
 
+from slotstream.server.access.gate import Gate
+from slotstream.server.access.tls import Certificates
 from slotstream.server.arrivals import Arrivals
 from slotstream.server.config import ServerConfig
-from slotstream.server.gate import Gate
 from slotstream.server.healthcheck import HealthService
 from slotstream.server.housekeeping import Housekeeping
-from slotstream.server.ingest import IngestService
-from slotstream.server.lane import Pools
+from slotstream.server.ingest.sample_writer import Pools
+from slotstream.server.ingest.service import IngestService
 from slotstream.server.listening import SERVICES, add_port, make_server
 from slotstream.server.logs import configure_logging
 from slotstream.server.metrics import Metrics, serve_metrics
-from slotstream.server.nixl_pullers import start_pullers
-from slotstream.server.serving import SamplesService
-from slotstream.server.tls import Certificates
+from slotstream.server.nixl.readers import start_readers
+from slotstream.server.processes.pool import WorkerPool
+from slotstream.server.processes.primary import WorkerBooks
+from slotstream.server.samples.service import SamplesService
 from slotstream.server.version import server_version
-from slotstream.server.worker_books import WorkerBooks
-from slotstream.server.worker_pool import WorkerPool
 from slotstream.store.samples import SampleStore
 from slotstream.v1 import workers_pb2
 from slotstream.wire.errors import ConfigError
@@ -115,13 +115,13 @@ class Server:
         self._closing.push_async_callback(asyncio.to_thread, pools.shutdown)
         self.metrics = metrics = Metrics(store)
         self._arrivals = Arrivals()
-        pullers = await asyncio.to_thread(start_pullers, config, metrics)
-        if pullers is not None:
-            self._closing.push_async_callback(asyncio.to_thread, pullers.close)
-        self._keeping = Housekeeping(config, store, metrics, self._directory_changed)
-        self._ingest = IngestService(config, store, pools, metrics, self._arrivals, gate, self._keeping.touch, pullers)
-        self._samples = SamplesService(config, store, pools, metrics, self._arrivals, gate, self._keeping)
-        self._books = WorkerBooks(store, pools, metrics, self._arrivals, self._keeping.touch)
+        readers = await asyncio.to_thread(start_readers, config, metrics)
+        if readers is not None:
+            self._closing.push_async_callback(asyncio.to_thread, readers.close)
+        self._housekeeping = Housekeeping(config, store, metrics, self._directory_changed)
+        self._ingest = IngestService(config, store, pools, metrics, self._arrivals, gate, self._housekeeping.touch, readers)
+        self._samples = SamplesService(config, store, pools, metrics, self._arrivals, gate, self._housekeeping)
+        self._books = WorkerBooks(store, pools, metrics, self._arrivals, self._housekeeping.touch)
         self._loop = asyncio.get_running_loop()
         self._health = HealthService()
         self._grpc = make_server(config)
@@ -134,8 +134,8 @@ class Server:
             self._closing.push_async_callback(asyncio.to_thread, stop_metrics)
             _log.info("metrics on http://%s/metrics", self.metrics_address)
         await self._grpc.start()
-        self._keeping.start()
-        self._closing.push_async_callback(asyncio.to_thread, self._keeping.stop)
+        self._housekeeping.start()
+        self._closing.push_async_callback(asyncio.to_thread, self._housekeeping.stop)
         self._closing.push_async_callback(self._stop_grpc)
         if config.workers > 1:
             pool = WorkerPool(config, self.address, self._books, self._samples.handler())

@@ -6,9 +6,9 @@ import logging
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from slotstream.server.nixl_pool import POOL_BYTES_MIN
-from slotstream.store.retention import Policy
+from slotstream.server.nixl.pool import POOL_BYTES_MIN
 from slotstream.store.samples import FREE_BYTES_MIN
+from slotstream.store.upkeep.retention import Policy
 from slotstream.wire.address import check_address, is_local
 from slotstream.wire.errors import ConfigError
 from slotstream.wire.names import CHUNK_BYTES_MAX, DEFAULT_ADDRESS, WINDOW_BYTES

@@ -12,7 +12,7 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from slotstream.server.gate import Shares
+from slotstream.server.access.gate import Shares
 from slotstream.server.status import abort
 from slotstream.wire.errors import TooMany
 

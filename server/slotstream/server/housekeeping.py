@@ -14,8 +14,8 @@ from collections.abc import Callable
 from slotstream.server.config import ServerConfig
 from slotstream.server.metrics import Metrics
 from slotstream.store.samples import SampleStore
-from slotstream.store.scrubbing import Progress, Scrubber
-from slotstream.store.sweeping import Sweeper, Swept
+from slotstream.store.upkeep.scrubbing import Progress, Scrubber
+from slotstream.store.upkeep.sweeping import Sweeper, Swept
 from slotstream.wire.errors import SlotStreamError, StoreGone
 
 _log = logging.getLogger(__name__)
@@ -34,8 +34,8 @@ class Housekeeping:
         self._store = store
         self._metrics = metrics
         self._on_health = on_health
-        self._sweeper = Sweeper(store.keeping, config.retention, store.free_bytes)
-        self._scrubber = Scrubber(store.keeping, config.scrub_bytes_per_s, metrics.scrubbed_bytes.inc)
+        self._sweeper = Sweeper(store.lifetimes, config.retention, store.free_bytes)
+        self._scrubber = Scrubber(store.lifetimes, config.scrub_bytes_per_s, metrics.scrubbed_bytes.inc)
         self._is_healthy = True
         self._trouble = ""
         self._touched: set[str] = set()

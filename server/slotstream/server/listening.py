@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import grpc.aio
 
+from slotstream.server.access.tls import Certificates
 from slotstream.server.config import ServerConfig
-from slotstream.server.tls import Certificates
 from slotstream.wire.errors import ConfigError
 from slotstream.wire.names import MESSAGE_BYTES_MAX
 

@@ -51,12 +51,12 @@ class _Stored:
             labels=["namespace"],
         )
         damaged = CounterMetricFamily("slotstream_quarantined_samples", "Damaged samples that were taken out of service.")
-        damaged.add_metric([], self._store.keeping.quarantined)
+        damaged.add_metric([], self._store.lifetimes.quarantined)
         free = GaugeMetricFamily("slotstream_free_bytes", "Bytes that may still be written to the data directory's disk.")
         try:
             totals = self._store.totals()
             free.add_metric([], self._store.free_bytes())
-            for usage in self._store.keeping.largest(_NAMESPACES_MAX):
+            for usage in self._store.lifetimes.largest(_NAMESPACES_MAX):
                 spaces.add_metric([usage.namespace], usage.bytes)
         except SlotStreamError:
             return  # A scrape must not fail because the disk does; the other metrics say that it did.

@@ -11,21 +11,21 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Self, TypeVar
 
-from slotstream.store import verifying
-from slotstream.store.catalogue import Catalogue
-from slotstream.store.catalogue_sql import ListQuery
-from slotstream.store.catalogue_sql import get as get_record
-from slotstream.store.clock import Clock
-from slotstream.store.directory import LOCK_NAME, OpenedDirectory
-from slotstream.store.files import DIR_MODE, Files, store_error
-from slotstream.store.keeping import Keeping
-from slotstream.store.reading import SampleReader, unreadable
+from slotstream.store.catalogue.catalogue import Catalogue
+from slotstream.store.catalogue.sql import ListQuery
+from slotstream.store.catalogue.sql import get as get_record
+from slotstream.store.disk.clock import Clock
+from slotstream.store.disk.directory import LOCK_NAME, OpenedDirectory
+from slotstream.store.disk.files import DIR_MODE, Files, store_error
 from slotstream.store.records import Failure, SampleKey, SampleRecord, SampleSpec, State
-from slotstream.store.recovery import open_recovered
-from slotstream.store.remote import RemoteUpload
-from slotstream.store.sample_file import SampleFile, read_sample_file
-from slotstream.store.upload import Draft, OpenSample, Upload
-from slotstream.store.verifying import Verdict
+from slotstream.store.sample.file import SampleFile, read_sample_file
+from slotstream.store.sample.reading import SampleReader, unreadable
+from slotstream.store.sample.remote import RemoteUpload
+from slotstream.store.sample.upload import Draft, OpenSample, Upload
+from slotstream.store.upkeep import verifying
+from slotstream.store.upkeep.lifetimes import Lifetimes
+from slotstream.store.upkeep.recovery import open_recovered
+from slotstream.store.upkeep.verifying import Verdict
 from slotstream.wire.errors import (
     AlreadyExists,
     ConfigError,
@@ -75,7 +75,7 @@ class SampleStore:
         # One at a time publishes or deletes an id. Striped, so that the locks do not grow with the ids.
         self._id_locks = [threading.Lock() for _ in range(_STRIPES)]
         self._opened = OpenedDirectory(files, data_dir, lock_fd)
-        self.keeping = Keeping(files, data_dir, catalogue, self._opened, self._id_lock, clock)
+        self.lifetimes = Lifetimes(files, data_dir, catalogue, self._opened, self._id_lock, clock)
         self._dirs: set[Path] = set()
         self._dirs_lock = threading.Lock()
         self._unrecorded = False  # Something on disk differs from its row: the next start has to look.
@@ -146,7 +146,7 @@ class SampleStore:
             if count > self._uploads_max:
                 raise StoreFull(f"{self._uploads_max} samples are arriving already, as many as this server allows")
             self._make_dirs(spec.key)
-            stamp = self.keeping.clock.stamp
+            stamp = self.lifetimes.clock.stamp
             upload = make(spec, self.data_dir, self._files, self._free_bytes_min, self._publish, self._ended, stamp)
             with self._uploads_lock:
                 # Queued under the lock: rows of one id are written in the order in which its uploads came and went.
@@ -154,7 +154,7 @@ class SampleStore:
                 self._catalogue.put_arriving(SampleRecord.arriving(spec, upload.created_unix_ns))
             return upload
         except SlotStreamError as error:
-            self.record_failed(SampleRecord.arriving(spec, self.keeping.clock.stamp()), Failure.of(error))
+            self.record_failed(SampleRecord.arriving(spec, self.lifetimes.clock.stamp()), Failure.of(error))
             raise
         finally:
             with self._uploads_lock:
@@ -280,7 +280,7 @@ class SampleStore:
                 raise StillArriving(f"{key} is still arriving")
             if record is None:
                 raise SampleNotFound(f"there is no sample {key}")
-            self.keeping.delete(record)
+            self.lifetimes.delete(record)
 
     # Reading.
 
@@ -329,11 +329,11 @@ class SampleStore:
 
         Raises SampleNotFound, SampleFailed, StillArriving, Damaged, StoreFull, StoreGone and InternalFault.
         """
-        self.keeping.begin_read(key)  # Before looking: a deletion that has not begun by then waits.
+        self.lifetimes.begin_read(key)  # Before looking: a deletion that has not begun by then waits.
         try:
-            return self._reader(key, lambda: self.keeping.end_read(key))
+            return self._reader(key, lambda: self.lifetimes.end_read(key))
         except BaseException:
-            self.keeping.end_read(key)
+            self.lifetimes.end_read(key)
             raise
 
     def _reader(self, key: SampleKey, closed: Callable[[], None]) -> SampleReader:
@@ -358,7 +358,7 @@ class SampleStore:
     def verify(self, key: SampleKey) -> Verdict:
         """Check every byte of a committed sample. Raises SampleNotFound, SampleFailed, StillArriving, InternalFault."""
         record = _readable(key, self.stat(key))
-        verdict = self.keeping.verify(record, lambda _: None)
+        verdict = self.lifetimes.verify(record, lambda _: None)
         if verdict is None:
             raise SampleNotFound(f"there is no sample {key}")
         return verdict

@@ -1,0 +1,141 @@
+"""Connector options, read once from `kv_connector_extra_config`; whatever is wrong stops vLLM at start, in one sentence."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, Self
+
+from slotstream.wire.access import Access, token_from_environment
+from slotstream.wire.address import check_address
+from slotstream.wire.errors import BadNamespace, ConfigError
+from slotstream.wire.names import CHUNK_BYTES_MAX, DEFAULT_ADDRESS, DEFAULT_NAMESPACE, check_namespace
+from slotstream.wire.nixl import check_transport
+
+ON_FULL = ("wait", "fail_sample")
+TRANSPORTS = ("auto", "grpc", "nixl")
+STAGING = ("host",)
+BAD_ROWS = ("mark", "fail")
+SENDERS = ("thread", "process")
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectorOptions:
+    """`kv_connector_extra_config`, checked. The README's table of options is made of these fields."""
+
+    server: str = field(default=DEFAULT_ADDRESS, metadata={"help": "storage server: host:port or unix:/path"})
+    transport: str = field(
+        default="auto",
+        metadata={"help": "how rows travel: nixl, grpc, or auto: nixl where it is there and pays (docs/transports.md)"},
+    )
+    namespace: str = field(default=DEFAULT_NAMESPACE, metadata={"help": "namespace of requests that name none"})
+    capture: bool = field(default=True, metadata={"help": "capture requests that do not say; false: only those that ask"})
+    include_output_tokens: bool = field(default=False, metadata={"help": "capture output rows of requests that do not say"})
+    staging: str = field(default="host", metadata={"help": "where rows wait: host memory only (docs/transports.md)"})
+    staging_bytes: int | None = field(
+        default=None,
+        metadata={
+            "help": "host memory for rows on their way, allocated once; null: three steps' rows or more, 512 MiB to 2 GiB"
+        },
+    )
+    chunk_bytes: int = field(default=2 << 20, metadata={"help": "most bytes of rows a message carries"})
+    sender: str = field(
+        default="thread",
+        metadata={
+            "help": "what hashes and sends rows: a thread of vLLM's worker, or a process beside it, not yet run on a GPU "
+            "(docs/transports.md)"
+        },
+    )
+    on_full: str = field(
+        default="wait", metadata={"help": "when staging is full: wait (up to wait_s_max a step) or fail_sample at once"}
+    )
+    wait_s_max: float = field(default=2.0, metadata={"help": "longest an engine step waits for staging, then samples fail"})
+    ack_timeout_s: float = field(default=30.0, metadata={"help": "without any answer for so long, the stream is given up"})
+    output_rows_per_chunk: int = field(default=32, metadata={"help": "output rows collected before they are read and sent"})
+    bad_rows: str = field(
+        default="mark",
+        metadata={"help": "rows of zeros, NaN or infinities: mark (in the sample's metadata) or fail the sample"},
+    )
+    outage_s_max: float = field(
+        default=3600.0,
+        metadata={"help": "server away for longer: requests are not captured, which the answer says; 0: at once"},
+    )
+    spool_dir: str | None = field(
+        default=None, metadata={"help": "directory on the engine's host for rows that the server cannot take now; null: none"}
+    )
+    spool_bytes_max: int = field(default=64 << 30, metadata={"help": "most bytes that one worker keeps in spool_dir"})
+    tls_ca: str | None = field(
+        default=None, metadata={"help": "PEM file: authorities of the server's certificate; turns TLS on"}
+    )
+    tls_cert: str | None = field(default=None, metadata={"help": "PEM file: our certificate, for a server that wants one"})
+    tls_key: str | None = field(default=None, metadata={"help": "PEM file: its private key"})
+    token_file: str | None = field(
+        default=None, metadata={"help": "file with the bearer token (else $SLOTSTREAM_TOKEN), read again for each connection"}
+    )
+
+    def __post_init__(self) -> None:
+        check_address(self.server)
+        try:
+            check_namespace(self.namespace)
+        except BadNamespace as error:
+            raise ConfigError(f"connector option namespace: {error}") from error
+        if self.staging == "device":
+            raise ConfigError(
+                'connector option staging must be "host": UCX would emulate reading GPU memory, which is slower, and rows are '
+                "hashed, spooled and sent again out of host memory (docs/transports.md)"
+            )
+        if self.staging_bytes is not None:
+            _check_number("staging_bytes", self.staging_bytes, int, 1 << 20, 1 << 40)
+        _check_number("chunk_bytes", self.chunk_bytes, int, 4096, CHUNK_BYTES_MAX)
+        _check_number("wait_s_max", self.wait_s_max, float, 0.0, 600.0)
+        _check_number("ack_timeout_s", self.ack_timeout_s, float, 0.1, 3600.0)
+        _check_number("output_rows_per_chunk", self.output_rows_per_chunk, int, 1, 1 << 16)
+        _check_number("outage_s_max", self.outage_s_max, float, 0.0, 1e9)
+        _check_number("spool_bytes_max", self.spool_bytes_max, int, 1 << 16, 1 << 50)
+        spool_dir = self.spool_dir
+        if spool_dir is not None and not (isinstance(spool_dir, str) and Path(spool_dir).is_absolute()):
+            raise ConfigError(f"connector option spool_dir must be an absolute path or null, not {spool_dir!r}")
+        for name in ("capture", "include_output_tokens"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"connector option {name} must be true or false, not {getattr(self, name)!r}")
+        for name, choices in (
+            ("on_full", ON_FULL),
+            ("bad_rows", BAD_ROWS),
+            ("sender", SENDERS),
+            ("staging", STAGING),
+            ("transport", TRANSPORTS),
+        ):
+            if getattr(self, name) not in choices:
+                raise ConfigError(f"connector option {name} must be one of {list(choices)}, not {getattr(self, name)!r}")
+        check_transport("connector option transport", self.transport)
+        for name in ("tls_ca", "tls_cert", "tls_key", "token_file"):
+            if not isinstance(getattr(self, name), str | None):
+                raise ConfigError(f"connector option {name} must be the path of a file, not {getattr(self, name)!r}")
+        try:
+            self.access.check(self.server)
+        except ConfigError as error:
+            raise ConfigError(f"connector option {error}") from error
+        if self.staging_bytes is not None and self.chunk_bytes * 4 > self.staging_bytes:
+            raise ConfigError("connector option staging_bytes must be at least four times chunk_bytes")
+
+    @property
+    def access(self) -> Access:
+        """How to show the server who we are. The token itself is no option: it would show in `ps`."""
+        token = token_from_environment() if self.token_file is None else None
+        return Access(self.tls_ca, self.tls_cert, self.tls_key, token, self.token_file)
+
+    @classmethod
+    def from_extra(cls, extra: Mapping[str, Any]) -> Self:
+        """Read `kv_connector_extra_config`. Raises ConfigError, naming what is unknown or malformed."""
+        known = [f.name for f in fields(cls)]
+        if unknown := sorted(extra.keys() - set(known)):
+            raise ConfigError(f"unknown connector options {unknown}; known: {sorted(known)}")
+        return cls(**extra)
+
+
+def _check_number(name: str, value: object, kind: type, low: float, high: float) -> None:
+    accepted = (int,) if kind is int else (int, float)
+    if not isinstance(value, accepted) or isinstance(value, bool) or not low <= value <= high:
+        what = "a whole number" if kind is int else "a number"
+        raise ConfigError(f"connector option {name} must be {what} from {low} to {high}, not {value!r}")

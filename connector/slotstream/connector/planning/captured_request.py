@@ -1,0 +1,80 @@
+"""One request that is being captured: which of its rows, how far they are planned, and what its sample says of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from slotstream.connector.plan import SampleFinish, SampleOpen
+from slotstream.connector.planning.multimodal import describe
+from slotstream.connector.planning.request_params import CaptureParams, sequence_index
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+
+@dataclass(slots=True)
+class Capture:
+    """Positions [start, stop) of a request; `next` is the first not planned yet."""
+
+    request: Request
+    params: CaptureParams
+    start: int
+    stop: int
+    next: int
+    opened: bool = False
+    hit_tokens: int = 0
+    rows: int = 0  # Of the sample, once all of them are planned, and the commit too.
+    resets: list[int] = field(default_factory=list)  # First rows captured after vLLM dropped its caches.
+
+    @property
+    def final_rows(self) -> int:
+        """Positions [0, n) whose rows never change once computed: the prompt's, and those of confirmed tokens but the last.
+
+        Each decode step also writes a provisional row for its copy of the sampled token; it is rewritten unless confirmed.
+        """
+        return max(self.request.num_prompt_tokens, len(self.request.all_token_ids) - 1)
+
+    def sample_open(self) -> SampleOpen:
+        """The sample begins."""
+        request, params = self.request, self.params
+        lora = getattr(request, "lora_request", None)
+        metadata = {
+            "request_id": request.request_id[:256],
+            "token_start": str(self.start),
+            "prompt_tokens": str(request.num_prompt_tokens),
+            "prefix_hit_tokens": str(self.hit_tokens),
+            **describe(request.mm_features),
+        }
+        if lora is not None:
+            metadata["lora_name"] = str(lora.lora_name)[:256]
+        seed = getattr(request.sampling_params, "seed", None)
+        if seed is not None:
+            metadata["sampling_seed"] = str(seed)
+        if index := sequence_index(request.request_id):
+            metadata["sequence_index"] = str(index)
+        return SampleOpen(
+            request.request_id,
+            params.namespace,
+            params.sample_id,
+            self.start,
+            self.stop - self.start,
+            not params.include_output_tokens,
+            params.tags,
+            metadata,
+        )
+
+    def sample_finish(self, stop: int) -> SampleFinish:
+        """The sample ends with the row before `stop`."""
+        request = self.request
+        # A prompt's capture ends with its last row, while the text is still being written.
+        metadata = {"finish_reason": _finish_reason(request) if request.is_finished() else "prompt"}
+        if self.resets:
+            metadata["cache_resets"] = ",".join(map(str, self.resets))
+        return SampleFinish(request.request_id, tuple(request.all_token_ids[self.start : stop]), metadata)
+
+
+def _finish_reason(request: Request) -> str:
+    finished = request.get_finished_reason()  # Compared with None: the first of its values, a stop, counts as false.
+    reason = "" if finished is None else str(finished)
+    return "stop_or_abort" if reason == "abort" else reason

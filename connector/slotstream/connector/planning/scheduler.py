@@ -1,0 +1,376 @@
+"""The scheduler half: decides, for each engine step, which rows of which requests are read, and answers the callers.
+
+It knows tokens and positions, never slots: where rows lie is the worker's business. Facts about vLLM are those of 0.32
+and 0.33 (docs/design.md names the sources).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from slotstream.connector.counters import Counters
+from slotstream.connector.faults import SampleFault
+from slotstream.connector.plan import EMPTY_PLAN, RowPlan, SampleAbort, SampleFinish, SampleOpen, StepPlan
+from slotstream.connector.planning.captured_request import Capture
+from slotstream.connector.planning.external_loads import ExternalLoads
+from slotstream.connector.planning.request_params import CaptureParams, parse_params
+from slotstream.connector.vllm_config import ConnectorConfig
+from slotstream.transport.logs import connector_logger
+from slotstream.wire.errors import (
+    BadTokenRange,
+    CaptureAborted,
+    InternalFault,
+    RowsNotComputed,
+    ServerUnavailable,
+    SlotStreamError,
+    TooLarge,
+    UnsupportedRequest,
+)
+from slotstream.wire.logtext import log_text
+from slotstream.wire.names import ROWS_MAX
+from slotstream.wire.throttle import Throttle
+
+if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.request import Request
+
+logger = connector_logger(__name__)
+
+_RESETS_MAX = 100
+
+
+@dataclass(slots=True)
+class _Pending:
+    """What the next plan must carry besides the rows of running requests."""
+
+    rows: list[RowPlan] = field(default_factory=list)
+    finishes: list[SampleFinish] = field(default_factory=list)
+    aborts: list[SampleAbort] = field(default_factory=list)
+    releases: list[str] = field(default_factory=list)
+
+
+class SchedulerHalf:
+    """Runs in the engine core's process. `server_problem` says why the server has taken no samples for longer than so many
+    seconds, or None.
+
+    `group` is the index of the hidden-state KV-cache group in a request's block tables, whose blocks hold `block_size` tokens.
+    """
+
+    def __init__(
+        self,
+        config: ConnectorConfig,
+        group: int,
+        block_size: int,
+        max_model_len: int,
+        server_problem: Callable[[float], SlotStreamError | None],
+    ) -> None:
+        self._config = config
+        self._group = group
+        self._max_model_len = max_model_len
+        self._server_problem = server_problem
+        self._no_room = False  # The server is away and the worker can hold no more.
+        self._captures: dict[str, Capture] = {}  # until the request is finished
+        self._live: dict[str, Capture] = {}  # those with rows still to be planned
+        self._refused: dict[str, SlotStreamError] = {}
+        self._pending = _Pending()
+        self._undelivered = EMPTY_PLAN
+        self._counters = Counters()
+        self._throttle = Throttle(every_s=10.0)
+        self._loaded = ExternalLoads(group, block_size)
+
+    # -- hooks
+
+    def on_match(self, request: Request, hit_tokens: int) -> None:
+        """vLLM found the first `hit_tokens` tokens of a request in its own prefix cache, and now asks who has more."""
+        self._loaded.on_match(request.request_id, hit_tokens)
+
+    def on_alloc(self, request: Request, blocks: KVCacheBlocks) -> None:
+        """vLLM gave a request its blocks: a new one, one resumed after a preemption, or one whose load is over."""
+        req_id = request.request_id
+        self._loaded.on_alloc(req_id, blocks)
+        if req_id in self._refused or req_id in self._captures:
+            return
+        try:
+            self._admit(request)
+        except SlotStreamError as error:
+            self._refuse(req_id, error)
+
+    def plan(self, output: SchedulerOutput) -> StepPlan:
+        """The plan of the step that `output` schedules."""
+        opens: list[SampleOpen] = []
+        pending = self._pending
+        if self._live or not self._loaded.idle:
+            scheduled = output.num_scheduled_tokens
+            computed = _computed_tokens(output)
+            self._refuse_loaded(self._loaded.on_step(output, computed), computed)
+            for req_id in [r for r in self._live if r in scheduled]:
+                self._plan_request(req_id, computed[req_id], scheduled[req_id], output, opens, pending)
+        plan = StepPlan(
+            tuple(opens), tuple(pending.rows), tuple(pending.finishes), tuple(pending.aborts), tuple(pending.releases)
+        )
+        # Only now: had anything raised, the blocks that vLLM holds for us would never be released.
+        self._pending = _Pending()
+        self._undelivered = plan
+        return plan if plan else EMPTY_PLAN
+
+    def delivered(self) -> None:
+        """The last plan went out."""
+        self._undelivered = EMPTY_PLAN
+
+    def on_finished(self, request: Request, block_ids: Sequence[int]) -> tuple[bool, dict[str, Any] | None]:
+        """A request ended; `block_ids` is its table in our group. Returns (hold the blocks, the response's params)."""
+        req_id = request.request_id
+        self._loaded.forget(req_id)
+        refused = self._refused.pop(req_id, None)
+        capture = self._captures.pop(req_id, None)
+        live = self._live.pop(req_id, None)
+        if refused is not None:
+            return False, self._response(req_id, capture, refused)
+        if capture is None:
+            return False, None
+        if live is None:
+            return False, self._response(req_id, capture)
+        hold, error = self._finish_live(live, block_ids)
+        return hold, self._response(req_id, capture, error)
+
+    def on_faults(self, faults: Sequence[SampleFault]) -> None:
+        """The worker gave samples up: whoever still waits for an answer is told."""
+        for fault in faults:
+            self._no_room |= fault.code == ServerUnavailable.code
+            capture = self._captures.get(fault.req_id)
+            if capture is not None:
+                self._live.pop(fault.req_id, None)
+                self._refused[fault.req_id] = _Relayed(fault.code, fault.message)
+
+    def on_cache_reset(self) -> None:
+        """vLLM dropped its caches, as is done when weights are replaced: samples that have rows already will say so."""
+        for capture in self._live.values():
+            row = capture.next - capture.start
+            if row and row not in capture.resets and len(capture.resets) < _RESETS_MAX:
+                capture.resets.append(row)
+
+    def take_stats(self) -> dict[str, float]:
+        """Counts since the last call."""
+        return self._counters.take()
+
+    def count_fault(self) -> None:
+        """A hook raised."""
+        self._counters.add("hook_faults")
+
+    def fail_all(self) -> None:
+        """After a fault in `plan`: no capture that it touched, and none that is live, can be trusted to be whole."""
+        error = InternalFault("a fault of slotstream's own: the log says which")
+        lost, self._undelivered = self._undelivered, EMPTY_PLAN
+        self._pending.releases.extend(lost.releases)
+        for finish in lost.finishes:
+            self._pending.aborts.append(SampleAbort(finish.req_id, error.code, str(error)))
+            if finish.req_id in self._captures:
+                self._refused[finish.req_id] = error
+        self._pending.aborts.extend(lost.aborts)
+        for req_id in list(self._live):
+            self._refuse(req_id, error)
+
+    def forget(self, req_id: str) -> None:
+        """After a fault in `on_finished`: vLLM frees the request's blocks now, and its sample must not stay open."""
+        self._captures.pop(req_id, None)
+        self._live.pop(req_id, None)
+        self._refused.pop(req_id, None)
+        self._loaded.forget(req_id)
+        pending = self._pending
+        pending.rows = [row for row in pending.rows if row.req_id != req_id]
+        pending.finishes = [finish for finish in pending.finishes if finish.req_id != req_id]
+        pending.releases = [release for release in pending.releases if release != req_id]
+        pending.aborts.append(SampleAbort(req_id, InternalFault.code, "a fault of slotstream's own: the log says which"))
+
+    # -- admission
+
+    def _admit(self, request: Request) -> None:
+        """Begin the capture that a request asks for, if it asks for one. Raises SlotStreamError."""
+        options = self._config.options
+        req_id = request.request_id
+        params = parse_params(
+            request.kv_transfer_params,
+            req_id=req_id,
+            namespace=options.namespace,
+            capture=options.capture,
+            include_output_tokens=options.include_output_tokens,
+        )
+        if not params.capture:
+            return
+        if request.prompt_token_ids is None or getattr(request, "prompt_embeds", None) is not None:
+            raise UnsupportedRequest("prompts given as embeddings have no token ids to store")
+        start, stop = self._window(request, params)
+        self._check_server()
+        self._captures[req_id] = self._live[req_id] = Capture(request, params, start, stop, next=start)
+
+    def _check_server(self) -> None:
+        """Raises why there is no point in capturing: the server is away, for too long or with no room left to wait for it."""
+        if self._no_room and self._server_problem(0.0) is None:
+            self._no_room = False
+        problem = self._server_problem(0.0 if self._no_room else self._config.options.outage_s_max)
+        if problem is not None:
+            raise problem
+
+    def _window(self, request: Request, params: CaptureParams) -> tuple[int, int]:
+        """Positions [start, stop) to capture: exact for a prompt, an upper bound with output tokens."""
+        prompt = request.num_prompt_tokens
+        start, stop = params.tokens
+        end = prompt
+        if params.include_output_tokens:
+            # The last sampled token is never run through the model: it has no row.
+            end = min(prompt + request.max_tokens - 1, self._max_model_len)
+        if stop is not None and stop > end:
+            what = "that prompt and output can have" if params.include_output_tokens else "of the prompt"
+            raise BadTokenRange(f"tokens [{start}, {stop}] reach past the {end} rows {what}")
+        stop = end if stop is None else stop
+        if start >= stop:
+            raise BadTokenRange(f"tokens begin at {start}, but there are only {stop} rows")
+        if stop - start > ROWS_MAX:
+            raise TooLarge(f"{stop - start} rows are more than the {ROWS_MAX} a sample may have")
+        return start, stop
+
+    def _refuse(self, req_id: str, error: SlotStreamError) -> None:
+        """Fail a capture from here on; the worker is told if it knows of it."""
+        live = self._live.pop(req_id, None)
+        self._refused[req_id] = error
+        if live is not None and live.opened:
+            self._pending.aborts.append(SampleAbort(req_id, error.code, str(error)))
+            return
+        self._counters.add("samples_failed", code=error.code)
+        if (unsaid := self._throttle.admit(error.code)) is not None:
+            more = f" ({unsaid} more with this code were not logged)" if unsaid else ""
+            logger.warning("slotstream: request %s is not captured: %s%s", req_id, log_text(error.code, str(error)), more)
+
+    def _refuse_loaded(self, tables: Mapping[str, Sequence[int]], computed: Mapping[str, int]) -> None:
+        """Fail the captures that want rows of tokens which another connector loaded; `tables` are of whom to look at."""
+        for req_id, table in tables.items():
+            capture = self._live.get(req_id)
+            if capture is None:
+                continue
+            tokens = self._loaded.unusable(table, computed[req_id], capture.next, capture.stop)
+            if tokens:
+                what = f"{tokens} tokens were loaded by another connector: their rows were never computed here"
+                self._refuse(req_id, RowsNotComputed(what))
+
+    # -- planning
+
+    def _plan_request(
+        self,
+        req_id: str,
+        computed: int,
+        scheduled: int,
+        output: SchedulerOutput,
+        opens: list[SampleOpen],
+        pending: _Pending,
+    ) -> None:
+        capture = self._live[req_id]
+        if not capture.opened:
+            capture.opened = True
+            capture.hit_tokens = computed
+            opens.append(capture.sample_open())
+        stop = min(capture.stop, capture.final_rows, computed + scheduled)
+        if stop <= capture.next or self._collect_more(capture, stop):
+            return
+        assert output.kv_connector_block_state is not None, "vLLM offers block tables to its connector"
+        tables = output.kv_connector_block_state.get_block_ids(req_id)
+        assert tables is not None, "a scheduled request has a block table"
+        pending.rows.append(RowPlan(req_id, capture.next, stop, computed, tuple(tables[self._group])))
+        capture.next = stop
+        if stop == capture.stop and not capture.params.include_output_tokens:
+            self._complete(capture, stop, pending)
+
+    def _collect_more(self, capture: Capture, stop: int) -> bool:
+        """Output rows come one a step: they stay in the cache until a chunk of them is worth a read."""
+        if not capture.params.include_output_tokens or capture.next < capture.request.num_prompt_tokens:
+            return False
+        return stop - capture.next < self._config.options.output_rows_per_chunk
+
+    def _complete(self, capture: Capture, stop: int, pending: _Pending) -> None:
+        """Every row up to `stop` is planned: plan the commit."""
+        finish = capture.sample_finish(stop)
+        pending.finishes.append(finish)
+        capture.rows = len(finish.token_ids)
+        self._live.pop(finish.req_id, None)
+
+    def _finish_live(self, capture: Capture, block_ids: Sequence[int]) -> tuple[bool, SlotStreamError | None]:
+        """A request ended with rows still to be planned. Returns (hold the blocks, why the sample failed)."""
+        request, req_id = capture.request, capture.request.request_id
+        error = self._why_not_whole(capture)
+        stop = min(capture.stop, capture.final_rows)
+        if error is None and stop <= capture.start:
+            error = BadTokenRange(f"tokens begin at {capture.start}, but the text ended after {stop} rows")
+        if error is None and stop > capture.next and not (block_ids and stop <= request.num_computed_tokens):
+            # Preempted: its blocks are gone, or hold again only a part of what they held.
+            error = RowsNotComputed("the request's blocks were gone before its last rows could be read")
+        if error is not None:
+            self._refuse_finished(capture, error)
+            return False, error
+        hold = stop > capture.next
+        if hold:
+            self._pending.rows.append(RowPlan(req_id, capture.next, stop, stop, tuple(block_ids)))
+            self._pending.releases.append(req_id)
+        self._complete(capture, stop, self._pending)
+        return hold, None
+
+    def _why_not_whole(self, capture: Capture) -> SlotStreamError | None:
+        from vllm.v1.request import RequestStatus
+
+        request = capture.request
+        if not capture.opened:
+            return CaptureAborted("the request ended before it was scheduled")
+        if request.status == RequestStatus.FINISHED_ABORTED and not _may_have_met_a_stop_string(request):
+            return CaptureAborted("the request was aborted before all its rows existed")
+        if not capture.params.include_output_tokens:
+            return CaptureAborted("the request ended before its prompt was computed")
+        return None
+
+    def _refuse_finished(self, capture: Capture, error: SlotStreamError) -> None:
+        req_id = capture.request.request_id
+        self._live[req_id] = capture
+        self._refuse(req_id, error)
+        self._refused.pop(req_id)
+
+    # -- answers
+
+    def _response(self, req_id: str, capture: Capture | None, error: SlotStreamError | None = None) -> dict[str, Any]:
+        config = self._config
+        answer: dict[str, Any] = {"server": config.options.server}
+        if capture is not None:
+            rows = 0 if error is not None else capture.rows
+            answer |= {
+                "sample_id": capture.params.sample_id,
+                "namespace": capture.params.namespace,
+                "num_tokens": rows,
+                "layer_ids": list(config.layer_ids),
+                "dtype": config.dtype,
+                "shape": [rows, len(config.layer_ids), config.hidden_size],
+            }
+        if error is not None:
+            code = error.relayed_code if isinstance(error, _Relayed) else error.code
+            answer["error"] = {"code": code, "message": str(error)}
+        return {"slotstream": answer}
+
+
+class _Relayed(SlotStreamError):
+    """A failure that the worker or the server reported, with its own code."""
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(message)
+        self.relayed_code = code
+
+
+def _may_have_met_a_stop_string(request: Request) -> bool:
+    """Stop strings are found outside the engine, which only hears that the request is to be aborted."""
+    params = request.sampling_params
+    return bool(params is not None and params.stop and request.num_output_tokens)
+
+
+def _computed_tokens(output: SchedulerOutput) -> Mapping[str, int]:
+    """Tokens that each scheduled request had computed before this step."""
+    cached = output.scheduled_cached_reqs
+    computed = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+    computed.update((new.req_id, new.num_computed_tokens) for new in output.scheduled_new_reqs)
+    return computed

@@ -1,0 +1,1 @@
+"""The worker's half of the connector: what touches the device, and staging memory."""

@@ -1,0 +1,63 @@
+"""The host memory that staging lies in: the engine's own, or shared with a process that sends what it holds."""
+
+from __future__ import annotations
+
+import os
+import weakref
+
+import torch
+
+from slotstream.connector.sending.staging_pool import StagingShape
+from slotstream.wire.errors import ConfigError
+from slotstream.wire.memory import map_memory
+
+
+class StagingMemory:
+    """The slots of `shape`, one after another. Pinned where `device` is an accelerator.
+
+    `shared`: it has a descriptor (`fd`) by which another process can map it. Raises ConfigError where there is not so much
+    memory, or it cannot be pinned.
+    """
+
+    def __init__(self, shape: StagingShape, device: torch.device, *, shared: bool = False) -> None:
+        self.slot_bytes = shape.slot_bytes
+        self.fd = -1
+        try:
+            self.memory = self._shared(shape.nbytes, device) if shared else _private(shape.nbytes, device)
+        except (RuntimeError, OSError, MemoryError) as error:
+            why = str(error).partition("\n")[0]
+            raise ConfigError(
+                f"{-(-shape.nbytes >> 20)} MiB of host memory for staging cannot be had: {why}; "
+                "set connector option staging_bytes lower"
+            ) from error
+        self.view = memoryview(self.memory.numpy())  # type: ignore[arg-type]
+
+    def tensor(self, slot: int, nbytes: int) -> torch.Tensor:
+        """The first `nbytes` of a slot, uint8 [nbytes]; or of several, as far as they are next to each other."""
+        at = slot * self.slot_bytes
+        return self.memory[at : at + nbytes]
+
+    def _shared(self, nbytes: int, device: torch.device) -> torch.Tensor:
+        self.fd = os.memfd_create("slotstream-staging")
+        weakref.finalize(self, os.close, self.fd)  # While it is open, the memory stays: an engine may end before its process.
+        os.ftruncate(self.fd, nbytes)
+        memory = torch.frombuffer(map_memory(nbytes, self.fd), dtype=torch.uint8)
+        if device.type != "cpu":
+            _pin(memory, device)
+        return memory
+
+
+def _private(nbytes: int, device: torch.device) -> torch.Tensor:
+    if device.type == "cpu":
+        return torch.frombuffer(map_memory(nbytes), dtype=torch.uint8)
+    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+
+
+def _pin(memory: torch.Tensor, device: torch.device) -> None:
+    """Pin memory that torch did not allocate, until this process ends; as vLLM does (v1/simple_kv_offload/cuda_mem_ops.py)."""
+    if device.type != "cuda":
+        raise RuntimeError(f"memory that processes share cannot be pinned for a device of type {device.type}")
+    with torch.cuda.device(device):
+        error = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0))  # type: ignore[no-untyped-call]
+    if error != 0:
+        raise RuntimeError(f"cudaHostRegister failed with CUDA error {error}")

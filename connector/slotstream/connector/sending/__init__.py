@@ -1,0 +1,1 @@
+"""What owns samples from staging until the server's verdict. Imports neither torch nor vLLM."""

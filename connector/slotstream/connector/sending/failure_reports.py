@@ -1,0 +1,144 @@
+"""Failures that the server has not heard of: samples that a response promised and that ended while the server was away."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from slotstream.connector.counters import Counters
+from slotstream.connector.faults import Faults, SampleFault
+from slotstream.connector.sending.sample_state import numbered
+from slotstream.connector.sending.spool.files import SpoolFile
+from slotstream.transport.base import Failed, SampleSink
+from slotstream.v1 import ingest_pb2
+
+REPORTS_MAX = 1 << 16
+_AT_ONCE = 64
+_PAUSE_S = 5.0
+_WRITE_S = 5.0  # How long the spool may take with one before the engine hears of it all the same: its disk may hang.
+
+
+@dataclass(slots=True, eq=False)
+class Report:
+    """A failed sample: its OpenSample without what only a stored sample needs, serialized, for there may be many."""
+
+    opened: bytes
+    serial: int
+    fault: SampleFault
+    file: SpoolFile | None
+    said: bool = False  # To this engine.
+
+    @classmethod
+    def of(cls, opened: ingest_pb2.OpenSample, serial: int, fault: SampleFault, file: SpoolFile | None) -> Report:
+        request = numbered(opened, 0)
+        request.rows_exact = False  # Nothing is to be preallocated for a sample that will not come.
+        request.ClearField("tags")
+        request.ClearField("metadata")
+        return cls(request.SerializeToString(), serial, fault, file)
+
+
+class Reports:
+    """At most REPORTS_MAX of them, the oldest dropped first. Each is told as an open and an abort. For the pump's thread.
+
+    All are `put` into the spool too, if it can hold them, until they are done with, and `drop` gets their files: this engine
+    may end before the server has heard of them. So it is told of a failure once that is `written`, or cannot be. `numbers`
+    gives sample numbers. `on_end` gets the request of each that is done with.
+    """
+
+    def __init__(
+        self,
+        sink: SampleSink,
+        counters: Counters,
+        numbers: Iterator[int],
+        faults: Faults,
+        put: Callable[[Report], SpoolFile | None],
+        drop: Callable[[SpoolFile], None],
+        on_end: Callable[[str], None],
+    ) -> None:
+        self._sink = sink
+        self._counters = counters
+        self._numbers = numbers
+        self._faults = faults
+        self._put = put
+        self._drop = drop
+        self._on_end = on_end
+        self._waiting: deque[Report] = deque()
+        self._told: dict[int, Report] = {}
+        self._unsaid: deque[tuple[float, Report]] = deque()  # With when each is due, monotonic, unless it was said before.
+        self._paused_until = 0.0
+
+    def __len__(self) -> int:
+        return len(self._waiting) + len(self._told)
+
+    def add(self, report: Report) -> None:
+        """One more."""
+        if len(self) >= REPORTS_MAX:
+            self._counters.add("reports_dropped")
+            if self._waiting:
+                self._done(self._waiting.popleft())
+        self._waiting.append(report)
+        if report.file is None:
+            report.file = self._put(report)
+            if report.file is not None:
+                self._unsaid.append((time.monotonic() + _WRITE_S, report))
+                return
+        self.written(report)
+
+    def written(self, report: Report) -> None:
+        """It lies in the spool; or it cannot, and there is nothing to wait for."""
+        if not report.said:
+            report.said = True
+            sample_id = ingest_pb2.OpenSample.FromString(report.opened).sample_id
+            self._faults.add(sample_id, report.fault)
+
+    def tick(self) -> None:
+        """Called about once a second."""
+        while self._unsaid and (self._unsaid[0][1].said or self._unsaid[0][0] <= time.monotonic()):
+            self.written(self._unsaid.popleft()[1])
+
+    def put_again(self) -> None:
+        """Into the spool with some of those that it did not take when they came."""
+        left = (report for report in (*self._told.values(), *self._waiting) if report.file is None or report.file.is_void)
+        for report in itertools.islice(left, _AT_ONCE):
+            if report.file is not None:
+                self._drop(report.file)
+            report.file = self._put(report)
+
+    def _done(self, report: Report) -> None:
+        self.written(report)
+        self._on_end(report.fault.req_id)
+        if report.file is not None:
+            self._drop(report.file)
+
+    def send(self) -> None:
+        """Tell the next ones. The link is up."""
+        if time.monotonic() < self._paused_until:
+            return
+        while self._waiting and len(self._told) < _AT_ONCE:
+            report = self._waiting.popleft()
+            number = next(self._numbers)
+            self._told[number] = report
+            self._sink.open_sample(numbered(ingest_pb2.OpenSample.FromString(report.opened), number))
+            self._sink.abort(ingest_pb2.AbortSample(sample=number, code=report.fault.code, message=report.fault.message))
+
+    def answered(self, event: Failed, *, again: bool) -> bool:
+        """The server has heard of one, unless it could not do anything now (`again`). False when it is none of these."""
+        report = self._told.pop(event.sample, None)
+        if report is None:
+            return False
+        if again and event.code != report.fault.code:
+            self._waiting.append(report)
+            self._paused_until = time.monotonic() + _PAUSE_S
+        else:
+            self._counters.add("failures_reported")
+            self._done(report)
+        return True
+
+    def link_down(self) -> None:
+        """What was told and not answered is told again."""
+        self._waiting.extendleft(reversed(self._told.values()))
+        self._told.clear()
+        self._paused_until = 0.0

@@ -1,0 +1,1 @@
+"""The sending half in a process of its own, beside the engine's worker."""

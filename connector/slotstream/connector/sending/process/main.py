@@ -1,0 +1,203 @@
+"""The sender process: a pump and its transport beside the engine's worker, over staging that both have mapped.
+
+Nothing it does takes the lock of the worker's interpreter. It ends when it is told to, or when the worker is gone; then
+what was handed over whole is still sent, for some seconds. `python -m slotstream.connector.sending.process.main` is what
+`handle` starts: it is not for the command line.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import signal
+import sys
+import threading
+from multiprocessing.connection import Connection
+
+from slotstream.connector.counters import Counters
+from slotstream.connector.sending.inbox import StagedBatch
+from slotstream.connector.sending.process.messages import (
+    HEARTBEAT_S,
+    Close,
+    Grant,
+    LogLine,
+    Refused,
+    Setup,
+    Started,
+    Update,
+    hear,
+    say,
+)
+from slotstream.connector.sending.pump import Pump
+from slotstream.connector.sending.sinks import sink_for
+from slotstream.connector.sending.staging_pool import StagingPool
+from slotstream.transport.logs import CONNECTOR_LOGGER
+from slotstream.v1 import ingest_pb2
+from slotstream.wire.errors import ConfigError
+from slotstream.wire.memory import map_memory
+
+_SAY_S = 0.1  # How long news waits for more.
+_LINES_MAX = 1000
+_AHEAD_MAX = 4096  # Slots: what nobody has read yet must fit the socket's buffer, or we would wait for the engine's next step.
+_ORPHAN_S = 5.0  # For what is on its way when the worker is gone.
+
+
+def main(items_fd: int, leases_fd: int, memory_fd: int) -> int:
+    """Serve one worker until it is done; the exit code."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # They are sent to whole groups of processes; the worker says when to end.
+    items, leases = Connection(items_fd), Connection(leases_fd)
+    setup: Setup = hear(items)
+    log = _Log(setup.log_level)
+    counters = Counters()
+    try:
+        memory = memoryview(map_memory(setup.shape.nbytes, memory_fd))
+        sink = sink_for(setup.config.options, ingest_pb2.Hello.FromString(setup.hello))
+        sink.use_staging(memory, setup.shape.slot_bytes)
+        pool = StagingPool(memory, setup.shape)
+        ended: queue.SimpleQueue[str] = queue.SimpleQueue()
+        pump = Pump(setup.config, pool, sink, setup.shape.row_bytes, counters, ended.put)
+        pump.start()
+    except (ConfigError, OSError) as error:
+        say(items, Refused(str(error)))
+        return 1
+    say(items, Started())
+    desk = _Desk(pool, pump, leases)
+    news = _News(items, pump, counters, desk, ended, log)
+    timeout_s = _take_items(items, setup.worker_pid, pump, desk)
+    pump.close(timeout_s)
+    news.close()
+    return 0
+
+
+def _take_items(connection: Connection, worker_pid: int, pump: Pump, desk: _Desk) -> float:
+    """Returns once the worker says so, or is gone: how long what is on its way may take."""
+    try:
+        while True:
+            if not connection.poll(HEARTBEAT_S):
+                if os.getppid() != worker_pid:  # The connection outlives it where it has forked.
+                    return _ORPHAN_S
+                continue
+            message = hear(connection)
+            if isinstance(message, Close):
+                return message.timeout_s
+            for item in message:
+                if isinstance(item, StagedBatch):
+                    desk.took(len(item.segments))
+                pump.post(item)
+    except (EOFError, OSError):
+        return _ORPHAN_S
+
+
+class _Desk:
+    """Where the worker gets staging. It is given some ahead, so that it seldom has to ask, and more ahead whenever it did."""
+
+    def __init__(self, pool: StagingPool, pump: Pump, connection: Connection) -> None:
+        self._pool = pool
+        self._pump = pump
+        self._connection = connection
+        self._lock = threading.Lock()
+        self._ahead = 0
+        self._held = 0
+        threading.Thread(target=self._run, name="slotstream-leases", daemon=True).start()
+
+    @property
+    def held_bytes(self) -> int:
+        """Of the slots that the worker has, and that hold no rows which we know of."""
+        return self._held * self._pool.slot_bytes
+
+    def took(self, slots: int) -> None:
+        """Rows came in so many slots."""
+        with self._lock:
+            self._held -= slots
+            if missing := self._pool.acquire_free(max(0, self._ahead - self._held)):
+                self._grant(Grant(missing))
+
+    def _run(self) -> None:
+        try:
+            while True:
+                want = hear(self._connection)
+                slots = self._pump.lease(want.count, want.deadline)
+                with self._lock:
+                    self._ahead = min(self._ahead + want.count, self._pool.num_slots // 4, _AHEAD_MAX)
+                    self._grant(Grant(slots or [], True, None if slots else self._pump.why_full()))
+        except (EOFError, OSError):
+            return
+
+    def _grant(self, grant: Grant) -> None:
+        self._held += len(grant.slots)
+        try:
+            say(self._connection, grant)
+        except OSError:  # The worker is gone, and with it whoever would use them.
+            return
+
+
+class _Log(logging.Handler):
+    """Collects log lines."""
+
+    def __init__(self, level: int) -> None:
+        super().__init__()
+        self._lines: list[LogLine] = []
+        logger = logging.getLogger(CONNECTOR_LOGGER)
+        logger.addHandler(self)
+        logger.setLevel(level)
+        logger.propagate = False
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if len(self._lines) < _LINES_MAX:  # Callers hold the handler's lock.
+            self._lines.append(LogLine(record.name, record.levelno, self.format(record)))
+
+    def take(self) -> list[LogLine]:
+        """The lines since the last call."""
+        self.acquire()
+        taken, self._lines = self._lines, []
+        self.release()
+        return taken
+
+
+class _News:
+    """Tells the worker what happened, about as often as it does."""
+
+    def __init__(
+        self, connection: Connection, pump: Pump, counters: Counters, desk: _Desk, ended: queue.SimpleQueue[str], log: _Log
+    ) -> None:
+        self._connection = connection
+        self._pump = pump
+        self._counters = counters
+        self._desk = desk
+        self._ended = ended
+        self._log = log
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="slotstream-news", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Say what is left to be said."""
+        self._closing.set()
+        self._thread.join(HEARTBEAT_S)
+
+    def _run(self) -> None:
+        quiet_s = 0.0
+        try:
+            while True:
+                closing = self._closing.wait(_SAY_S)
+                quiet_s += _SAY_S
+                ended = [self._ended.get() for _ in range(self._ended.qsize())]
+                update = Update(ended, self._pump.take_faults(), self._counters.take(), self._gauges(), self._log.take())
+                if ended or update.faults or update.counts or update.lines or closing or quiet_s >= HEARTBEAT_S:
+                    say(self._connection, update)
+                    quiet_s = 0.0
+                if closing:
+                    return
+        except OSError:
+            return
+
+    def _gauges(self) -> dict[str, float]:
+        gauges = dict(self._pump.gauges())
+        gauges["staging_bytes_in_use"] -= self._desk.held_bytes
+        return gauges
+
+
+if __name__ == "__main__":
+    sys.exit(main(*map(int, sys.argv[1:])))

@@ -1,0 +1,325 @@
+"""The pump: one thread between staging and the transport. It owns every sample's state, so none of it needs a lock.
+
+The engine's thread only posts what it staged; once that is copied, the pump checks slots, hashes, and hands rows to the outbox,
+which knows what has become of them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from slotstream.connector.counters import Counters
+from slotstream.connector.faults import Faults, SampleFault
+from slotstream.connector.plan import SampleAbort, SampleFinish, SampleOpen
+from slotstream.connector.sending.inbox import EngineItem, FailSample, Inbox, Segment, StagedBatch, Stop
+from slotstream.connector.sending.outbox import Outbox
+from slotstream.connector.sending.row_check import BadRowCount, count_bad_rows, slot_problem
+from slotstream.connector.sending.row_hashes import Digests
+from slotstream.connector.sending.sample_state import ChunkState
+from slotstream.connector.sending.spool.shelf import Shelf
+from slotstream.connector.sending.spool.spool import Adopted, Appended, Loaded, ReadBack, Spool, SpoolEvent
+from slotstream.connector.sending.staging_pool import StagingPool
+from slotstream.connector.vllm_config import ConnectorConfig
+from slotstream.transport.base import Acked, Committed, Failed, FellBack, LinkDown, LinkUp, SampleSink, SinkEvent
+from slotstream.transport.logs import connector_logger
+from slotstream.v1 import ingest_pb2
+from slotstream.wire.errors import (
+    BadRows,
+    CaptureAborted,
+    InternalFault,
+    ServerUnavailable,
+    SlotStreamError,
+    StagingFull,
+)
+from slotstream.wire.logtext import log_text
+from slotstream.wire.throttle import Throttle
+
+logger = connector_logger(__name__)
+
+_TICK_S = 1.0
+
+_Event = SinkEvent | SpoolEvent
+
+
+class Pump:
+    """See the module. `post` never blocks; everything else happens on the pump's thread. For `on_end` see `Outbox`."""
+
+    def __init__(
+        self,
+        config: ConnectorConfig,
+        pool: StagingPool,
+        sink: SampleSink,
+        row_bytes: int,
+        counters: Counters,
+        on_end: Callable[[str], None] = lambda req_id: None,
+    ) -> None:
+        options = config.options
+        self._wait_s_max = options.wait_s_max
+        self._fail_bad_rows = options.bad_rows == "fail"
+        self._server = options.server
+        self._pool = pool
+        self._sink = sink
+        self._row_bytes = row_bytes
+        self._counters = counters
+        self._inbox: Inbox[_Event] = Inbox()
+        self._spool: Spool | None = None
+        if options.spool_dir is not None:
+            self._spool = Spool(Path(options.spool_dir), options.spool_bytes_max, counters, self._inbox.put)
+        self._digests = Digests()
+        self._faults = Faults(counters)
+        self._shelf = Shelf(self._spool, pool)
+        self._outbox = Outbox(config, pool, sink, self._shelf, counters, self._faults, on_end)
+        self._bad_rows: dict[str, BadRowCount] = {}  # by request, while rows come
+        self._batches_posted = 0  # Written by the engine's thread only,
+        self._batches_done = 0  # and this by ours.
+        self._stop: Stop | None = None
+        self._throttle = Throttle(every_s=10.0)
+        self._throttle_link = Throttle(every_s=60.0)
+        self._thread = threading.Thread(target=self._run, name="slotstream-pump", daemon=True)
+
+    def start(self) -> None:
+        """Start the threads and the sink."""
+        self._thread.start()
+        if self._spool is not None:
+            self._spool.start()
+        self._sink.start(self._inbox.put)
+
+    def post(self, item: SampleOpen | StagedBatch | SampleFinish | SampleAbort | FailSample) -> None:
+        """Hand something over, from the engine's thread; kept in order."""
+        self._batches_posted += isinstance(item, StagedBatch)
+        self._inbox.put(item)
+
+    def lease(self, count: int, deadline: float) -> list[int] | None:
+        """Staging slots for rows: waits for room until `deadline` (monotonic); None, which `why_full` explains, without."""
+        return self._pool.acquire(count, deadline=deadline, keep_waiting=lambda: self.taking_rows)
+
+    def release(self, slots: list[int]) -> None:
+        """Leased slots that were not needed, or have been read."""
+        self._pool.release(slots)
+
+    @property
+    def taking_rows(self) -> bool:
+        """Whether waiting for room in staging makes sense: whoever can make some has done so of late."""
+        if not self._outbox.link_up:
+            unseen = self._batches_posted != self._batches_done  # What the spool will be asked to write.
+            return (self._spool is not None and unseen) or self._shelf.taking_rows(self._wait_s_max)
+        return not self._outbox.unacked or time.monotonic() - self._outbox.answered_at < self._wait_s_max
+
+    @property
+    def link_up(self) -> bool:
+        """Whether the stream to the server is up."""
+        return self._outbox.link_up
+
+    def why_full(self) -> SlotStreamError:
+        """What to tell of a sample for which there is no room in staging."""
+        if self._outbox.link_up:
+            return StagingFull("no room in staging: the server or the network takes rows too slowly")
+        where = "staging" if self._spool is None else "staging and the spool"
+        return ServerUnavailable(f"the server at {self._server} is away, and {where} can hold no more rows until it is back")
+
+    def take_faults(self) -> list[SampleFault]:
+        """Samples that failed since the last call."""
+        return self._faults.take()
+
+    def gauges(self) -> Mapping[str, float]:
+        """The gauges of `counters.METRICS`, now."""
+        pool = self._pool
+        return {
+            "samples_in_flight": self._outbox.samples,
+            "staging_bytes_in_use": pool.in_use * pool.slot_bytes,
+            "staging_bytes_kept": pool.kept * pool.slot_bytes,
+            "staging_bytes_limit": pool.nbytes,
+            "spool_bytes_in_use": 0 if self._spool is None else self._spool.bytes_in_use,
+            "link_up": int(self._outbox.link_up),
+        }
+
+    def close(self, timeout_s: float) -> None:
+        """Let what is in flight finish, for at most `timeout_s`; what cannot goes to the spool. Then stop the threads."""
+        deadline = time.monotonic() + timeout_s
+        stop = Stop(deadline - timeout_s / 2 if self._spool is not None else deadline, deadline)
+        self._inbox.put(stop)
+        self._stop = stop  # Not only when it is handled: a copy before that may never end.
+        self._thread.join(timeout_s + 2 * _TICK_S)
+        self._digests.close()
+        if self._spool is not None:
+            self._spool.close(max(1.0, deadline - time.monotonic()))
+        self._sink.close(1.0)
+
+    # -- the thread
+
+    def _run(self) -> None:
+        next_check = 0.0
+        while not self._may_stop():
+            if time.monotonic() >= next_check:  # Also while items keep coming: the server may have stopped all the same.
+                next_check = time.monotonic() + _TICK_S
+                self._sink.check_deadlines()
+                self._safely(self._outbox.tick)
+            item = self._inbox.get(_TICK_S if self._stop is None else 0.05)
+            if item is not None:
+                self._handle_safely(item)
+        if self._outbox.samples:
+            what = "lost" if self._spool is None else "left to the next engine, as far as they are in the spool"
+            logger.warning("slotstream: closed with %d samples in flight; they are %s", self._outbox.samples, what)
+
+    def _may_stop(self) -> bool:
+        """Whether the engine ended and nothing is left to wait for."""
+        stop, now = self._stop, time.monotonic()
+        if stop is None or now >= stop.deadline:
+            return stop is not None
+        if self._outbox.link_up and now >= stop.patience:
+            self._safely(lambda: self._outbox.link_is_down("the engine shut down"))
+        if len(self._inbox):
+            return False
+        return self._outbox.is_empty or (not self._outbox.link_up and self._shelf.writing == 0)
+
+    def _handle_safely(self, item: EngineItem | _Event) -> None:
+        """Our own bug must neither stop the pump nor leak staging: the samples concerned fail."""
+        if self._safely(lambda: self._handle(item)):
+            return
+        error = InternalFault("a fault of slotstream's own: the log says which")
+        req_ids = {s.req_id for s in item.segments} if isinstance(item, StagedBatch) else {getattr(item, "req_id", "")}
+        for req_id in req_ids:
+            self._give_up(req_id, error)
+
+    def _safely(self, action: Callable[[], object]) -> bool:
+        try:
+            action()
+        except Exception:
+            self._counters.add("hook_faults")
+            logger.exception("slotstream: the pump failed")
+            return False
+        return True
+
+    def _handle(self, item: EngineItem | _Event) -> None:
+        outbox = self._outbox
+        match item:
+            case StagedBatch():
+                self._batch(item)
+            case Acked():
+                outbox.acked(item.chunks)
+            case SampleOpen():
+                outbox.open(item)
+            case SampleFinish():
+                self._finish(item)
+            case SampleAbort():
+                self._fail(item.req_id, item.code, item.message)
+            case FailSample():
+                self._give_up(item.req_id, item.error)
+            case Committed():
+                outbox.committed(item.sample)
+            case Failed():
+                outbox.failed(item)
+            case FellBack():
+                self._counters.add("nixl_fallbacks")
+            case Appended():
+                outbox.appended(item)
+            case ReadBack():
+                outbox.read_back(item)
+            case LinkUp():
+                logger.info("slotstream: connected to %s (server %s)", self._server, item.server_version)
+                outbox.link_is_up()
+            case LinkDown():
+                # A server that refuses our token says so at every try.
+                if (unsaid := self._throttle_link.admit(item.code)) is not None or outbox.link_up:
+                    why, waiting = log_text(item.code or ServerUnavailable.code, item.message), outbox.samples
+                    more = f" ({unsaid} more times not logged)" if unsaid else ""
+                    logger.warning("slotstream: no link to the server: %s; %d samples wait%s", why, waiting, more)
+                outbox.link_is_down(item.message, item.code)
+            case Adopted():
+                outbox.adopted(item)
+            case Loaded():
+                outbox.loaded(item)
+            case Stop():
+                self._stop = item
+                for req_id in outbox.live:  # Those that wait for their commit's answer only are left alone.
+                    self._give_up(req_id, CaptureAborted("the engine shut down before all rows existed"))
+
+    def _batch(self, batch: StagedBatch) -> None:
+        done = 0
+        try:
+            batch.gathered.wait()
+            copied_unix_ns = batch.copied_unix_ns or time.time_ns()
+            if batch.mapping is not None:
+                batch.mapping.load()
+            digests = self._digests.of([self._pool.buffer(s.slot, s.rows * self._row_bytes) for s in batch.segments])
+            for segment, digest, problem in zip(batch.segments, digests, self._problems(batch), strict=True):
+                done += 1
+                self._segment(segment, problem, digest, copied_unix_ns)
+        finally:
+            self._pool.release([*batch.scratch, *(s.slot for s in batch.segments[done:])])
+            self._batches_done += 1  # Last: an engine that waits for room must not give up just before there is some.
+
+    def _problems(self, batch: StagedBatch) -> Iterator[SlotStreamError | None]:
+        """What is wrong with each segment, looked at when it is asked for."""
+        peaks = batch.gathered.peaks()
+        if slot_problem(batch.computed, batch.mapping) is None and count_bad_rows(0, peaks) is None:
+            # Nearly always. Asked of each segment it would be a third of what that costs.
+            yield from itertools.repeat(None, len(batch.segments))
+            return
+        at = computed_at = 0
+        for segment in batch.segments:
+            sample = self._outbox.sample(segment.req_id)
+            of_segment, at = peaks[at : at + segment.rows], at + segment.rows
+            computed = batch.computed[computed_at : computed_at + segment.computed]
+            computed_at += segment.computed
+            problem: SlotStreamError | None = None
+            if sample is not None:
+                problem = slot_problem(computed, batch.mapping)
+                problem = problem or self._check_rows(sample.opened.sample_id, segment, of_segment)
+            yield problem
+
+    def _segment(self, segment: Segment, problem: SlotStreamError | None, digest: int, copied_unix_ns: int) -> None:
+        sample = self._outbox.sample(segment.req_id)
+        if problem is not None:
+            self._give_up(segment.req_id, problem)
+        if sample is None or problem is not None:
+            self._pool.release([segment.slot])
+            return
+        sample.rows_unix_ns = copied_unix_ns
+        nbytes = segment.rows * self._row_bytes
+        self._outbox.add(sample, ChunkState(segment.first_row, segment.rows, nbytes, digest, segment.slot))
+
+    def _check_rows(self, sample_id: str, segment: Segment, peaks: npt.NDArray[np.float32]) -> BadRows | None:
+        """Count and note rows of zeros and rows with a NaN or an infinity; why the sample fails, where the option says so."""
+        found = count_bad_rows(segment.first_row, peaks)
+        if found is None:
+            return None
+        count, problem = found
+        self._counters.add("zero_rows", count.zero)
+        self._counters.add("nonfinite_rows", count.nonfinite)
+        before = self._bad_rows.get(segment.req_id)
+        self._bad_rows[segment.req_id] = count if before is None else before + count
+        if self._fail_bad_rows:
+            return problem
+        if (unsaid := self._throttle.admit(BadRows.code)) is not None:
+            more = f" ({unsaid} more samples were not logged)" if unsaid else ""
+            logger.warning("slotstream: of sample %s, %s%s", sample_id, problem, more)
+        return None
+
+    def _finish(self, item: SampleFinish) -> None:
+        bad_rows = self._bad_rows.pop(item.req_id, None)
+        sample = self._outbox.sample(item.req_id)
+        if sample is None:
+            return
+        metadata = {**item.metadata, **(bad_rows.metadata if bad_rows is not None else {})}
+        metadata["last_rows_unix_ns"] = str(sample.rows_unix_ns)  # By this host's clock.
+        self._outbox.finish(
+            sample,
+            ingest_pb2.CommitSample(row_count=len(item.token_ids), token_ids=item.token_ids, metadata=metadata),
+        )
+
+    def _give_up(self, req_id: str, error: SlotStreamError) -> None:
+        self._fail(req_id, error.code, str(error))
+
+    def _fail(self, req_id: str, code: str, message: str) -> None:
+        """Fail a sample that still takes rows; the server is told."""
+        self._bad_rows.pop(req_id, None)
+        if (sample := self._outbox.sample(req_id)) is not None:
+            self._outbox.give_up(sample, code, message)

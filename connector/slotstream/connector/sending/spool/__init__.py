@@ -1,0 +1,1 @@
+"""Samples on the engine's own disk while the server cannot take them."""

@@ -1,0 +1,1 @@
+"""The command line, `slotstream <command>`: a module a command."""

@@ -1,0 +1,181 @@
+"""`slotstream get`: a sample's rows, or some of them, as a safetensors file of one's own. Needs no torch."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import secrets
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO
+
+from slotstream.cli.common import (
+    CommandFailed,
+    add_access_arguments,
+    add_namespace_argument,
+    add_server_argument,
+    layers_text,
+    open_client,
+    progress_bar,
+    size_text,
+)
+from slotstream.cli.samples import facts
+
+if TYPE_CHECKING:
+    from rich.progress import ProgressColumn
+
+    from slotstream.client import RowReader
+    from slotstream.wire.layout import SampleHeader
+
+
+def add_get_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("sample_id", metavar="ID", help="the sample's id")
+    parser.add_argument(
+        "-o", "--output", metavar="FILE", type=Path, help="the file to write (default: none, only show what would be fetched)"
+    )
+    parser.add_argument("--start", metavar="N", type=int, default=0, help="first row (default: %(default)s)")
+    parser.add_argument("--stop", metavar="N", type=int, help="one past the last row (default: the sample's end)")
+    parser.add_argument(
+        "--layers", metavar="IDS", type=_layers, help="layer ids in the order wanted, such as 1,3 (default: all)"
+    )
+    parser.add_argument(
+        "--wait", metavar="SECONDS", type=float, default=30.0, help="wait for a sample still arriving (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--no-verify",
+        dest="verify",
+        action="store_false",
+        help="have fewer than half of the layers read alone, not checked against their hashes (default: all rows are checked)",
+    )
+    parser.add_argument(
+        "--data",
+        metavar="DIR",
+        type=Path,
+        help="the server's data directory, to take rows out of its files, which is faster (default: the server sends them)",
+    )
+    parser.add_argument("--force", action="store_true", help="replace FILE when it exists (default: refuse)")
+    add_server_argument(parser)
+    add_access_arguments(parser)
+    add_namespace_argument(parser)
+    parser.epilog = """\
+The file holds `hidden_states` [rows, layers, hidden] and `token_ids` int64 [rows], as plain safetensors:
+
+  slotstream get my-sample -o my-sample.safetensors --start 0 --stop 512 --layers 2,18,33
+  python -c 'import safetensors.torch as s; print(s.load_file("my-sample.safetensors")["hidden_states"].shape)'
+"""
+
+
+def run_get(arguments: argparse.Namespace) -> int:
+    output: Path | None = arguments.output
+    if output is not None:
+        _refuse(output, arguments.force)
+    with (
+        open_client(arguments, arguments.data) as client,
+        client.read(
+            arguments.sample_id,
+            namespace=arguments.namespace,
+            start=arguments.start,
+            stop=arguments.stop,
+            layers=arguments.layers,
+            wait_s=arguments.wait,
+            verify=arguments.verify,
+        ) as reader,
+    ):
+        shape = f"{reader.num_rows} rows x {len(reader.layer_ids)} layers x {reader.info.hidden_size} of {reader.info.dtype}"
+        rows = f"[{reader.start}, {reader.stop}) of layers {layers_text(reader.layer_ids)}: {shape}, {size_text(reader.nbytes)}"
+        if output is None:
+            print("\n".join([*facts(reader.info), f"rows {rows}"]))
+            return 0
+        with _replacing(output, force=arguments.force) as file:
+            _export(reader, file)
+    print(f"{output}: rows {rows}")
+    return 0
+
+
+def _export(reader: RowReader, file: BinaryIO) -> None:
+    """Writes the rows as they arrive: memory use does not depend on the sample's size."""
+    from slotstream.client.reading import little_endian
+    from slotstream.wire.layout import encode_header
+
+    with progress_bar(*_progress_columns()) as progress:
+        task = progress.add_task(reader.info.sample_id, total=reader.nbytes)
+        file.write(encode_header(_header(reader)))
+        for block in reader:
+            file.write(block.data)
+            progress.advance(task, block.data.nbytes)
+        file.write(little_endian(reader.token_ids))
+
+
+def _header(reader: RowReader) -> SampleHeader:
+    """The header for these rows. The metadata has the keys that the server's own files have, and where the rows are from."""
+    import dataclasses
+
+    from slotstream.wire.layout import SampleHeader, header_bytes_for
+
+    info = reader.info
+    metadata = {
+        **info.metadata,
+        "format": "pt",
+        "sample_id": info.sample_id,
+        "namespace": info.namespace,
+        "model": info.model,
+        "layer_ids": json.dumps(reader.layer_ids, separators=(",", ":")),
+        "tags": json.dumps(info.tags, separators=(",", ":"), sort_keys=True),
+        "created_unix_ns": str(info.created_unix_ns),
+        "committed_unix_ns": str(info.committed_unix_ns or 0),
+        "first_row": str(reader.start),
+        "sample_rows": str(info.num_tokens),
+    }
+    header = SampleHeader(info.dtype, reader.num_rows, len(reader.layer_ids), info.hidden_size, metadata, header_bytes=0)
+    return dataclasses.replace(header, header_bytes=header_bytes_for(header))
+
+
+def _progress_columns() -> list[ProgressColumn | str]:
+    from rich.progress import BarColumn, DownloadColumn, TimeRemainingColumn, TransferSpeedColumn
+
+    return ["{task.description}", BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn(), TimeRemainingColumn()]
+
+
+def _refuse(output: Path, force: bool) -> None:
+    """Raises CommandFailed before anything is fetched, where the file could not be put in its place in the end."""
+    if output.is_dir():
+        raise CommandFailed(f"{output} is a directory")
+    if not force and os.path.lexists(output):
+        raise CommandFailed(f"{output} exists; --force replaces it")
+
+
+@contextlib.contextmanager
+def _replacing(output: Path, *, force: bool) -> Iterator[BinaryIO]:
+    """A file that takes the name `output` when the block ends well, and leaves no trace when it does not."""
+    partial = output.with_name(f".{output.name[:200]}.{secrets.token_hex(4)}.partial")
+    try:
+        with partial.open("xb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())  # Else a crash could leave the name with nothing behind it.
+        if force:
+            partial.replace(output)
+        else:
+            _link(partial, output)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _link(partial: Path, output: Path) -> None:
+    """Gives the file its name, unless another one took it meanwhile: a rename would overwrite that one."""
+    try:
+        output.hardlink_to(partial)
+    except FileExistsError:
+        raise CommandFailed(f"{output} exists; --force replaces it") from None
+    except OSError:  # A file system without hard links.
+        _refuse(output, force=False)
+        partial.replace(output)
+
+
+def _layers(text: str) -> list[int]:
+    try:
+        return [int(word) for word in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of layer ids such as 1,3") from None

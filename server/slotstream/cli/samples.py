@@ -1,0 +1,248 @@
+"""`slotstream ls`, `stat` and `rm`: what is stored, and its removal."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import datetime
+import itertools
+import sys
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+from slotstream.cli.common import (
+    add_access_arguments,
+    add_json_argument,
+    add_namespace_argument,
+    add_server_argument,
+    age_text,
+    complain_about,
+    layers_text,
+    moment,
+    note,
+    open_client,
+    print_json,
+    shown,
+    size_text,
+    table_console,
+    tag,
+)
+from slotstream.wire.errors import SlotStreamError
+
+if TYPE_CHECKING:
+    from slotstream.client import SampleInfo
+
+_STATES = ("arriving", "committed", "failed")
+_LATEST_S = 253_402_300_799  # The end of the year 9999, the last that a datetime can be in.
+_STATE_STYLES = {"arriving": "yellow", "committed": "green", "failed": "red"}
+
+
+def add_ls_arguments(parser: argparse.ArgumentParser) -> None:
+    add_server_argument(parser)
+    add_access_arguments(parser)
+    add_namespace_argument(parser, any_by_default=True)
+    parser.add_argument("--model", metavar="NAME", help="only samples of this model, as vLLM serves it (default: any)")
+    parser.add_argument("--state", choices=_STATES, type=str.lower, help="only samples in this state (default: any)")
+    parser.add_argument(
+        "--since", metavar="WHEN", type=moment, help="opened then or later: 15m, 2h, 3d (ago) or RFC 3339 (default: no bound)"
+    )
+    parser.add_argument("--until", metavar="WHEN", type=moment, help="opened before then (default: no bound)")
+    parser.add_argument(
+        "--tag",
+        metavar="KEY=VALUE",
+        type=tag,
+        action="append",
+        default=[],
+        help="only with this tag; repeatable (default: any)",
+    )
+    parser.add_argument(
+        "--limit", metavar="N", type=_limit, default=100, help="at most N samples; 0: all (default: %(default)s)"
+    )
+    add_json_argument(parser)
+    parser.epilog = """\
+examples:
+  slotstream ls --since 15m --state failed
+  slotstream ls --tag run=eagle3 --tag split=train --limit 0 --json | jq -r .sample_id
+"""
+
+
+def run_ls(arguments: argparse.Namespace) -> int:
+    limit = arguments.limit or None
+    with open_client(arguments) as client:
+        listed = client.list(
+            namespace=arguments.namespace,
+            model=arguments.model,
+            state=arguments.state,
+            created_from=arguments.since,
+            created_until=arguments.until,
+            tags=dict(arguments.tag),
+            limit=None if limit is None else limit + 1,  # One more, to know whether there is more.
+        )
+        within_limit = itertools.islice(listed, limit)
+        if arguments.json:
+            for info in within_limit:
+                print_json(_plain(info))
+        else:
+            _print_table(list(within_limit))
+        if limit is not None and next(listed, None) is not None:
+            note(f"There are more than {limit}: raise --limit, or narrow the list with --since, --state, --tag.")
+    return 0
+
+
+def add_stat_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("sample_id", metavar="ID", nargs="*", help="sample ids (default: none, show what the server holds)")
+    add_server_argument(parser)
+    add_access_arguments(parser)
+    add_namespace_argument(parser)
+    add_json_argument(parser)
+    parser.epilog = """\
+examples:
+  slotstream stat my-sample other-sample --json | jq .metadata
+  slotstream stat                         # by namespace: samples, bytes, rules; free space, quarantine, scrubbing
+"""
+
+
+def run_stat(arguments: argparse.Namespace) -> int:
+    if not arguments.sample_id:
+        from slotstream.cli.usage import run_usage
+
+        return run_usage(arguments)
+    failures = 0
+    with open_client(arguments) as client:
+        for number, sample_id in enumerate(arguments.sample_id):
+            try:
+                info = client.stat(sample_id, namespace=arguments.namespace)
+            except SlotStreamError as error:
+                _raise_where_pointless(error)
+                complain_about("stat", sample_id, error)
+                failures += 1
+                continue
+            if arguments.json:
+                print_json(_plain(info))
+            else:
+                print("\n" * (number > 0) + "\n".join(facts(info)))
+    return 1 if failures else 0
+
+
+def add_rm_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("sample_id", metavar="ID", nargs="+", help="sample ids")
+    add_server_argument(parser)
+    add_access_arguments(parser)
+    add_namespace_argument(parser)
+    parser.add_argument("--yes", action="store_true", help="do not ask (default: ask, where stdin is a terminal)")
+    parser.epilog = """\
+Samples that are still arriving cannot be deleted.
+
+example:
+  slotstream ls --state failed --limit 0 --json | jq -r .sample_id | xargs -r slotstream rm --yes
+"""
+
+
+def run_rm(arguments: argparse.Namespace) -> int:
+    ids = arguments.sample_id
+    if not arguments.yes and sys.stdin.isatty() and not _confirmed(ids, arguments.namespace):
+        note("Nothing was deleted.")
+        return 1
+    failures = 0
+    with open_client(arguments) as client:
+        for sample_id in ids:
+            try:
+                client.delete(sample_id, namespace=arguments.namespace)
+            except SlotStreamError as error:
+                _raise_where_pointless(error)
+                complain_about("rm", sample_id, error)
+                failures += 1
+            else:
+                print(f"deleted {arguments.namespace}/{sample_id}", flush=True)
+    return 1 if failures else 0
+
+
+def facts(info: SampleInfo) -> list[str]:
+    """Lines `name  value` with all that is known about a sample; what is unknown is left out."""
+    rows: list[tuple[str, str]] = [
+        ("sample", info.sample_id),
+        ("namespace", info.namespace),
+        ("state", info.state.lower()),
+        ("error", f"{info.error_code}: {info.error_message}" if info.error_code else ""),
+        ("model", info.model),
+        ("tokens", ("at most " if info.state == "ARRIVING" else "") + str(info.num_tokens)),
+        ("layers", ",".join(map(str, info.layer_ids))),
+        ("hidden size", str(info.hidden_size)),
+        ("dtype", info.dtype),
+        ("file", f"{size_text(info.file_bytes)} ({info.file_bytes} bytes)" if info.file_bytes else ""),
+        ("created", _time_text(info.created_unix_ns)),
+        ("committed", _time_text(info.committed_unix_ns) if info.committed_unix_ns else ""),
+        ("reads", str(info.reads) if info.reads else ""),
+        ("acked", _time_text(info.acked_unix_ns) if info.acked_unix_ns else ""),
+        ("leased until", _until_text(info.leased_until_unix_ns) if info.leased_until_unix_ns else ""),
+        ("expires", _until_text(info.expires_unix_ns) if info.expires_unix_ns else ""),
+        *((f"tag {key}", value) for key, value in sorted(info.tags.items())),
+        *((f"metadata {key}", value) for key, value in sorted(info.metadata.items())),
+    ]
+    kept = [(shown(name), shown(value)) for name, value in rows if value]
+    width = max(len(name) for name, _ in kept)
+    return [f"{name:<{width}}  {value}" for name, value in kept]
+
+
+def _print_table(samples: Sequence[SampleInfo]) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    if not samples:
+        note("No sample matches.")
+        return
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    for name in ("SAMPLE", "NAMESPACE", "STATE", "TOKENS", "LAYERS", "SIZE", "AGE", "MODEL"):
+        justify: Literal["left", "right"] = "right" if name in ("TOKENS", "SIZE", "AGE") else "left"
+        table.add_column(name, justify=justify)
+    now_ns = time.time_ns()
+    for info in samples:
+        state = info.state.lower()
+        table.add_row(
+            info.sample_id,
+            info.namespace,
+            Text(f"{state} {shown(info.error_code or '')}".rstrip(), style=_STATE_STYLES[state]),
+            str(info.num_tokens),
+            layers_text(info.layer_ids),
+            "-" if info.file_bytes is None else size_text(info.file_bytes),
+            age_text(info.created_unix_ns, now_ns),
+            shown(info.model),
+        )
+    console = table_console()
+    # Printed by us, not by rich: no padding at the ends of lines, and a closed pipe is handled in one place.
+    with console.capture() as laid_out:
+        console.print(table)
+    print("\n".join(line.rstrip() for line in laid_out.get().splitlines()))
+
+
+def _plain(info: SampleInfo) -> dict[str, Any]:
+    return dataclasses.asdict(info)
+
+
+def _raise_where_pointless(error: SlotStreamError) -> None:
+    """With no server, or a token that it does not know, there is no use in asking about the other samples."""
+    if error.status in ("UNAVAILABLE", "UNAUTHENTICATED"):
+        raise error
+
+
+def _confirmed(ids: Sequence[str], namespace: str) -> bool:
+    what = f"sample {namespace}/{ids[0]}" if len(ids) == 1 else f"{len(ids)} samples of namespace {namespace}"
+    print(f"Delete {shown(what)} for good? [y/N] ", end="", file=sys.stderr, flush=True)
+    return sys.stdin.readline().strip().lower() in ("y", "yes")
+
+
+def _time_text(unix_ns: int) -> str:
+    when = datetime.datetime.fromtimestamp(unix_ns // 1_000_000_000, datetime.UTC)
+    return f"{when:%Y-%m-%dT%H:%M:%S}Z ({age_text(unix_ns, time.time_ns())} ago)"
+
+
+def _until_text(unix_ns: int) -> str:
+    seconds = min(unix_ns // 1_000_000_000, _LATEST_S)
+    return f"{datetime.datetime.fromtimestamp(seconds, datetime.UTC):%Y-%m-%dT%H:%M:%S}Z"
+
+
+def _limit(text: str) -> int:
+    if not text.isdecimal() or len(text) > 9:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of samples")
+    return int(text)

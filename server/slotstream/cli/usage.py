@@ -1,0 +1,62 @@
+"""`slotstream stat` without an id: what the server holds, by namespace, and how it looks after it."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import datetime
+from typing import TYPE_CHECKING
+
+from slotstream.cli.common import open_client, print_json, shown, size_text, table_console
+
+if TYPE_CHECKING:
+    from slotstream.client import Usage
+
+
+def run_usage(arguments: argparse.Namespace) -> int:
+    with open_client(arguments) as client:
+        usage = client.usage()
+    if arguments.json:
+        print_json(dataclasses.asdict(usage))
+        return 0
+    _print_namespaces(usage)
+    print("\n".join(_facts(usage)))
+    return 0
+
+
+def _print_namespaces(usage: Usage) -> None:
+    from rich.table import Table
+
+    if not usage.namespaces:
+        return
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    for name in ("NAMESPACE", "SAMPLES", "SIZE", "FAILED", "RULES"):
+        table.add_column(name, justify="left" if name in ("NAMESPACE", "RULES") else "right")
+    for space in usage.namespaces:
+        rules = " ".join(f"{name}={shown(value)}" for name, value in sorted(space.limits.items()))
+        table.add_row(space.namespace, str(space.samples), size_text(space.bytes), str(space.failed), rules or "-")
+    console = table_console()
+    with console.capture() as laid_out:
+        console.print(table)
+    print("\n".join(line.rstrip() for line in laid_out.get().splitlines()) + "\n")
+
+
+def _facts(usage: Usage) -> list[str]:
+    if usage.scrub_every_s is None:
+        scrubbing = "off"
+    elif usage.scrub_begun_unix_ns and usage.scrub_begun_unix_ns > (usage.scrub_ended_unix_ns or 0):
+        scrubbing = f"under way since {_moment(usage.scrub_begun_unix_ns)}"
+    else:
+        scrubbing = "idle"
+    if usage.scrub_samples:
+        scrubbing += f", {usage.scrub_samples} samples checked, {usage.scrub_damaged} damaged"
+    target = f" (target {size_text(usage.free_bytes_target)})" if usage.free_bytes_target else ""
+    return [
+        f"free        {size_text(usage.free_bytes)}{target}",
+        f"quarantine  {usage.quarantined_files} files, {size_text(usage.quarantined_bytes)}",
+        f"scrubbing   {scrubbing}",
+    ]
+
+
+def _moment(unix_ns: int) -> str:
+    return f"{datetime.datetime.fromtimestamp(unix_ns // 1_000_000_000, datetime.UTC):%Y-%m-%dT%H:%M:%S}Z"

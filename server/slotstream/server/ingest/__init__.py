@@ -1,0 +1,1 @@
+"""The Ingest service: samples come in."""

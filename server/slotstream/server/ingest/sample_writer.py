@@ -1,0 +1,265 @@
+"""One sample's disk work, in the order it was asked for, off the event loop but for what takes no time (see `pace`).
+
+Samples of a stream run side by side, the chunks of one sample one after another: written in order they are hashed in
+order, and nothing has to be read back at the commit. (Linux writes to one file from one thread at a time anyway, and has the
+others spin.) Hashes of chunks that came in frames are computed ahead where there are threads for it; NIXL's reader has computed
+those of its own. Commits wait for the disk, so they have threads of their own.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+from slotstream.server.ingest.pace import Pace
+from slotstream.server.nixl.reader import Slot
+from slotstream.store.records import Failure, SampleKey, SampleRecord, SampleSpec
+from slotstream.store.sample.upload import Upload
+from slotstream.wire.cores import for_cores
+from slotstream.wire.errors import InternalFault, SlotStreamError
+from slotstream.wire.hashing import xxh3
+
+_log = logging.getLogger(__name__)
+_CHUNK_THREADS_MAX = 4
+# What a writer does before it lets another writer have the thread: enough for most samples, which are finished one by one then.
+_TURN = 64
+_TURN_BYTES = 64 << 20
+
+
+@dataclass(slots=True)
+class Pools:
+    """Threads that wait for the disk.
+
+    On few cores one thread opens samples and writes the chunks that the event loop leaves to it (see `pace`): mostly copies
+    into the page cache, and more would only take the processor from the loop. On many, several threads check and write all
+    chunks: that needs no Python, and a core does 6 GB/s of the one and 4 of the other at best. Commits and reads wait for the
+    disk itself.
+    """
+
+    chunk_threads: int = field(default_factory=lambda: for_cores(_CHUNK_THREADS_MAX))
+    chunks: ThreadPoolExecutor = field(init=False)
+    commits: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(8, "commit"))
+    pace: Pace = field(default_factory=Pace)
+    reads: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(8, "read"))
+
+    def __post_init__(self) -> None:
+        self.chunks = ThreadPoolExecutor(self.chunk_threads, "chunk")
+
+    @property
+    def checks_ahead(self) -> bool:
+        """Whether a chunk's hash is computed by another thread than the one that writes its sample."""
+        return self.chunk_threads > 1
+
+    @property
+    def loop_writes(self) -> bool:
+        """Whether the event loop writes chunks itself."""
+        return not self.checks_ahead and self.pace.is_fast
+
+    def shutdown(self) -> None:
+        """Let the threads finish what they have and end them."""
+        for pool in (self.chunks, self.commits, self.reads):
+            pool.shutdown()
+
+
+@dataclass(frozen=True, slots=True)
+class Open:
+    spec: SampleSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Refuse:
+    """Fail a sample that was never opened; `record` is what its catalogue row will say, if it can have one."""
+
+    record: SampleRecord | None
+    failure: Failure
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    chunk: int
+    first_row: int
+    rows: int
+    data: memoryview
+    digest: int
+    slot: Slot | None = None  # Where `data` lies, if it was read over NIXL.
+    found: int | Future[int] | None = None  # The hash of `data`, where somebody else computes it.
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    row_count: int
+    token_ids: Sequence[int]
+    metadata: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    failure: Failure
+
+
+Item = Open | Refuse | Chunk | Commit | Abort
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """A sample's last word: committed (then `failure` is None) or failed."""
+
+    failure: Failure | None
+    duplicate: bool = False
+    open_s: float = 0.0
+    commit_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """An item is done with: its bytes are free. `acked` and `slot` are its chunk's; `ended` is set once a sample."""
+
+    writer: SampleWriter
+    nbytes: int = 0
+    acked: int | None = None
+    slot: Slot | None = None
+    opened: bool = False
+    ended: Ended | None = None
+
+
+class UploadStore(Protocol):
+    """What writers need of a store; see `SampleStore`."""
+
+    def open_upload(self, spec: SampleSpec) -> Upload:
+        """Begin a sample."""
+
+    def record_failed(self, record: SampleRecord, failure: Failure) -> None:
+        """Let readers of the id know why there is no sample."""
+
+
+class SampleWriter:
+    """One sample on its way. `push` belongs to the event loop; `post` is called for every item pushed, from any thread."""
+
+    def __init__(
+        self, store: UploadStore, pools: Pools, number: int, key: SampleKey | None, post: Callable[[Done], None]
+    ) -> None:
+        self.number = number
+        self.key = key  # None when the sample was opened under a name that cannot be.
+        self._store = store
+        self._pools = pools
+        self._post = post
+        self._opened_at = time.monotonic()
+        self._items: deque[tuple[Item, int]] = deque()
+        self._lock = threading.Lock()  # Guards the items, and who has the turn.
+        self._running = False  # A thread has its turn: it alone takes items.
+        self._ended = False
+        self._abandoned = False
+        self._upload: Upload | None = None  # Set once, by the thread whose turn it is.
+
+    def push(self, item: Item, nbytes: int = 0) -> None:
+        """Do `item` after those pushed before. `nbytes` of memory are held until its Done."""
+        if isinstance(item, Chunk) and item.found is None and self._pools.checks_ahead:
+            item = replace(item, found=self._pools.chunks.submit(xxh3, item.data))
+        with self._lock:
+            self._items.append((item, nbytes))
+            if self._running:
+                return
+            self._running = True
+        if isinstance(item, Commit | Refuse) or (isinstance(item, Chunk) and self._pools.loop_writes):
+            self._run()  # Which hands what waits for the disk to a thread of its own, past other samples' chunks.
+        else:
+            self._pools.chunks.submit(self._run)
+
+    def abandon(self, failure: Failure) -> None:
+        """Fail the sample without doing what is still waiting. A commit that has begun is finished."""
+        self._abandoned = True
+        self.push(Abort(failure))
+
+    def _run(self) -> None:
+        bytes_left = _TURN_BYTES
+        for _ in range(_TURN):
+            if bytes_left <= 0:
+                break
+            with self._lock:
+                if not self._items:
+                    self._running = False
+                    return
+                item, nbytes = self._items.popleft()
+            # A refusal waits for its row: many of them side by side share a transaction, and keep nobody's chunks waiting.
+            if isinstance(item, Commit | Refuse) and not self._ended:
+                self._pools.commits.submit(self._run_commit, item, nbytes)
+                return
+            self._guarded(item, nbytes)
+            bytes_left -= nbytes
+        self._pools.chunks.submit(self._run)
+
+    def _run_commit(self, item: Commit | Refuse, nbytes: int) -> None:
+        self._guarded(item, nbytes)
+        with self._lock:
+            if not self._items:
+                self._running = False
+                return
+        self._pools.chunks.submit(self._run)
+
+    def _guarded(self, item: Item, nbytes: int) -> None:
+        """Does one item. Whatever goes wrong fails this sample and nothing else."""
+        ended: Ended | None = None
+        if not self._ended:
+            try:
+                ended = self._do(item)
+            except SlotStreamError as error:
+                ended = Ended(Failure.of(error))
+            except Exception:
+                _log.exception("a fault in the server failed sample %s", self.key)
+                failure = Failure.of(InternalFault("the server failed; its log says how"))
+                self._give_up(failure)
+                ended = Ended(failure)
+        self._ended = self._ended or ended is not None
+        acked, slot = (item.chunk, item.slot) if isinstance(item, Chunk) else (None, None)
+        self._post(Done(self, nbytes, acked, slot, isinstance(item, Open) and ended is None, ended))
+
+    def _do(self, item: Item) -> Ended | None:
+        match item:
+            case Chunk():
+                # Nobody waits for an abandoned sample's rows; its abort is in the queue.
+                if self._upload is not None and not self._abandoned:
+                    self._write(self._upload, item)
+                return None
+            case Open():
+                self._upload = self._store.open_upload(item.spec)
+                return None
+            case Commit():
+                return None if self._abandoned or self._upload is None else self._commit(self._upload, item)
+            case Refuse():
+                if item.record is not None:
+                    self._store.record_failed(item.record, item.failure)
+                return Ended(item.failure)
+            case Abort():
+                if self._upload is not None:
+                    self._upload.abort(item.failure)
+                return Ended(item.failure)
+
+    def _write(self, upload: Upload, item: Chunk) -> None:
+        begun_at = time.monotonic()
+        found = item.found
+        if isinstance(found, Future):
+            # One that nobody has begun with is computed here: waiting for it might be waiting for this thread.
+            found = None if found.cancel() else found.result()
+        try:
+            upload.write_chunk(item.first_row, item.rows, item.data, item.digest, found)
+        finally:
+            self._pools.pace.took(time.monotonic() - begun_at)
+
+    def _commit(self, upload: Upload, item: Commit) -> Ended:
+        begun_at = time.monotonic()
+        duplicate = upload.commit(item.row_count, item.token_ids, item.metadata)
+        now = time.monotonic()
+        return Ended(None, duplicate, now - self._opened_at, now - begun_at)
+
+    def _give_up(self, failure: Failure) -> None:
+        try:
+            if self._upload is not None:
+                self._upload.abort(failure)
+        except Exception:
+            _log.exception("sample %s cannot be given up", self.key)

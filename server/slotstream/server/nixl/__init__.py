@@ -1,0 +1,1 @@
+"""Rows read over NIXL, by processes of their own."""

@@ -1,0 +1,1 @@
+"""The processes of `serve --workers N`, and how they speak to the primary one."""

@@ -1,0 +1,174 @@
+"""A worker process of a server: takes ingest streams on the server's port, and passes everything else on to the primary.
+
+    python -m slotstream.server.processes.worker < parameters     started by the primary (worker_pool.py), never by hand
+
+It ends when the primary tells it to, or is gone: a signal to the process group means the primary, which has to drain first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Callable
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+from grpc_health.v1 import health_pb2_grpc
+
+from slotstream.server.access.gate import Gate
+from slotstream.server.access.tls import Certificates
+from slotstream.server.arrivals import Arrivals
+from slotstream.server.config import ServerConfig
+from slotstream.server.healthcheck import HealthService
+from slotstream.server.ingest.sample_writer import Pools
+from slotstream.server.ingest.service import IngestService
+from slotstream.server.listening import LOCAL_OPTIONS, SERVICES, add_port, make_server
+from slotstream.server.logs import configure_logging
+from slotstream.server.metrics import Metrics
+from slotstream.server.nixl.readers import start_readers
+from slotstream.server.processes.remote_store import RemoteStore
+from slotstream.v1 import workers_pb2 as pb
+from slotstream.v1 import workers_pb2_grpc
+from slotstream.wire.access import AUTHORIZATION_KEY
+from slotstream.wire.errors import ConfigError
+
+_log = logging.getLogger(__name__)
+_REPORT_S = 1.0
+_LAST_CALLS_S = 1.0
+_CENTURIES_S = 1e9
+_RAW: Any = None  # No serializer: messages pass through as bytes.
+
+
+def parameters(config: ServerConfig, worker: int, primary: str, address: str) -> bytes:
+    """What a worker reads from its stdin: the server's configuration, its own number, the primary's private address."""
+    told = {f.name: getattr(config, f.name) for f in fields(config) if f.name != "retention"}  # The primary's business.
+    plain = {key: str(value) if isinstance(value, Path) else value for key, value in told.items()}
+    return json.dumps({"config": {**plain, "listen": address}, "worker": worker, "primary": primary}).encode()
+
+
+def _config_of(plain: dict[str, Any]) -> ServerConfig:
+    paths = {f.name for f in fields(ServerConfig) if "Path" in str(f.type)}
+    told: dict[str, Any] = {k: Path(v) if k in paths and v is not None else v for k, v in plain.items()}
+    return ServerConfig(**told)
+
+
+class Worker:
+    """One worker, in this event loop."""
+
+    def __init__(self, config: ServerConfig, number: int, primary: str) -> None:
+        self._config = config
+        self._number = number
+        self._primary = primary
+        self.metrics = Metrics(None)
+
+    async def run(self) -> None:
+        """Serve until the primary says otherwise, or is gone."""
+        channel = grpc.aio.insecure_channel(self._primary, options=LOCAL_OPTIONS)
+        with grpc.insecure_channel(self._primary, options=LOCAL_OPTIONS) as blocking:
+            pools, gate = Pools(), Gate(self._config)
+            certificates = Certificates(self._config) if self._config.tls_cert is not None else None
+            store = RemoteStore(blocking, self._number, self._config.data_dir, self._config.free_bytes_min)
+            # The primary wakes who waits for a sample, and applies retention: it hears of each one's beginning and end.
+            readers = await asyncio.to_thread(start_readers, self._config, self.metrics)
+            ingest = IngestService(self._config, store, pools, self.metrics, Arrivals(), gate, lambda namespace: None, readers)
+            health = HealthService()
+            health.serve("", *SERVICES)
+            server = make_server(self._config)
+            server.add_generic_rpc_handlers((ingest.handler(), _PassOn(channel)))
+            health_pb2_grpc.add_HealthServicer_to_server(health, server)
+            add_port(server, self._config, certificates)
+            await server.start()
+            try:
+                await self._attend(channel, ingest, health)
+            finally:
+                ingest.end_streams()
+                await server.stop(_LAST_CALLS_S)
+                await ingest.idle()
+                if readers is not None:
+                    await asyncio.to_thread(readers.close)
+                await asyncio.to_thread(pools.shutdown)
+                await channel.close(None)
+
+    async def _attend(self, channel: grpc.aio.Channel, ingest: IngestService, health: HealthService) -> None:
+        """Report to the primary and do as it says; returns when it wants no more of this process."""
+        stub: Any = workers_pb2_grpc.WorkersStub(channel)  # type: ignore[no-untyped-call]
+        orders = stub.Attend(self._reports())
+        try:
+            async for order in orders:
+                if order.kind == pb.WorkerOrder.DRAIN:
+                    health.stop_for_good()
+                    ingest.drain()
+                elif order.kind == pb.WorkerOrder.END_STREAMS:
+                    return
+                else:
+                    health.change(order.kind == pb.WorkerOrder.SERVING)
+            _log.error("worker %d: the primary process ended the stream", self._number)
+        except grpc.aio.AioRpcError as error:
+            _log.error("worker %d: the primary process is gone: %s", self._number, error.details())
+
+    async def _reports(self) -> AsyncIterator[pb.WorkerReport]:
+        while True:
+            values = [pb.MetricValue(name=n, labels=labels, value=v) for n, labels, v in self.metrics.values()]
+            yield pb.WorkerReport(worker=self._number, metrics=values)
+            await asyncio.sleep(_REPORT_S)
+
+
+class _PassOn(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # Generic in the stubs alone.
+    """Calls of the Samples service, handed to the primary and back as they are."""
+
+    def __init__(self, channel: grpc.aio.Channel) -> None:
+        self._channel = channel
+
+    def service(self, handler_call_details: grpc.HandlerCallDetails) -> Any:
+        method = handler_call_details.method
+        if not method.startswith("/slotstream.v1.Samples/"):
+            return None
+        return grpc.stream_stream_rpc_method_handler(self._forwarder(method))
+
+    def _forwarder(self, method: str) -> Callable[[AsyncIterator[bytes], Any], Any]:
+        async def forward(requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext[bytes, bytes]) -> None:
+            told = [(k, v) for k, v in context.invocation_metadata() or () if k == AUTHORIZATION_KEY]
+            call = self._channel.stream_stream(method, _RAW, _RAW)(requests, timeout=_seconds_left(context), metadata=told)
+            try:
+                async for reply in call:
+                    await context.write(reply)
+            except grpc.aio.AioRpcError as error:
+                trailing: Any = error.trailing_metadata() or ()
+                await context.abort(error.code(), error.details() or "", tuple(trailing))
+            finally:
+                call.cancel()
+
+        return forward
+
+
+def _seconds_left(context: grpc.aio.ServicerContext[bytes, bytes]) -> float | None:
+    """Of the caller's deadline; None where it has none, which gRPC spells as centuries."""
+    left_s = context.time_remaining()
+    return left_s if left_s is not None and left_s < _CENTURIES_S else None
+
+
+def main() -> int:
+    told = json.loads(sys.stdin.buffer.read())
+    config = _config_of(told["config"])
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+    configure_logging(config)
+    try:
+        asyncio.run(Worker(config, told["worker"], told["primary"]).run())
+    except ConfigError as error:
+        print(f"slotstream serve, worker {told['worker']}: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    status = main()
+    sys.stderr.flush()
+    os._exit(status)  # gRPC's own threads may hold the interpreter's shutdown up; everything of ours is closed.

@@ -1,0 +1,1 @@
+"""The Samples service: samples are read, listed, checked and deleted."""

@@ -1,0 +1,75 @@
+"""What a read is answered with: a committed sample opened, and its replies, made one at a time as they are asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from typing import Any
+
+from slotstream.server.samples import convert
+from slotstream.store.records import SampleKey
+from slotstream.store.sample.reading import RowBlock, SampleReader
+from slotstream.store.samples import SampleStore
+from slotstream.v1 import samples_pb2 as pb
+from slotstream.wire.frames import encode_rows
+
+Opened = tuple[SampleReader, Iterator[bytes], bytes]  # A sample, its replies to come, and the first of them.
+
+
+def opened(store: SampleStore, key: SampleKey, request: pb.ReadRequest) -> Opened:
+    """Raises what `SampleStore.reader` raises, BadTokenRange and BadLayers.
+
+    In one go: each thread that the event loop waits for costs a read a tenth of a millisecond and more.
+    """
+    reader = store.reader(key)
+    try:
+        frames = _frames(reader, request)
+        return reader, frames, next(frames)
+    except BaseException:
+        reader.close()
+        raise
+
+
+def close_unwanted(opening: Future[Opened]) -> None:
+    """Close what was opened for a reader who left meanwhile."""
+    if not opening.cancelled() and opening.exception() is None:
+        opening.result()[0].close()
+
+
+def after(step: Future[Any] | None, then: Callable[[], None]) -> None:
+    """Call `then` once no thread is in `step`: a file closed under a read could be another file by then."""
+    if step is None:
+        then()
+    else:
+        step.add_done_callback(lambda _: then())
+
+
+def covers(request: pb.ReadRequest, reader: SampleReader) -> bool:
+    """Whether every row was asked for, of whichever layers: such a read counts for delete_after_reads."""
+    rows = reader.file.header.num_tokens
+    return request.start == 0 and (not request.HasField("stop") or request.stop == rows)
+
+
+def _frames(reader: SampleReader, request: pb.ReadRequest) -> Iterator[bytes]:
+    """The replies of a read, made one at a time as they are asked for. Raises BadTokenRange, BadLayers and Damaged."""
+    start, stop = reader.check_range(request.start, request.stop if request.HasField("stop") else None)
+    layer_ids = tuple(request.layer_ids) or reader.file.layer_ids
+    positions = reader.positions(layer_ids)
+    header = pb.ReadHeader(
+        info=convert.info_of(reader.record),
+        layer_ids=layer_ids,
+        start=start,
+        stop=stop,
+        token_ids=reader.token_ids(start, stop),
+    )
+    if request.in_place:
+        header.header_xxh3 = int(reader.file.header_xxh3, 16)
+    yield pb.ReadReply(header=header).SerializeToString()
+    if request.in_place:
+        return
+    for block in reader.blocks(start, stop, positions, verify=not request.unverified):
+        yield _rows_frame(block)
+
+
+def _rows_frame(block: RowBlock) -> bytes:
+    return encode_rows(pb.RowsHeader(first_row=block.first_row, rows=block.rows), block.data)

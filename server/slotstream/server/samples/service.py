@@ -1,0 +1,385 @@
+"""The Samples service: reads, listings, deletions, checks, acks and leases. v1/samples.proto is its specification."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from concurrent.futures import Future
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import grpc
+import grpc.aio
+from google.protobuf.message import DecodeError, Message
+
+from slotstream.server.access.gate import Gate, Session, Shares
+from slotstream.server.arrivals import Arrivals
+from slotstream.server.config import ServerConfig
+from slotstream.server.housekeeping import Housekeeping
+from slotstream.server.ingest.sample_writer import Pools
+from slotstream.server.metrics import Metrics
+from slotstream.server.samples import convert
+from slotstream.server.samples.reads import Opened, after, close_unwanted, covers, opened
+from slotstream.server.status import abort
+from slotstream.store.records import SampleKey
+from slotstream.store.sample.reading import SampleReader
+from slotstream.store.samples import SampleStore
+from slotstream.store.upkeep.retention import Reason
+from slotstream.store.upkeep.verifying import Verdict
+from slotstream.v1 import sample_pb2
+from slotstream.v1 import samples_pb2 as pb
+from slotstream.wire.errors import (
+    BadParams,
+    DeadlineExceeded,
+    InternalFault,
+    SampleNotFound,
+    SlotStreamError,
+    StillArriving,
+    TooLarge,
+    TooMany,
+    TooSlow,
+)
+from slotstream.wire.names import CONTROL_BYTES_MAX, DEFAULT_NAMESPACE, check_namespace
+
+_log = logging.getLogger(__name__)
+WAIT_S_MAX = 3600.0
+USAGE_PAGE = 1000
+_WAITING_SHARE = (
+    0.75  # Of the reads of one peer: whoever waits for samples that never come must not keep others from those that are there.
+)
+_Context = grpc.aio.ServicerContext[Any, Any]
+_PEERS_ASSUMED = 4  # So many peers may each have all the requests that one may have.
+_PAGE_BYTES_MAX = 8 << 20
+_VERIFIES_MAX = 4  # Each keeps a thread and the disk busy for as long as it lasts.
+_T = TypeVar("_T")
+_Message = TypeVar("_Message", bound=Message)
+# Requests that name one sample.
+_Named = (
+    pb.ReadRequest
+    | pb.StatRequest
+    | pb.DeleteRequest
+    | pb.VerifyRequest
+    | pb.AckRequest
+    | pb.CountReadRequest
+    | pb.LeaseRequest
+)
+
+
+class SamplesService:
+    """Requests of trainers and people. Disk and catalogue are asked from threads, never on the event loop."""
+
+    def __init__(
+        self,
+        config: ServerConfig,
+        store: SampleStore,
+        pools: Pools,
+        metrics: Metrics,
+        arrivals: Arrivals,
+        gate: Gate,
+        housekeeping: Housekeeping,
+    ) -> None:
+        self._housekeeping = housekeeping
+        self._config = config
+        self._store = store
+        self._pools = pools
+        self._metrics = metrics
+        self._arrivals = arrivals
+        self._gate = gate
+        self._read_shares = Shares("reads", config.reads_max, config.peer_reads_max)
+        self._request_shares = Shares("requests", _PEERS_ASSUMED * config.requests_max, config.requests_max)
+        self._verify_shares = Shares("verifications", _VERIFIES_MAX, _VERIFIES_MAX // 2)
+        self._reads = 0
+        self._waiting = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    def handler(self) -> grpc.GenericRpcHandler[Any, Any]:
+        read: Any = self._read
+        verify: Any = self._verify
+        # No request deserializers: the caller is looked at first, and then the length. No response serializer for Read:
+        # rows are sent as raw bytes.
+        methods = {
+            "Read": grpc.unary_stream_rpc_method_handler(read),
+            "Verify": grpc.unary_stream_rpc_method_handler(verify, None, pb.VerifyReply.SerializeToString),
+            "Stat": _unary(self._stat, sample_pb2.SampleInfo),
+            "List": _unary(self._list, pb.ListReply),
+            "Delete": _unary(self._delete, pb.DeleteReply),
+            "Ack": _unary(self._ack, pb.AckReply),
+            "CountRead": _unary(self._count_read, pb.CountReadReply),
+            "Lease": _unary(self._lease, pb.LeaseReply),
+            "Usage": _unary(self._usage, pb.UsageReply),
+        }
+        return grpc.method_handlers_generic_handler("slotstream.v1.Samples", methods)
+
+    async def idle(self) -> None:
+        """Returns once no read is running or waiting."""
+        await self._idle.wait()
+
+    @asynccontextmanager
+    async def _answering(self, method: str, context: _Context) -> AsyncIterator[Session]:
+        """Who is calling. Turns what goes wrong into a status, and counts the outcome before the peer hears of it."""
+
+        def count(code: str) -> None:
+            self._metrics.requests.labels(method, code).inc()
+
+        try:
+            session = self._gate.admit(context)
+            with (self._read_shares if method == "Read" else self._request_shares).one(session.name):
+                yield session
+            count("")
+        except SlotStreamError as error:
+            count(error.code)
+            await abort(context, error)
+        except asyncio.CancelledError:
+            count("CANCELLED")
+            raise
+        except Exception:
+            count(InternalFault.code)
+            _log.exception("a fault in the server failed a %s", method)
+            await abort(context, InternalFault("the server failed; its log says how"))
+
+    async def _in_thread(self, call: Callable[..., _T], *arguments: Any) -> _T:
+        return await asyncio.get_running_loop().run_in_executor(self._pools.reads, call, *arguments)
+
+    # Read.
+
+    async def _read(self, raw: bytes, context: _Context) -> None:
+        async with self._answering("Read", context) as session, self._one_read():
+            request = _parsed(pb.ReadRequest, raw)
+            key = _key(session, "read", request)
+            if not 0 <= request.wait_s <= WAIT_S_MAX:
+                raise BadParams(f"wait_s must be 0 to {WAIT_S_MAX:.0f} seconds")
+            self._arrivals.check_open()
+            try:
+                reader, frames, header = await self._open(key, request)
+            except (SampleNotFound, StillArriving):
+                reader, frames, header = await self._open_later(session, key, request)
+            step: Future[bytes | None] | None = None
+            was_whole = False
+            try:
+                frame: bytes | None = header
+                while frame is not None:
+                    # One block ahead of the peer, so that disk and network overlap; a slow reader holds two blocks.
+                    step = None if request.in_place else self._pools.reads.submit(next, frames, None)
+                    await self._write(context, frame)
+                    self._metrics.sent_bytes.inc(len(frame))
+                    frame = None if step is None else await asyncio.wrap_future(step)
+                was_whole = not request.in_place and covers(request, reader)
+            finally:
+                after(step, lambda: self._end_read(reader, was_whole))
+
+    def _end_read(self, reader: SampleReader, was_whole: bool) -> None:
+        """Closes the sample; now it may go, if its read was the last that its namespace's rule grants."""
+        reader.close()
+        namespace = reader.record.namespace
+        if was_whole:
+            counted = self._store.lifetimes.count_read(reader.record.key, reader.record.committed_unix_ns)
+            counted.add_done_callback(lambda _: self._housekeeping.touch(namespace, at_once=True))
+        else:
+            self._housekeeping.touch(namespace, at_once=True)
+
+    async def _write(self, context: _Context, message: Any) -> None:
+        """Raises TooSlow when the reader takes nothing for too long: what it holds is a thread's time and an open file."""
+        stall_s = self._config.read_stall_s
+        try:
+            async with asyncio.timeout(stall_s):
+                await context.write(message)
+        except TimeoutError as error:
+            raise TooSlow(f"the reader took nothing for {stall_s:g} s") from error
+
+    @asynccontextmanager
+    async def _one_read(self) -> AsyncIterator[None]:
+        self._reads += 1
+        self._idle.clear()
+        self._metrics.reads.set(self._reads)
+        try:
+            yield
+        finally:
+            self._reads -= 1
+            self._metrics.reads.set(self._reads)
+            if not self._reads:
+                self._idle.set()
+
+    @contextmanager
+    def _one_wait(self) -> Iterator[None]:
+        most = min(self._config.reads_max, self._config.peer_reads_max)
+        if self._waiting >= max(1, int(most * _WAITING_SHARE)):
+            raise TooMany(f"{self._waiting} reads are waiting for samples, as many as this server allows")
+        self._waiting += 1
+        self._metrics.waiting_reads.set(self._waiting)
+        try:
+            yield
+        finally:
+            self._waiting -= 1
+            self._metrics.waiting_reads.set(self._waiting)
+
+    async def _open(self, key: SampleKey, request: pb.ReadRequest) -> Opened:
+        """A committed sample, its replies to come, and the first of them. Raises what the read is to be answered with."""
+        opening = self._pools.reads.submit(opened, self._store, key, request)
+        try:
+            return await asyncio.wrap_future(opening)
+        except asyncio.CancelledError:
+            opening.add_done_callback(close_unwanted)
+            raise
+
+    async def _open_later(self, session: Session, key: SampleKey, request: pb.ReadRequest) -> Opened:
+        """As `_open`, of a sample that is committed within `wait_s`. Raises DeadlineExceeded and ServerDraining, too."""
+        loop = asyncio.get_running_loop()
+        begun = loop.time()
+        with self._arrivals.watch(key) as changed:
+            while True:
+                changed.clear()
+                self._arrivals.check_open()
+                try:
+                    return await self._open(key, request)
+                except StillArriving:
+                    limit_s = request.wait_s
+                    late: SlotStreamError = DeadlineExceeded(f"{key} is still arriving after {request.wait_s:g} seconds")
+                except SampleNotFound:
+                    limit_s = min(request.wait_s, self._config.appear_grace_s)
+                    late = SampleNotFound(f"there is no sample {key}, and none appeared")
+                try:
+                    with self._one_wait():
+                        async with asyncio.timeout_at(begun + limit_s):
+                            await changed.wait()
+                except TimeoutError as error:
+                    raise late from error
+                _key(session, "read", request)  # Again: the token may have been withdrawn while the read waited.
+
+    # The short ones.
+
+    async def _stat(self, raw: bytes, context: _Context) -> sample_pb2.SampleInfo:
+        async with self._answering("Stat", context) as session:
+            return await self._in_thread(self._stat_of, _key(session, "read", _parsed(pb.StatRequest, raw)))
+
+    def _stat_of(self, key: SampleKey) -> sample_pb2.SampleInfo:
+        record = self._store.stat(key)
+        if record is None:
+            raise SampleNotFound(f"there is no sample {key}")
+        rule = self._housekeeping.policy.rule_for(key.namespace)
+        return convert.info_of(record, self._store.lifetimes.standing(key), rule)
+
+    async def _list(self, raw: bytes, context: _Context) -> pb.ListReply:
+        async with self._answering("List", context) as session:
+            request = _parsed(pb.ListRequest, raw)
+            return await self._in_thread(self._list_page, request, _spaces(session, "read", request.namespace))
+
+    def _list_page(self, request: pb.ListRequest, spaces: tuple[str, ...] | None) -> pb.ListReply:
+        query = convert.query_of(request, spaces)
+        while True:
+            records, token = self._store.list_page(query)
+            reply = pb.ListReply(samples=map(convert.info_of, records), next_page_token=token)
+            # Somebody's samples with all the tags and metadata that they may have must not make a page that cannot be sent.
+            if reply.ByteSize() <= _PAGE_BYTES_MAX or query.page_size == 1:
+                return reply
+            query = replace(query, page_size=max(1, query.page_size // 4))
+
+    async def _delete(self, raw: bytes, context: _Context) -> pb.DeleteReply:
+        async with self._answering("Delete", context) as session:
+            key = _key(session, "delete", _parsed(pb.DeleteRequest, raw))
+            await self._in_thread(self._store.delete, key)
+            self._metrics.deleted_samples.labels(str(Reason.REQUEST)).inc()
+            return pb.DeleteReply()
+
+    async def _ack(self, raw: bytes, context: _Context) -> pb.AckReply:
+        async with self._answering("Ack", context) as session:
+            key = _key(session, "read", _parsed(pb.AckRequest, raw))
+            await self._in_thread(self._store.lifetimes.ack, key)
+            self._housekeeping.touch(key.namespace, at_once=True)
+            return pb.AckReply()
+
+    async def _count_read(self, raw: bytes, context: _Context) -> pb.CountReadReply:
+        async with self._answering("CountRead", context) as session:
+            request = _parsed(pb.CountReadRequest, raw)
+            key = _key(session, "read", request)
+            await asyncio.wrap_future(self._store.lifetimes.count_read(key, request.committed_unix_ns))
+            self._housekeeping.touch(key.namespace, at_once=True)
+            return pb.CountReadReply()
+
+    async def _lease(self, raw: bytes, context: _Context) -> pb.LeaseReply:
+        async with self._answering("Lease", context) as session:
+            request = _parsed(pb.LeaseRequest, raw)
+            key = _key(session, "read", request)
+            until = await self._in_thread(self._store.lifetimes.lease, key, request.holder, request.seconds)
+            return pb.LeaseReply(leased_until_unix_ns=until)
+
+    async def _usage(self, raw: bytes, context: _Context) -> pb.UsageReply:
+        async with self._answering("Usage", context) as session:
+            request = _parsed(pb.UsageRequest, raw)
+            return await self._in_thread(self._usage_of, request, _spaces(session, "read", request.namespace))
+
+    def _usage_of(self, request: pb.UsageRequest, spaces: tuple[str, ...] | None) -> pb.UsageReply:
+        """Of the namespaces that the caller may read; what concerns everybody only for whoever may read all of them."""
+        policy, lifetimes = self._housekeeping.policy, self._store.lifetimes
+        if spaces is not None:
+            return pb.UsageReply(namespaces=[convert.usage_of(lifetimes.usage(space), policy) for space in spaces])
+        after = check_namespace(request.page_token) if request.page_token else ""
+        page = lifetimes.usages(after, USAGE_PAGE)
+        files, nbytes = lifetimes.quarantine_census()
+        return pb.UsageReply(
+            namespaces=[convert.usage_of(usage, policy) for usage in page],
+            next_page_token=page[-1].namespace if len(page) == USAGE_PAGE else "",
+            free_bytes=self._store.free_bytes(),
+            free_bytes_target=policy.free_bytes_target,
+            quarantined_files=files,
+            quarantined_bytes=nbytes,
+            scrub=convert.scrub_of(self._housekeeping.scrub_progress, self._config.scrub_every_s),
+        )
+
+    async def _verify(self, raw: bytes, context: _Context) -> None:
+        async with self._answering("Verify", context) as session:
+            request = _parsed(pb.VerifyRequest, raw)
+            verdicts = self._verdicts(session, request)
+            with self._verify_shares.one(session.name):
+                while (verdict := await self._in_thread(next, verdicts, None)) is not None:
+                    done = None
+                    if request.quarantine:
+                        done = await self._in_thread(self._store.lifetimes.quarantine, verdict)
+                    await self._write(context, convert.reply_of(verdict, quarantined=done is not None))
+
+    def _verdicts(self, session: Session, request: pb.VerifyRequest) -> Iterator[Verdict]:
+        """Of one sample for whoever may read it; of all for admins, whose token says of which namespaces."""
+        if request.sample_id:
+            # Taking a sample out of service is more than looking at it.
+            key = _key(session, "admin" if request.quarantine else "read", request)
+            return _once(lambda: self._store.verify(key))
+        spaces = _spaces(session, "admin", request.namespace)
+        namespaces = (request.namespace,) if spaces is None else spaces
+        return itertools.chain.from_iterable(self._store.verify_all(namespace) for namespace in namespaces)
+
+
+def _parsed(kind: type[_Message], raw: bytes) -> _Message:
+    """Raises TooLarge and BadParams."""
+    if len(raw) > CONTROL_BYTES_MAX:
+        raise TooLarge(f"a request of {len(raw)} bytes is longer than the {CONTROL_BYTES_MAX} allowed")
+    try:
+        return kind.FromString(raw)
+    except DecodeError as error:
+        raise BadParams(f"the request is not a {kind.__name__}") from error
+
+
+def _key(session: Session, right: str, request: _Named) -> SampleKey:
+    """The sample that is asked for, if the caller has `right` there. Raises PermissionDenied before anything is looked up."""
+    session.principal().check(right, request.namespace or DEFAULT_NAMESPACE)
+    return convert.key_of(request.namespace, request.sample_id)
+
+
+def _spaces(session: Session, right: str, namespace: str) -> tuple[str, ...] | None:
+    """The namespaces that a request concerns: the one it names, else all in which the caller has `right` (None: every one)."""
+    principal = session.principal()
+    if not namespace:
+        return principal.spaces(right)
+    principal.check(right, namespace)
+    return (check_namespace(namespace),)
+
+
+def _once(verify: Callable[[], Verdict]) -> Iterator[Verdict]:
+    yield verify()
+
+
+def _unary(method: Callable[[bytes, _Context], Awaitable[Any]], reply: type[Any]) -> grpc.RpcMethodHandler[Any, Any]:
+    behaviour: Any = method
+    return grpc.unary_unary_rpc_method_handler(behaviour, None, reply.SerializeToString)

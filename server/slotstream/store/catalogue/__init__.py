@@ -1,0 +1,1 @@
+"""The catalogue: a SQLite index of the sample files, which can be rebuilt from them."""

@@ -1,0 +1,244 @@
+"""The catalogue's part of retention: what schema version 2 added, and its queries. Each walks an index; none scans a table.
+
+samples.reads, .acked_unix_ns   how often every row of the sample was read to the end, and when a reader was done with it
+namespaces                      samples, bytes and failed rows by namespace, kept by triggers
+leases                          who holds which sample until when, also over a restart
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from slotstream.store.catalogue.sql import MalformedRow
+from slotstream.store.records import SampleKey, State
+
+UPGRADE = """
+ALTER TABLE samples ADD COLUMN reads INTEGER NOT NULL DEFAULT 0;
+ALTER TABLE samples ADD COLUMN acked_unix_ns INTEGER NOT NULL DEFAULT 0;
+CREATE INDEX samples_committed ON samples (namespace, committed_unix_ns) WHERE state = 'committed';
+CREATE INDEX samples_failed ON samples (namespace, created_unix_ns) WHERE state = 'failed';
+CREATE INDEX samples_read ON samples (namespace, reads) WHERE reads > 0;
+CREATE INDEX samples_acked ON samples (namespace, acked_unix_ns) WHERE acked_unix_ns > 0;
+
+CREATE TABLE namespaces (
+    namespace TEXT PRIMARY KEY,
+    samples   INTEGER NOT NULL,  -- committed
+    bytes     INTEGER NOT NULL,  -- of their files
+    failed    INTEGER NOT NULL   -- rows of failed samples
+) WITHOUT ROWID;
+INSERT INTO namespaces
+    SELECT namespace, sum(state = 'committed'), sum(iif(state = 'committed', file_bytes, 0)), sum(state = 'failed')
+    FROM samples WHERE state IN ('committed', 'failed') GROUP BY namespace;
+CREATE TRIGGER namespaces_inserted AFTER INSERT ON samples WHEN new.state IN ('committed', 'failed') BEGIN
+    INSERT INTO namespaces VALUES (
+        new.namespace, new.state = 'committed', iif(new.state = 'committed', new.file_bytes, 0), new.state = 'failed'
+    ) ON CONFLICT (namespace) DO UPDATE SET
+        samples = samples + excluded.samples, bytes = bytes + excluded.bytes, failed = failed + excluded.failed;
+END;
+CREATE TRIGGER namespaces_deleted AFTER DELETE ON samples WHEN old.state IN ('committed', 'failed') BEGIN
+    UPDATE namespaces SET
+        samples = samples - (old.state = 'committed'),
+        bytes = bytes - iif(old.state = 'committed', old.file_bytes, 0),
+        failed = failed - (old.state = 'failed')
+    WHERE namespace = old.namespace;
+    DELETE FROM namespaces WHERE namespace = old.namespace AND samples = 0 AND failed = 0;
+END;
+CREATE TRIGGER namespaces_updated AFTER UPDATE OF state, file_bytes ON samples BEGIN
+    INSERT INTO namespaces VALUES (
+        new.namespace, new.state = 'committed', iif(new.state = 'committed', new.file_bytes, 0), new.state = 'failed'
+    ) ON CONFLICT (namespace) DO UPDATE SET
+        samples = samples + excluded.samples, bytes = bytes + excluded.bytes, failed = failed + excluded.failed;
+    UPDATE namespaces SET
+        samples = samples - (old.state = 'committed'),
+        bytes = bytes - iif(old.state = 'committed', old.file_bytes, 0),
+        failed = failed - (old.state = 'failed')
+    WHERE namespace = old.namespace;
+    DELETE FROM namespaces WHERE namespace = old.namespace AND samples = 0 AND failed = 0;
+END;
+
+CREATE TABLE leases (
+    namespace     TEXT NOT NULL,
+    sample_id     TEXT NOT NULL,
+    holder        TEXT NOT NULL,     -- chosen by the reader
+    until_unix_ns INTEGER NOT NULL,
+    PRIMARY KEY (namespace, sample_id, holder)
+) WITHOUT ROWID;
+CREATE INDEX leases_until ON leases (until_unix_ns);
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What one namespace holds: committed samples, the bytes of their files, and failed samples that are still known."""
+
+    namespace: str
+    samples: int = 0
+    bytes: int = 0
+    failed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A sample that a rule may delete. `stamp_unix_ns`, its commit's (a failed one's open's), tells it from a later one."""
+
+    key: SampleKey
+    stamp_unix_ns: int
+    file_bytes: int
+    position: tuple[int, int]  # In its queue: the next page begins behind it.
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """What retention knows about a sample. Times in Unix nanoseconds, 0 for never."""
+
+    reads: int = 0
+    acked_unix_ns: int = 0
+    leased_until_unix_ns: int = 0
+
+
+class Queue(Enum):
+    """An order in which samples of a namespace may go: the index, its first column that counts, and the rows in it."""
+
+    OLDEST = ("samples_committed", "committed_unix_ns", "state = 'committed'")
+    READ = ("samples_read", "reads", "reads > 0 AND state = 'committed'")
+    ACKED = ("samples_acked", "acked_unix_ns", "acked_unix_ns > 0 AND state = 'committed'")
+    FAILED = ("samples_failed", "created_unix_ns", "state = 'failed'")
+
+
+def candidates(db: sqlite3.Connection, queue: Queue, namespace: str, after: tuple[int, int], limit: int) -> list[Candidate]:
+    """Up to `limit` samples of a queue behind position `after`, in order. (n, -1) stands before all whose column is n."""
+    index, column, rows = queue.value
+    stamp = "created_unix_ns" if queue is Queue.FAILED else "committed_unix_ns"
+    found = db.execute(
+        f"SELECT sample_id, {stamp}, file_bytes, {column}, id FROM samples INDEXED BY {index} "
+        f"WHERE namespace = ? AND {rows} AND ({column}, id) > (?, ?) ORDER BY {column}, id LIMIT ?",
+        (namespace, *after, limit),
+    )
+    return [Candidate(SampleKey(namespace, row[0]), row[1], row[2], (row[3], row[4])) for row in found]
+
+
+def usage(db: sqlite3.Connection, namespace: str) -> Usage:
+    row = db.execute("SELECT samples, bytes, failed FROM namespaces WHERE namespace = ?", (namespace,)).fetchone()
+    return Usage(namespace, *row) if row is not None else Usage(namespace)
+
+
+def usages(db: sqlite3.Connection, after: str, limit: int) -> list[Usage]:
+    """Namespaces behind `after` in the order of their names."""
+    rows = db.execute("SELECT * FROM namespaces WHERE namespace > ? ORDER BY namespace LIMIT ?", (after, limit))
+    return [Usage(*row) for row in rows]
+
+
+def largest(db: sqlite3.Connection, limit: int) -> list[Usage]:
+    rows = db.execute("SELECT * FROM namespaces ORDER BY bytes DESC, namespace LIMIT ?", (limit,))
+    return [Usage(*row) for row in rows]
+
+
+def latest_stamp(db: sqlite3.Connection) -> int:
+    """The latest time that any row was created or committed at; 0 when there is none. Raises MalformedRow."""
+    (created,) = db.execute("SELECT max(created_unix_ns) FROM samples").fetchone()
+    latest = _stamp(created)
+    for (namespace,) in db.execute("SELECT namespace FROM namespaces").fetchall():
+        (committed,) = db.execute(
+            "SELECT max(committed_unix_ns) FROM samples INDEXED BY samples_committed "
+            "WHERE namespace = ? AND state = 'committed'",
+            (namespace,),
+        ).fetchone()
+        latest = max(latest, _stamp(committed))
+    return latest
+
+
+def _stamp(value: object) -> int:
+    if value is not None and not isinstance(value, int):
+        raise MalformedRow("a time in the catalogue is none")
+    return value or 0
+
+
+# Reads, acks and leases.
+
+
+def standing(db: sqlite3.Connection, key: SampleKey, now_unix_ns: int) -> Standing:
+    name = (key.namespace, key.sample_id)
+    row = db.execute("SELECT reads, acked_unix_ns FROM samples WHERE namespace = ? AND sample_id = ?", name).fetchone()
+    reads, acked = row or (0, 0)
+    return Standing(reads, acked, leased_until(db, key, now_unix_ns))
+
+
+def count_read(db: sqlite3.Connection, key: SampleKey, committed_unix_ns: int) -> None:
+    db.execute(
+        "UPDATE samples SET reads = reads + 1 "
+        "WHERE namespace = ? AND sample_id = ? AND state = 'committed' AND committed_unix_ns = ?",
+        (key.namespace, key.sample_id, committed_unix_ns),
+    )
+
+
+def ack(db: sqlite3.Connection, key: SampleKey, now_unix_ns: int) -> bool:
+    """Notes that a reader is done with a committed sample; the first time stays. False when it is not committed."""
+    changed = db.execute(
+        "UPDATE samples SET acked_unix_ns = iif(acked_unix_ns > 0, acked_unix_ns, ?) "
+        "WHERE namespace = ? AND sample_id = ? AND state = 'committed'",
+        (now_unix_ns, key.namespace, key.sample_id),
+    )
+    return changed.rowcount == 1
+
+
+def leased_until(db: sqlite3.Connection, key: SampleKey, now_unix_ns: int) -> int:
+    """When the last lease on a sample ends; 0 when none holds now."""
+    (until,) = db.execute(
+        "SELECT max(until_unix_ns) FROM leases WHERE namespace = ? AND sample_id = ? AND until_unix_ns > ?",
+        (key.namespace, key.sample_id, now_unix_ns),
+    ).fetchone()
+    return int(until or 0)
+
+
+def lease(db: sqlite3.Connection, key: SampleKey, holder: str, until_unix_ns: int, leases_max: int) -> bool:
+    """Give `holder` a committed sample until then, in place of a lease of its own. False when `leases_max` are held."""
+    name = (key.namespace, key.sample_id, holder)
+    known = db.execute("SELECT 1 FROM leases WHERE namespace = ? AND sample_id = ? AND holder = ?", name).fetchone()
+    if known is None and db.execute("SELECT count(*) FROM leases").fetchone()[0] >= leases_max:
+        return False
+    db.execute("INSERT OR REPLACE INTO leases VALUES (?, ?, ?, ?)", (*name, until_unix_ns))
+    return True
+
+
+def release(db: sqlite3.Connection, key: SampleKey, holder: str) -> None:
+    db.execute(
+        "DELETE FROM leases WHERE namespace = ? AND sample_id = ? AND holder = ?", (key.namespace, key.sample_id, holder)
+    )
+
+
+def forget_leases(db: sqlite3.Connection, now_unix_ns: int) -> None:
+    """Drops the leases that have ended."""
+    db.execute("DELETE FROM leases WHERE until_unix_ns <= ?", (now_unix_ns,))
+
+
+# Deleting.
+
+
+def mark_deleting(db: sqlite3.Connection, key: SampleKey) -> None:
+    db.execute("UPDATE samples SET state = 'deleting' WHERE namespace = ? AND sample_id = ?", (key.namespace, key.sample_id))
+
+
+def drop_deleting(db: sqlite3.Connection, keys: Sequence[SampleKey]) -> None:
+    """Removes the rows that are still DELETING: one that was committed anew meanwhile stays."""
+    for key in keys:
+        name = (key.namespace, key.sample_id)
+        row = db.execute("SELECT id, state FROM samples WHERE namespace = ? AND sample_id = ?", name).fetchone()
+        if row is not None and row[1] == State.DELETING:
+            db.execute("DELETE FROM tags WHERE sample = ?", (row[0],))
+            db.execute("DELETE FROM samples WHERE id = ?", (row[0],))
+            db.execute("DELETE FROM leases WHERE namespace = ? AND sample_id = ?", name)
+
+
+# What has to survive a restart, by name.
+
+
+def get_meta(db: sqlite3.Connection, key: str) -> str | None:
+    row = db.execute("SELECT value FROM meta WHERE key = ?", (key,)).fetchone()
+    return None if row is None else str(row[0])
+
+
+def set_meta(db: sqlite3.Connection, key: str, value: str) -> None:
+    db.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (key, value))

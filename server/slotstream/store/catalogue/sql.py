@@ -1,0 +1,334 @@
+"""The catalogue's tables and queries. `samples` is meant to be read by people too: `sqlite3 DIR/catalog.sqlite`.
+
+samples   one row a sample, whatever its state; see the comments in SCHEMA
+tags      one row a sample and tag, so that a tag filter is one index walk
+totals    samples and bytes by state, kept by triggers, so that metrics never scan
+meta      key and value; `clean_shutdown` is 1 while no server has the directory open, `page_key` seals page tokens
+
+What retention needs beside these is in `retention_sql`.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import sqlite3
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from slotstream.store.catalogue import page_token
+from slotstream.store.records import SampleKey, SampleRecord, State, compact_json
+from slotstream.wire.errors import BadNamespace, BadParams, BadSampleId
+from slotstream.wire.hashing import xxh3
+
+SCHEMA_VERSION = 2
+PAGE_SIZE_MAX = 1000
+TAG_FILTERS_MAX = 8
+_TAG_SAMPLE = 1000  # Rows looked at to guess which of several tags is the rarest.
+
+SCHEMA = """
+CREATE TABLE samples (
+    id                INTEGER PRIMARY KEY,
+    namespace         TEXT NOT NULL,
+    sample_id         TEXT NOT NULL,
+    state             TEXT NOT NULL CHECK (state IN ('arriving', 'committed', 'failed', 'deleting')),
+    model             TEXT NOT NULL,
+    dtype             TEXT NOT NULL,     -- safetensors spelling
+    layer_ids         TEXT NOT NULL,     -- JSON list, in the file's order
+    hidden_size       INTEGER NOT NULL,  -- elements
+    num_tokens        INTEGER NOT NULL,  -- rows; the most it can hold while arriving
+    file_bytes        INTEGER NOT NULL,  -- 0 until committed
+    created_unix_ns   INTEGER NOT NULL,
+    committed_unix_ns INTEGER NOT NULL,  -- 0 until committed
+    error_code        TEXT NOT NULL,     -- stable code, when failed
+    error_message     TEXT NOT NULL,
+    tags              TEXT NOT NULL,     -- JSON object of strings
+    metadata          TEXT NOT NULL,     -- JSON object of strings: what the connector recorded
+    header_xxh3       TEXT NOT NULL,     -- xxh3-64 of the file's header, 16 hex characters
+    UNIQUE (namespace, sample_id)
+);
+CREATE INDEX samples_created ON samples (created_unix_ns);
+CREATE INDEX samples_namespace ON samples (namespace, created_unix_ns);
+CREATE INDEX samples_model ON samples (model, created_unix_ns);
+CREATE INDEX samples_namespace_model ON samples (namespace, model, created_unix_ns);
+CREATE INDEX samples_unfinished ON samples (state, created_unix_ns) WHERE state <> 'committed';
+
+CREATE TABLE tags (
+    key             TEXT NOT NULL,
+    value           TEXT NOT NULL,
+    created_unix_ns INTEGER NOT NULL,
+    sample          INTEGER NOT NULL REFERENCES samples (id),
+    PRIMARY KEY (key, value, created_unix_ns, sample)
+) WITHOUT ROWID;
+CREATE INDEX tags_sample ON tags (sample);
+
+CREATE TABLE totals (state TEXT PRIMARY KEY, samples INTEGER NOT NULL, bytes INTEGER NOT NULL) WITHOUT ROWID;
+INSERT INTO totals VALUES ('arriving', 0, 0), ('committed', 0, 0), ('failed', 0, 0), ('deleting', 0, 0);
+CREATE TRIGGER samples_inserted AFTER INSERT ON samples BEGIN
+    UPDATE totals SET samples = samples + 1, bytes = bytes + new.file_bytes WHERE state = new.state;
+END;
+CREATE TRIGGER samples_deleted AFTER DELETE ON samples BEGIN
+    UPDATE totals SET samples = samples - 1, bytes = bytes - old.file_bytes WHERE state = old.state;
+END;
+CREATE TRIGGER samples_updated AFTER UPDATE OF state, file_bytes ON samples BEGIN
+    UPDATE totals SET samples = samples - 1, bytes = bytes - old.file_bytes WHERE state = old.state;
+    UPDATE totals SET samples = samples + 1, bytes = bytes + new.file_bytes WHERE state = new.state;
+END;
+
+CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
+"""
+
+_COLUMNS = (
+    "namespace, sample_id, state, model, dtype, layer_ids, hidden_size, num_tokens, file_bytes, created_unix_ns, "
+    "committed_unix_ns, error_code, error_message, tags, metadata, header_xxh3"
+)
+_QUALIFIED = ", ".join(f"s.{name}" for name in _COLUMNS.split(", "))
+_UPSERT = (
+    f"INSERT INTO samples ({_COLUMNS}) VALUES ({', '.join('?' * len(_COLUMNS.split(', ')))}) "
+    "ON CONFLICT (namespace, sample_id) DO UPDATE SET "
+    + ", ".join(f"{name} = excluded.{name}" for name in _COLUMNS.split(", ")[2:])
+    + ", reads = 0, acked_unix_ns = 0 RETURNING id"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ListQuery:
+    """Filters of a listing; empty or 0 means any. Times in Unix nanoseconds. Raises BadParams past the limits.
+
+    `namespaces` are those that the caller may see; None: all. Nothing of another shows, in rows or in page tokens.
+    """
+
+    namespace: str = ""
+    namespaces: tuple[str, ...] | None = None
+    model: str = ""
+    state: State | None = None
+    created_from_unix_ns: int = 0  # Inclusive.
+    created_until_unix_ns: int = 0  # Exclusive.
+    tags: Mapping[str, str] = field(default_factory=dict)
+    page_size: int = 100
+    page_token: str = ""
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.page_size <= PAGE_SIZE_MAX:
+            raise BadParams(f"page_size must be 1 to {PAGE_SIZE_MAX}, not {self.page_size}")
+        if len(self.tags) > TAG_FILTERS_MAX:
+            raise BadParams(f"a listing filters by at most {TAG_FILTERS_MAX} tags, not {len(self.tags)}")
+
+    def fingerprint(self) -> int:
+        """32 bits over the filters: a token continues the listing that it came from, and no other."""
+        filters = [
+            self.namespace,
+            self.model,
+            str(self.state or ""),
+            self.created_from_unix_ns,
+            self.created_until_unix_ns,
+            dict(self.tags),
+            self.namespaces,
+        ]
+        return xxh3(compact_json(filters).encode()) & 0xFFFFFFFF
+
+
+def _values(record: SampleRecord) -> tuple[object, ...]:
+    return (
+        record.namespace,
+        record.sample_id,
+        str(record.state),
+        record.model,
+        record.dtype,
+        compact_json(list(record.layer_ids)),
+        record.hidden_size,
+        record.num_tokens,
+        record.file_bytes,
+        record.created_unix_ns,
+        record.committed_unix_ns,
+        record.error_code,
+        record.error_message,
+        compact_json(dict(record.tags)),
+        compact_json(dict(record.metadata)),
+        record.header_xxh3,
+    )
+
+
+class MalformedRow(sqlite3.DatabaseError):
+    """A row that this program did not write: the file was damaged, or somebody edited it."""
+
+
+def record_from_row(row: tuple[Any, ...]) -> SampleRecord:
+    """The record of a row of `_COLUMNS`. Raises MalformedRow when the row cannot be one of ours."""
+    try:
+        key = SampleKey.checked(row[0], row[1])  # Paths are made of it: an edited row must not lead out of the directory.
+        return SampleRecord(
+            namespace=key.namespace,
+            sample_id=key.sample_id,
+            state=State(str(row[2])),
+            model=str(row[3]),
+            dtype=str(row[4]),
+            layer_ids=tuple(_number(layer, 32) for layer in json.loads(row[5])),
+            hidden_size=_number(row[6], 32),
+            num_tokens=_number(row[7], 63),
+            file_bytes=_number(row[8], 63),
+            created_unix_ns=_number(row[9], 63),
+            committed_unix_ns=_number(row[10], 63),
+            error_code=str(row[11]),
+            error_message=str(row[12]),
+            tags=_strings(json.loads(row[13])),
+            metadata=_strings(json.loads(row[14])),
+            header_xxh3=str(row[15]),
+        )
+    except (ValueError, TypeError, RecursionError, BadNamespace, BadSampleId) as error:
+        raise MalformedRow("a row of the catalogue is malformed") from error
+
+
+def _number(value: object, bits: int) -> int:
+    """What a message can carry. Raises ValueError."""
+    if type(value) is not int or not 0 <= value < 1 << bits:
+        raise ValueError(f"{value!r} is not a number of {bits} bits")
+    return value
+
+
+def _strings(value: object) -> dict[str, str]:
+    """Raises ValueError, also for a lone surrogate, which JSON can spell and no message can carry."""
+    if not isinstance(value, dict) or not all(isinstance(text, str) for text in value.values()):
+        raise ValueError("not an object of strings")
+    "".join((*value, *value.values())).encode()
+    return value
+
+
+def put(db: sqlite3.Connection, record: SampleRecord) -> None:
+    """Insert `record`, or replace the row of the same name, with its tags."""
+    (row_id,) = db.execute(_UPSERT, _values(record)).fetchone()
+    db.execute("DELETE FROM tags WHERE sample = ?", (row_id,))
+    tags = [(key, value, record.created_unix_ns, row_id) for key, value in record.tags.items()]
+    if tags:
+        db.executemany("INSERT INTO tags VALUES (?, ?, ?, ?)", tags)
+
+
+def get(db: sqlite3.Connection, namespace: str, sample_id: str) -> SampleRecord | None:
+    query = f"SELECT {_COLUMNS} FROM samples WHERE namespace = ? AND sample_id = ?"
+    row = db.execute(query, (namespace, sample_id)).fetchone()
+    return None if row is None else record_from_row(row)
+
+
+def scan(db: sqlite3.Connection, after_id: int, limit: int, namespace: str = "") -> list[tuple[int, SampleRecord]]:
+    """Up to `limit` rows with an id above `after_id`, in id order: for walks over everything, page by page."""
+    where = "AND namespace = ?" if namespace else ""
+    values: tuple[object, ...] = (after_id, namespace, limit) if namespace else (after_id, limit)
+    rows = db.execute(f"SELECT id, {_COLUMNS} FROM samples WHERE id > ? {where} ORDER BY id LIMIT ?", values)
+    page: list[tuple[int, SampleRecord]] = []
+    for row in rows:
+        if row[0] <= after_id:  # In a damaged tree: a walk that follows it might never end.
+            raise MalformedRow("the rows of the catalogue are out of order")
+        after_id = row[0]
+        page.append((after_id, record_from_row(row[1:])))
+    return page
+
+
+def unfinished(db: sqlite3.Connection) -> list[SampleRecord]:
+    """Rows in states that only a running server may leave behind for long."""
+    states = "state IN ('arriving', 'deleting') AND state <> 'committed'"
+    rows = db.execute(f"SELECT {_COLUMNS} FROM samples INDEXED BY samples_unfinished WHERE {states}")
+    return [record_from_row(row) for row in rows]
+
+
+def list_page(db: sqlite3.Connection, query: ListQuery) -> tuple[list[SampleRecord], str]:
+    """One page, newest first, and the token of the next one ("" on the last). Raises BadPage."""
+    key = page_key(db)
+    before = page_token.unseal(key, query.page_token, query.fingerprint()) if query.page_token else None
+    # One walk a namespace, each as short as the page, and merged: a walk over all would take as long as others have samples.
+    parts = (query,) if query.namespaces is None else [replace(query, namespace=name) for name in query.namespaces]
+    rows: list[tuple[Any, ...]] = []
+    for part in parts:
+        sql, values = _list_sql(db, part, before)
+        rows += db.execute(sql, (*values, query.page_size + 1)).fetchall()
+    if len(parts) > 1:
+        rows.sort(key=lambda row: (row[1], row[0]), reverse=True)
+    page = rows[: query.page_size]
+    more = len(rows) > query.page_size
+    token = page_token.seal(key, page[-1][1], page[-1][0], query.fingerprint()) if more else ""
+    return [record_from_row(row[2:]) for row in page], token
+
+
+def totals(db: sqlite3.Connection) -> dict[State, tuple[int, int]]:
+    """State -> (samples, bytes)."""
+    rows = db.execute("SELECT state, samples, bytes FROM totals").fetchall()
+    try:
+        return {State(state): (int(samples), int(nbytes)) for state, samples, nbytes in rows}
+    except (ValueError, TypeError) as error:
+        raise MalformedRow("a total of the catalogue is malformed") from error
+
+
+def make_page_key(db: sqlite3.Connection) -> None:
+    """Give the catalogue the key of its page tokens, unless it has one."""
+    db.execute("INSERT OR IGNORE INTO meta VALUES ('page_key', ?)", (secrets.token_hex(page_token.KEY_BYTES),))
+
+
+def page_key(db: sqlite3.Connection) -> bytes:
+    """Raises sqlite3.DatabaseError where there is none."""
+    row = db.execute("SELECT value FROM meta WHERE key = 'page_key'").fetchone()
+    try:
+        return bytes.fromhex(row[0])
+    except (ValueError, TypeError) as error:
+        raise sqlite3.DatabaseError("the key of the page tokens is gone") from error
+
+
+def _list_sql(db: sqlite3.Connection, query: ListQuery, before: tuple[int, int] | None) -> tuple[str, list[object]]:
+    """The statement walks one index in the order of the listing, so that a page costs the same at any table size."""
+    tags = _rarest_first(db, query.tags)
+    where: list[str] = []
+    values: list[object] = []
+    if tags:
+        source = "tags AS t CROSS JOIN samples AS s ON s.id = t.sample"
+        created, row_id = "t.created_unix_ns", "t.sample"
+        where.append("t.key = ? AND t.value = ?")
+        values += tags[0]
+    else:
+        source = f"samples AS s INDEXED BY {_index(query)}"
+        created, row_id = "s.created_unix_ns", "s.id"
+    for key, value in tags[1:]:
+        where.append(
+            f"EXISTS (SELECT 1 FROM tags AS o WHERE o.key = ? AND o.value = ? AND o.created_unix_ns = {created} "
+            f"AND o.sample = {row_id})"
+        )
+        values += [key, value]
+    if query.state is not None:
+        where.append(f"s.state = '{query.state}'")
+        if _index(query) == "samples_unfinished":
+            where.append("s.state <> 'committed'")  # SQLite uses a partial index only when its condition stands here.
+    filters: tuple[tuple[str, str | int], ...] = (
+        ("s.namespace = ?", query.namespace),
+        ("s.model = ?", query.model),
+        (f"{created} >= ?", query.created_from_unix_ns),
+        (f"{created} < ?", query.created_until_unix_ns),
+    )
+    for condition, wanted in filters:
+        if wanted:
+            where.append(condition)
+            values.append(wanted)
+    if before is not None:
+        where.append(f"({created}, {row_id}) < (?, ?)")
+        values += before
+    condition = f"WHERE {' AND '.join(where)} " if where else ""
+    columns = f"{row_id}, {created}, {_QUALIFIED}"
+    return f"SELECT {columns} FROM {source} {condition}ORDER BY {created} DESC, {row_id} DESC LIMIT ?", values
+
+
+def _index(query: ListQuery) -> str:
+    if query.state not in (None, State.COMMITTED):
+        return "samples_unfinished"  # Few samples are; nearly all rows of every other index are committed.
+    if query.namespace and query.model:
+        return "samples_namespace_model"
+    if query.namespace:
+        return "samples_namespace"
+    return "samples_model" if query.model else "samples_created"
+
+
+def _rarest_first(db: sqlite3.Connection, tags: Mapping[str, str]) -> list[tuple[str, str]]:
+    if len(tags) < 2:
+        return list(tags.items())
+
+    def count(tag: tuple[str, str]) -> int:
+        rows = "SELECT 1 FROM tags WHERE key = ? AND value = ? LIMIT ?"
+        return int(db.execute(f"SELECT count(*) FROM ({rows})", (*tag, _TAG_SAMPLE)).fetchone()[0])
+
+    return sorted(tags.items(), key=count)

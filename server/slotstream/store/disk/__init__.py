@@ -1,0 +1,1 @@
+"""The disk: every system call of the store that names a file is made here."""

@@ -1,0 +1,1 @@
+"""One sample's file: written, hashed and read."""

@@ -1,0 +1,1 @@
+"""What happens to stored samples later: retention, deletion, checks, quarantine and recovery."""

@@ -1,0 +1,111 @@
+"""Deleting samples: the row says DELETING, durably, before the file goes, and goes itself after the file.
+
+So a crash or a power cut at any point leaves either the whole sample or a deletion that the next start finishes; and what
+was deleted does not come back as a sample whose file is missing.
+"""
+
+from __future__ import annotations
+
+import logging
+import sqlite3
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+from slotstream.store.catalogue import retention_sql
+from slotstream.store.catalogue.catalogue import Catalogue
+from slotstream.store.catalogue.sql import get as get_record
+from slotstream.store.disk.files import Files, store_error
+from slotstream.store.records import SampleKey, SampleRecord, State
+from slotstream.wire.errors import InternalFault, StoreFull
+
+_log = logging.getLogger(__name__)
+
+
+class Deleter:
+    """Takes samples out of the store. Thread safe."""
+
+    def __init__(
+        self,
+        files: Files,
+        data_dir: Path,
+        catalogue: Catalogue,
+        id_lock: Callable[[SampleKey], AbstractContextManager[object]],
+        is_read: Callable[[SampleKey], bool],
+        now: Callable[[], int],
+    ) -> None:
+        """`id_lock`: held by whoever publishes an id; `is_read`: whether a reader has the sample open."""
+        self._files = files
+        self._data_dir = data_dir
+        self._catalogue = catalogue
+        self._id_lock = id_lock
+        self._is_read = is_read
+        self._now = now
+
+    def delete(self, record: SampleRecord) -> None:
+        """Remove what `record` says was there, its id's lock held. Raises StoreFull and InternalFault."""
+        key = record.key
+        self._catalogue.submit(lambda db: retention_sql.mark_deleting(db, key), durable=True).result()
+        path = key.path(self._data_dir)
+        try:
+            if self._files.path_size(path) is not None:
+                self._files.unlink(path)
+                self._files.sync_dir(path.parent)
+        except OSError as error:
+            raise store_error(error, f"deleting {key}") from error
+        self._catalogue.drop_deleting([key]).result()
+
+    def delete_unused(self, doomed: Sequence[retention_sql.Candidate]) -> list[retention_sql.Candidate]:
+        """Remove those that nobody reads, leases, or has replaced; which they were. Raises StoreFull and InternalFault."""
+        now = self._now()
+
+        def mark(db: sqlite3.Connection) -> list[retention_sql.Candidate]:
+            marked = []
+            for candidate in doomed:
+                record = get_record(db, candidate.key.namespace, candidate.key.sample_id)
+                if record is None or not _is_same(record, candidate):
+                    continue
+                # Leases are given out by this thread too, so none can come between this look and the mark.
+                if self._is_read(candidate.key) or retention_sql.leased_until(db, candidate.key, now):
+                    continue
+                retention_sql.mark_deleting(db, candidate.key)
+                marked.append(candidate)
+            return marked
+
+        marked = self._catalogue.submit(mark, durable=True).result()
+        self.finish([candidate.key for candidate in marked])
+        return marked
+
+    def finish(self, keys: Sequence[SampleKey]) -> None:
+        """Remove the files and rows of samples that are marked as DELETING. What the disk refuses stays for another time."""
+        directories: dict[Path, list[SampleKey]] = {}
+        for key in keys:
+            with self._id_lock(key):
+                record = self._catalogue.get(key)
+                if record is None or record.state is not State.DELETING:
+                    continue  # The same id was committed again meanwhile: the file is that sample's.
+                path = key.path(self._data_dir)
+                try:
+                    self._files.unlink(path)
+                except OSError as error:
+                    _log.warning("%s", store_error(error, f"deleting {key}"))
+                    continue
+            directories.setdefault(path.parent, []).append(key)
+        gone: list[SampleKey] = []
+        for directory, its in directories.items():
+            try:
+                if self._files.path_size(directory) is not None:
+                    self._files.sync_dir(directory)
+                gone += its
+            except OSError as error:
+                _log.warning("%s", store_error(error, f"deleting samples of {directory}"))
+        try:
+            self._catalogue.drop_deleting(gone).result()
+        except (StoreFull, InternalFault) as error:
+            _log.warning("the rows of %d deleted samples cannot be removed yet: %s", len(gone), error)
+
+
+def _is_same(record: SampleRecord, candidate: retention_sql.Candidate) -> bool:
+    if record.state is State.COMMITTED:
+        return record.committed_unix_ns == candidate.stamp_unix_ns
+    return record.state is State.FAILED and record.created_unix_ns == candidate.stamp_unix_ns

@@ -1,0 +1,213 @@
+"""What stays and what goes: readers, acks and leases, deletions, and the quarantine. `SampleStore.lifetimes` is one."""
+
+from __future__ import annotations
+
+import logging
+import sqlite3
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+from slotstream.store.catalogue import retention_sql
+from slotstream.store.catalogue.catalogue import Catalogue
+from slotstream.store.catalogue.retention_sql import Candidate, Queue, Standing, Usage
+from slotstream.store.catalogue.sql import get as get_record
+from slotstream.store.disk.clock import Clock
+from slotstream.store.disk.directory import OpenedDirectory
+from slotstream.store.disk.files import Files, store_error
+from slotstream.store.records import SampleKey, SampleRecord, State
+from slotstream.store.upkeep import verifying
+from slotstream.store.upkeep.deleting import Deleter
+from slotstream.store.upkeep.quarantine import Quarantine
+from slotstream.store.upkeep.verifying import Verdict
+from slotstream.wire.errors import BadParams, Leased, SampleNotFound, StoreFull
+from slotstream.wire.names import check_holder
+
+_log = logging.getLogger(__name__)
+LEASES_MAX = 10_000
+LEASE_S_MAX = 86_400.0
+_NS = 1_000_000_000
+
+
+class Lifetimes:
+    """Thread safe; methods block for the disk. Raises StoreFull, InternalFault and StoreGone unless it says more."""
+
+    def __init__(
+        self,
+        files: Files,
+        data_dir: Path,
+        catalogue: Catalogue,
+        opened: OpenedDirectory,
+        id_lock: Callable[[SampleKey], AbstractContextManager[object]],
+        clock: Clock,
+    ) -> None:
+        self.clock = clock
+        self._files = files
+        self._data_dir = data_dir
+        self._catalogue = catalogue
+        self._opened = opened
+        self._id_lock = id_lock
+        self._quarantine = Quarantine(files, data_dir, opened)
+        self._deleter = Deleter(files, data_dir, catalogue, id_lock, self.is_read, self.clock.now)
+        self.quarantined = 0  # Samples taken out of service by this process.
+        self._readers: Counter[SampleKey] = Counter()
+        self._readers_lock = threading.Lock()
+
+    # Readers.
+
+    def begin_read(self, key: SampleKey) -> None:
+        """From here to `end_read` the sample is not deleted but by name. Called before its file is looked for."""
+        with self._readers_lock:
+            self._readers[key] += 1
+
+    def end_read(self, key: SampleKey) -> None:
+        with self._readers_lock:
+            self._readers[key] -= 1
+            if not self._readers[key]:
+                del self._readers[key]
+
+    def is_read(self, key: SampleKey) -> bool:
+        """Whether somebody has the sample open."""
+        with self._readers_lock:
+            return key in self._readers
+
+    def count_read(self, key: SampleKey, committed_unix_ns: int) -> Future[None]:
+        """Every row of the sample committed then was read. Done when it is counted; a crash may lose the last counts."""
+        return self._catalogue.submit(lambda db: retention_sql.count_read(db, key, committed_unix_ns))
+
+    # Acks and leases.
+
+    def ack(self, key: SampleKey) -> None:
+        """Note that a reader is done with the sample. Raises SampleNotFound unless it is committed."""
+        now = self.clock.now()
+        if not self._catalogue.submit(lambda db: retention_sql.ack(db, key, now)).result():
+            raise SampleNotFound(f"there is no committed sample {key}")
+
+    def lease(self, key: SampleKey, holder: str, seconds: float) -> int:
+        """Keep a committed sample for `holder` for so long from now, at most LEASE_S_MAX; the Unix ns when that ends.
+
+        A holder's next lease takes the place of its last; 0 seconds give it back. Leases survive restarts, but not the loss
+        of the catalogue. Raises SampleNotFound, BadParams and, when LEASES_MAX leases are held, StoreFull.
+        """
+        check_holder(holder)
+        if not 0 <= seconds <= LEASE_S_MAX:
+            raise BadParams(f"a lease lasts 0 to {LEASE_S_MAX:.0f} seconds")
+        now = self.clock.now()
+        until = now + round(seconds * _NS)
+
+        def take(db: sqlite3.Connection) -> int | None:
+            record = get_record(db, key.namespace, key.sample_id)
+            if record is None or record.state is not State.COMMITTED:
+                raise SampleNotFound(f"there is no committed sample {key}")
+            if seconds == 0:
+                retention_sql.release(db, key, holder)
+                return 0
+            retention_sql.forget_leases(db, now)
+            return until if retention_sql.lease(db, key, holder, until, LEASES_MAX) else None
+
+        ends = self._catalogue.submit(take).result()
+        if ends is None:
+            raise StoreFull(f"{LEASES_MAX} leases are held already, as many as this server allows")
+        return ends
+
+    def standing(self, key: SampleKey) -> Standing:
+        """Reads, ack and lease of a sample."""
+        return self._catalogue.ask(lambda db: retention_sql.standing(db, key, self.clock.now()))
+
+    # Deletions. Each looks first whether the directory is still the one that was opened.
+
+    def delete(self, record: SampleRecord) -> None:
+        """Remove a sample by name, its id's lock held. Raises Leased, however few seconds the lease lasts."""
+        self._opened.check()
+        if until := self.standing(record.key).leased_until_unix_ns:
+            left_s = (until - self.clock.now()) / _NS
+            raise Leased(f"{record.key} is leased to a reader for another {left_s:.0f} seconds")
+        self._deleter.delete(record)
+
+    def delete_unused(self, doomed: Sequence[Candidate]) -> list[Candidate]:
+        """Remove those that nobody reads, holds a lease on, or has replaced; which they were."""
+        self._opened.check()
+        return self._deleter.delete_unused(doomed)
+
+    def finish_deletions(self) -> None:
+        """Try again what the disk refused earlier."""
+        stuck = [record.key for record in self._catalogue.unfinished() if record.state is State.DELETING]
+        if stuck:
+            self._opened.check()
+            self._deleter.finish(stuck)
+
+    # Damage.
+
+    def verify(self, record: SampleRecord, paced: Callable[[int], None]) -> Verdict | None:
+        """Check every byte of a committed sample; None when it went away meanwhile. `paced`: told of bytes as they are read."""
+        self._opened.check()
+        return verifying.verify_current(self._files, self._data_dir, self._catalogue, record, paced)
+
+    def quarantine(self, verdict: Verdict) -> str | None:
+        """Take a damaged sample out of service: its file moves to the quarantine and its row says FAILED (DAMAGED).
+
+        What became of the file, in words; None when nothing was done: the sample changed meanwhile, or what failed was
+        the disk's word of the moment and not the file's bytes.
+        """
+        record = verdict.record
+        if not verdict.damage or verdict.transient or record is None:
+            return None
+        with self._id_lock(record.key):
+            if self._catalogue.get(record.key) != record:
+                return None
+            self._opened.check()
+            try:
+                done = f"moved to {self._quarantine.take(record)}"
+            except FileNotFoundError:
+                done = "gone"
+            except OSError as error:
+                raise store_error(error, f"moving {record.key} to the quarantine") from error
+            message = f"{verdict.damage}: {verdict.message}; the file is {done}"
+            self._catalogue.put_damaged(record, message).result()
+        with self._readers_lock:
+            self.quarantined += 1
+        _log.error("sample %s is damaged: %s", record.key, message)
+        return done
+
+    def quarantine_census(self) -> tuple[int, int]:
+        """Files in the quarantine and their bytes."""
+        try:
+            return self._quarantine.census()
+        except OSError as error:
+            raise store_error(error, "looking at the quarantine") from error
+
+    # Looking.
+
+    def candidates(self, queue: Queue, namespace: str, after: tuple[int, int], limit: int) -> list[Candidate]:
+        return self._catalogue.ask(lambda db: retention_sql.candidates(db, queue, namespace, after, limit))
+
+    def usage(self, namespace: str) -> Usage:
+        return self._catalogue.ask(lambda db: retention_sql.usage(db, namespace))
+
+    def usages(self, after: str = "", limit: int = 1000) -> list[Usage]:
+        """One page of namespaces, in the order of their names."""
+        return self._catalogue.ask(lambda db: retention_sql.usages(db, after, limit))
+
+    def every_usage(self) -> Iterator[Usage]:
+        after = ""
+        while page := self.usages(after):
+            yield from page
+            after = page[-1].namespace
+
+    def largest(self, limit: int) -> list[Usage]:
+        """The namespaces with the most bytes."""
+        return self._catalogue.ask(lambda db: retention_sql.largest(db, limit))
+
+    def records_after(self, row: int, limit: int) -> list[tuple[int, SampleRecord]]:
+        """Rows of the catalogue behind row number `row`, in the order they were first seen."""
+        return self._catalogue.scan_page(row, limit)
+
+    def remembered(self, name: str) -> str | None:
+        """What `remember` was told last, in this process or an earlier one."""
+        return self._catalogue.ask(lambda db: retention_sql.get_meta(db, name))
+
+    def remember(self, name: str, value: str) -> None:
+        self._catalogue.submit(lambda db: retention_sql.set_meta(db, name, value)).result()

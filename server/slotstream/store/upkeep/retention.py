@@ -1,0 +1,192 @@
+"""Which samples may go, and when: rules read once from a file, and pure decisions over frozen data. No disk, no clock.
+
+Without a rule a sample stays for ever. Whatever a rule says, a sample that somebody reads or holds a lease on stays.
+"""
+
+from __future__ import annotations
+
+import math
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, Self
+
+from slotstream.store.catalogue.retention_sql import Candidate, Usage
+from slotstream.wire.errors import BadNamespace, ConfigError
+from slotstream.wire.names import check_namespace
+
+_NS = 1_000_000_000
+_NAMESPACES_MAX = 10_000
+UNLIMITED = math.inf
+
+
+class Reason(StrEnum):
+    """Why a sample was deleted."""
+
+    REQUEST = "request"  # Somebody asked, by name.
+    AGE = "age"
+    BYTES = "bytes"
+    SAMPLES = "samples"
+    READS = "reads"
+    ACK = "ack"
+    FREE_SPACE = "free_space"
+    FAILED_AGE = "failed_age"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """What may happen to the samples of one namespace. Raises ConfigError for a value that cannot work."""
+
+    bytes_max: float = UNLIMITED  # Of committed files: past it, the oldest go.
+    samples_max: float = UNLIMITED  # Committed: past it, the oldest go.
+    age_s_max: float = UNLIMITED  # Seconds since the commit.
+    failed_age_s_max: float = UNLIMITED  # Seconds after which a failed sample is forgotten.
+    delete_after_reads: float = UNLIMITED  # Reads of every row, answered to the end.
+    delete_on_ack: bool = False
+    delete_when_full: bool = False  # Oldest first, while less than free_bytes_target is free.
+
+    def __post_init__(self) -> None:
+        for name in ("bytes_max", "samples_max", "age_s_max", "failed_age_s_max"):
+            _check_number(name, getattr(self, name), at_least=0)
+        _check_number("delete_after_reads", self.delete_after_reads, at_least=1)
+        for name in ("delete_on_ack", "delete_when_full"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name} must be true or false, not {getattr(self, name)!r}")
+
+    def expires_unix_ns(self, committed_unix_ns: int) -> int:
+        """When a sample committed then is deleted for its age; 0: never."""
+        return 0 if self.age_s_max == UNLIMITED else committed_unix_ns + round(self.age_s_max * _NS)
+
+    def limits(self) -> dict[str, float | bool]:
+        """What this rule says that no rule would not, by the names of the file's keys."""
+        return {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Policy:
+    """The rules of a server. Made by `from_toml`; the default one deletes nothing."""
+
+    default: Rule = field(default_factory=Rule)
+    namespaces: Mapping[str, Rule] = field(default_factory=dict)
+    free_bytes_target: int = 0  # Bytes of disk that rules with delete_when_full keep free.
+
+    def rule_for(self, namespace: str) -> Rule:
+        return self.namespaces.get(namespace, self.default)
+
+    @property
+    def deletes_when_full(self) -> bool:
+        return any(rule.delete_when_full for rule in (self.default, *self.namespaces.values()))
+
+    @classmethod
+    def from_toml(cls, path: Path, *, free_bytes_min: int = 0) -> Self:
+        """The policy that a file describes. Raises ConfigError, naming the file and the key.
+
+        A namespace's table adds to [default] and overrides it key by key; `inf` takes a limit away.
+        """
+        try:
+            with path.open("rb") as file:
+                document = tomllib.load(file)
+        except OSError as error:
+            raise ConfigError(f"--retention: cannot read {path}: {error.strerror or error}") from error
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise ConfigError(f"--retention: {path} is not TOML: {error}") from error
+        try:
+            return cls._from_document(document, free_bytes_min)
+        except ConfigError as error:
+            raise ConfigError(f"--retention: {path}: {error}") from error
+
+    @classmethod
+    def _from_document(cls, document: Mapping[str, Any], free_bytes_min: int) -> Self:
+        known = {"default", "namespaces", "free_bytes_target"}
+        if unknown := sorted(document.keys() - known):
+            raise ConfigError(f"unknown keys {unknown}; known: {sorted(known)}")
+        base = _table("default", document.get("default", {}))
+        spaces = _table("namespaces", document.get("namespaces", {}), known=None)
+        if len(spaces) > _NAMESPACES_MAX:
+            raise ConfigError(f"{len(spaces)} namespaces are more than the {_NAMESPACES_MAX} allowed")
+        rules = {}
+        for name, values in spaces.items():
+            try:
+                check_namespace(name)
+            except BadNamespace as error:
+                raise ConfigError(f"namespaces: {error}") from error
+            rules[name] = _rule(f"namespaces.{name}", {**base, **_table(f"namespaces.{name}", values)})
+        target = document.get("free_bytes_target", 0)
+        _check_number("free_bytes_target", target, at_least=0)
+        if not isinstance(target, int):
+            raise ConfigError(f"free_bytes_target must be a whole number of bytes, not {target!r}")
+        policy = cls(default=_rule("default", base), namespaces=rules, free_bytes_target=target)
+        if policy.deletes_when_full and target <= free_bytes_min:
+            raise ConfigError(
+                f"delete_when_full needs a free_bytes_target above the {free_bytes_min} bytes of --free-bytes-min, not {target}"
+            )
+        if target and not policy.deletes_when_full:
+            raise ConfigError("free_bytes_target does nothing unless a rule says delete_when_full = true")
+        return policy
+
+
+_KEYS = frozenset(f.name for f in fields(Rule))
+
+
+def _table(name: str, value: object, known: frozenset[str] | None = _KEYS) -> Mapping[str, Any]:
+    if not isinstance(value, dict):
+        raise ConfigError(f"{name} must be a table, not {value!r}")
+    if known is not None and (unknown := sorted(value.keys() - known)):
+        raise ConfigError(f"{name}: unknown keys {unknown}; known: {sorted(known)}")
+    return value
+
+
+def _rule(name: str, values: Mapping[str, Any]) -> Rule:
+    try:
+        return Rule(**values)
+    except ConfigError as error:
+        raise ConfigError(f"{name}: {error}") from error
+
+
+def _check_number(name: str, value: object, *, at_least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= at_least:
+        raise ConfigError(f"{name} must be a number of at least {at_least}, not {value!r}")
+
+
+# Decisions.
+
+
+def over_limit(rule: Rule, usage: Usage, oldest: Sequence[Candidate], now_unix_ns: int) -> list[tuple[Candidate, Reason]]:
+    """The first few of `oldest`, a namespace's oldest committed samples in order: those past the rule's limits."""
+    due: list[tuple[Candidate, Reason]] = []
+    samples, nbytes = usage.samples, usage.bytes
+    for candidate in oldest:
+        expires = rule.expires_unix_ns(candidate.stamp_unix_ns)
+        if expires and expires <= now_unix_ns:
+            reason = Reason.AGE
+        elif nbytes > rule.bytes_max:
+            reason = Reason.BYTES
+        elif samples > rule.samples_max:
+            reason = Reason.SAMPLES
+        else:
+            break
+        due.append((candidate, reason))
+        samples -= 1
+        nbytes -= candidate.file_bytes
+    return due
+
+
+def forgotten(rule: Rule, failed: Sequence[Candidate], now_unix_ns: int) -> list[Candidate]:
+    """Which of `failed`, oldest first, are old enough to be forgotten."""
+    if rule.failed_age_s_max == UNLIMITED:
+        return []
+    until = now_unix_ns - round(rule.failed_age_s_max * _NS)
+    return [candidate for candidate in failed if candidate.stamp_unix_ns <= until]
+
+
+def to_free(nbytes: int, oldest: Iterable[Candidate]) -> list[Candidate]:
+    """The first of `oldest` whose files together have `nbytes`, or all of them."""
+    chosen: list[Candidate] = []
+    for candidate in oldest:
+        if nbytes <= 0:
+            break
+        chosen.append(candidate)
+        nbytes -= candidate.file_bytes
+    return chosen

@@ -1,0 +1,165 @@
+"""Carries retention out: looks for samples that the rules let go, a page at a time along an index, and deletes them.
+
+A sweep costs as much as it deletes, and a few index look-ups a namespace, whatever the number of samples. What is being read
+or leased is passed over; it goes in a later sweep.
+"""
+
+from __future__ import annotations
+
+import heapq
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from slotstream.store.catalogue.retention_sql import Candidate, Queue, Usage
+from slotstream.store.upkeep.lifetimes import Lifetimes
+from slotstream.store.upkeep.retention import UNLIMITED, Policy, Reason, Rule, forgotten, over_limit, to_free
+
+_log = logging.getLogger(__name__)
+_PAGE = 64  # Candidates looked at, and deleted, at a time: the length of the catalogue's transaction.
+_BUDGET = 1024  # Samples deleted before a sweep lets its caller look around; how many are in use has limits of its own.
+_BEGIN = (-(1 << 62), -1)
+
+
+@dataclass(slots=True)
+class Swept:
+    """What a sweep did. `unfinished`: it stopped at its budget; the caller should call again. `starved`: room is still
+    missing, and nothing more may be deleted for that.
+    """
+
+    samples: Counter[Reason] = field(default_factory=Counter)
+    bytes: Counter[Reason] = field(default_factory=Counter)
+    unfinished: bool = False
+    starved: bool = False
+
+
+class Sweeper:
+    """Sweeps one store by one policy. Not thread safe: one thread sweeps."""
+
+    def __init__(self, lifetimes: Lifetimes, policy: Policy, free_bytes: Callable[[], int]) -> None:
+        self._lifetimes = lifetimes
+        self._policy = policy
+        self._free_bytes = free_bytes
+
+    def sweep(self, namespaces: Iterable[str] | None = None) -> Swept:
+        """Apply the rules to these namespaces, None: to all. Raises StoreFull, StoreGone and InternalFault."""
+        sweep = _Sweep(self._lifetimes, self._policy)
+        if namespaces is None:
+            self._lifetimes.finish_deletions()
+            for usage in self._lifetimes.every_usage():
+                sweep.apply(usage)
+        else:
+            for namespace in namespaces:
+                sweep.apply(self._lifetimes.usage(namespace))
+        return sweep.done
+
+    def make_room(self) -> Swept:
+        """While less is free than the policy's target, delete the oldest samples that may go for that. Raises as `sweep`."""
+        sweep = _Sweep(self._lifetimes, self._policy)
+        if self._policy.deletes_when_full:
+            missing = self._policy.free_bytes_target - self._free_bytes()
+            if missing > 0:
+                sweep.free(missing)
+        return sweep.done
+
+
+class _Sweep:
+    """One sweep under way."""
+
+    def __init__(self, lifetimes: Lifetimes, policy: Policy) -> None:
+        self._lifetimes = lifetimes
+        self._policy = policy
+        self._budget = _BUDGET
+        self.done = Swept()
+
+    def apply(self, usage: Usage) -> None:
+        """The rule of one namespace."""
+        rule = self._policy.rule_for(usage.namespace)
+        if not rule.limits():
+            return
+        if usage.samples:
+            if rule.delete_on_ack:
+                self._drain(Queue.ACKED, usage.namespace, _BEGIN, Reason.ACK)
+            if rule.delete_after_reads != UNLIMITED:
+                first = (int(rule.delete_after_reads), -1)
+                self._drain(Queue.READ, usage.namespace, first, Reason.READS)
+            if min(rule.bytes_max, rule.samples_max, rule.age_s_max) != UNLIMITED:
+                self._trim(rule, usage.namespace)
+        if usage.failed and rule.failed_age_s_max != UNLIMITED:
+            self._forget(rule, usage.namespace)
+
+    def free(self, nbytes: int) -> None:
+        """The oldest samples, of all namespaces whose rule allows it together, until `nbytes` of files are gone."""
+        queues = [
+            self._queue(Queue.OLDEST, usage.namespace)
+            for usage in self._lifetimes.every_usage()
+            if usage.samples and self._policy.rule_for(usage.namespace).delete_when_full
+        ]
+        oldest = heapq.merge(*queues, key=lambda candidate: candidate.stamp_unix_ns)
+        while nbytes > 0 and not self._is_spent():
+            page = to_free(nbytes, _first(oldest, _PAGE))
+            if not page:
+                self.done.starved = True
+                return
+            nbytes -= sum(candidate.file_bytes for candidate in self._delete(page, [Reason.FREE_SPACE] * len(page)))
+
+    def _drain(self, queue: Queue, namespace: str, after: tuple[int, int], reason: Reason) -> None:
+        """Everything in a queue from `after` on."""
+        while not self._is_spent():
+            page = self._lifetimes.candidates(queue, namespace, after, _PAGE)
+            if not page:
+                return
+            self._delete(page, [reason] * len(page))
+            after = page[-1].position
+
+    def _trim(self, rule: Rule, namespace: str) -> None:
+        after = _BEGIN
+        while not self._is_spent():
+            # Read again for each page: what was in use still counts, so younger samples go in its place.
+            usage = self._lifetimes.usage(namespace)
+            page = self._lifetimes.candidates(Queue.OLDEST, namespace, after, _PAGE)
+            due = over_limit(rule, usage, page, self._lifetimes.clock.now())
+            if not due:
+                return
+            self._delete([candidate for candidate, _ in due], [reason for _, reason in due])
+            after = due[-1][0].position
+
+    def _forget(self, rule: Rule, namespace: str) -> None:
+        after = _BEGIN
+        while not self._is_spent():
+            page = self._lifetimes.candidates(Queue.FAILED, namespace, after, _PAGE)
+            due = forgotten(rule, page, self._lifetimes.clock.now())
+            if not due:
+                return
+            self._delete(due, [Reason.FAILED_AGE] * len(due))
+            after = due[-1].position
+
+    def _queue(self, queue: Queue, namespace: str) -> Iterator[Candidate]:
+        after = _BEGIN
+        while page := self._lifetimes.candidates(queue, namespace, after, _PAGE):
+            yield from page
+            after = page[-1].position
+
+    def _delete(self, page: Sequence[Candidate], reasons: Sequence[Reason]) -> list[Candidate]:
+        deleted = self._lifetimes.delete_unused(page)
+        why = dict(zip((candidate.key for candidate in page), reasons, strict=True))
+        for candidate in deleted:
+            self.done.samples[why[candidate.key]] += 1
+            self.done.bytes[why[candidate.key]] += candidate.file_bytes
+            _log.debug("deleted %s: %s", candidate.key, why[candidate.key])
+        self._budget -= len(deleted)
+        return deleted
+
+    def _is_spent(self) -> bool:
+        if self._budget <= 0:
+            self.done.unfinished = True
+        return self._budget <= 0
+
+
+def _first(candidates: Iterator[Candidate], count: int) -> Iterator[Candidate]:
+    for _ in range(count):
+        candidate = next(candidates, None)
+        if candidate is None:
+            return
+        yield candidate

@@ -1,0 +1,300 @@
+"""Is what is stored still what was committed? Checks of one sample, of a served store, and of a directory without a server.
+
+MISSING        the catalogue has a committed sample and there is no file
+TRUNCATED      the file is shorter than it was committed
+UNREADABLE     the file cannot be read, is longer than it should be, or its header is not that of the sample
+HASH_MISMATCH  the header, the rows or the token ids are not the bytes that were committed
+FOREIGN        a file that the catalogue does not know
+
+Files in the quarantine belong to no sample and are not looked at.
+"""
+
+from __future__ import annotations
+
+import errno
+import shutil
+import sqlite3
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from slotstream.store.catalogue import sql
+from slotstream.store.catalogue.catalogue import FILE_NAME
+from slotstream.store.disk.directory import LOCK_NAME
+from slotstream.store.disk.files import Files, store_error
+from slotstream.store.records import PARTIAL_SUFFIX, SampleKey, SampleRecord, State
+from slotstream.store.sample.file import read_sample_file
+from slotstream.store.sample.reading import SampleReader
+from slotstream.store.upkeep.quarantine import QUARANTINE_NAME
+from slotstream.wire.errors import BadNamespace, BadSampleId, ConfigError, Damaged, SampleNotFound, SlotStreamError, StoreFull
+from slotstream.wire.layout import FILE_SUFFIX
+
+FOREIGN = "FOREIGN"
+_SETTLE_S = 5.0  # How long a running server may take from a file's rename to its catalogue row.
+_SETTLE_POLL_S = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What is wrong with one sample, or with one file (then `sample_id` is its path below the namespace). "" is sound."""
+
+    namespace: str
+    sample_id: str
+    damage: str = ""
+    message: str = ""
+    bytes_checked: int = 0
+    record: SampleRecord | None = None  # Of the sample that was checked; None of a file.
+    transient: bool = False  # The disk refused to open or read the file for a reason that says nothing about its bytes.
+
+
+class Index(Protocol):
+    """What verifying needs of a catalogue."""
+
+    def get(self, key: SampleKey) -> SampleRecord | None: ...
+
+    def scan(self, namespace: str = "") -> Iterator[SampleRecord]: ...
+
+
+def verify_record(files: Files, data_dir: Path, record: SampleRecord, paced: Callable[[int], None] = lambda _: None) -> Verdict:
+    """Reads the whole file of a committed sample and checks every hash. `paced` is told of the bytes of each read."""
+
+    def damaged(damage: str, message: str, *, transient: bool = False) -> Verdict:
+        return Verdict(record.namespace, record.sample_id, damage, message, record=record, transient=transient)
+
+    path = record.key.path(data_dir)
+    try:
+        size = files.path_size(path)
+        if size is None:
+            return damaged("MISSING", "the file is gone")
+        if size < record.file_bytes:
+            return damaged("TRUNCATED", f"the file is {size} bytes long; it was committed with {record.file_bytes}")
+        if size > record.file_bytes:
+            return damaged("UNREADABLE", f"the file is {size} bytes long; it was committed with {record.file_bytes}")
+        fd = files.open_read(path)
+        try:
+            file = read_sample_file(files, fd)
+        finally:
+            files.close(fd)
+        if file.key == record.key and file.header_xxh3 != record.header_xxh3:
+            return damaged("HASH_MISMATCH", "the file's header is not the one that was committed")
+        with SampleReader(files, path, record) as reader:
+            try:
+                for group in range(len(reader.file.hashes)):
+                    paced(len(reader.read_group(group)))
+                reader.token_ids(0, 0)
+            except Damaged as error:
+                return damaged("HASH_MISMATCH", str(error))
+    except FileNotFoundError:
+        return damaged("MISSING", "the file is gone")
+    except OSError as error:
+        # Of these, EIO alone is a disk that lost what it was given; a link or a device in the file's place is a plain fact.
+        transient = error.errno not in (errno.EIO, errno.ELOOP, errno.EINVAL, errno.EISDIR)
+        return damaged("UNREADABLE", str(store_error(error, "reading the file")), transient=transient)
+    except StoreFull as error:
+        return damaged("UNREADABLE", str(error), transient=True)
+    except SlotStreamError as error:
+        return damaged("UNREADABLE", str(error))
+    return Verdict(record.namespace, record.sample_id, bytes_checked=record.file_bytes, record=record)
+
+
+def verify_current(
+    files: Files, data_dir: Path, index: Index, record: SampleRecord, paced: Callable[[int], None] = lambda _: None
+) -> Verdict | None:
+    """`verify_record`, but None when the sample was deleted or replaced while it was being checked."""
+    while True:
+        verdict = verify_record(files, data_dir, record, paced)
+        if not verdict.damage:
+            return verdict
+        current = index.get(record.key)
+        if current is None or current.state is not State.COMMITTED:
+            return None
+        if current == record:
+            return verdict
+        record = current
+
+
+def verify_samples(files: Files, data_dir: Path, index: Index, namespace: str = "") -> Iterator[Verdict]:
+    """One verdict a committed sample."""
+    for record in index.scan(namespace):
+        if record.state is State.COMMITTED and (verdict := verify_current(files, data_dir, index, record)):
+            yield verdict
+
+
+def key_of_path(data_dir: Path, path: Path) -> SampleKey | None:
+    """The sample whose committed file belongs at `path`; None for every other path."""
+    parts = path.relative_to(data_dir).parts
+    if len(parts) != 3 or not parts[2].endswith(FILE_SUFFIX):
+        return None
+    try:
+        key = SampleKey.checked(parts[0], parts[2].removesuffix(FILE_SUFFIX))
+    except (BadNamespace, BadSampleId):
+        return None
+    return key if key.shard == parts[1] else None
+
+
+def tree_files(files: Files, data_dir: Path, namespace: str = "") -> Iterator[Path]:
+    """Every file below the directory (or below one namespace) but the store's own; links are files, not followed."""
+    pending = [data_dir / namespace] if namespace else [data_dir]
+    while pending:
+        directory = pending.pop()
+        try:
+            for entry in files.walk(directory):
+                if entry.is_dir(follow_symlinks=False):
+                    if directory != data_dir or entry.name != QUARANTINE_NAME:
+                        pending.append(Path(entry.path))
+                elif directory != data_dir or not (entry.name == LOCK_NAME or entry.name.startswith(FILE_NAME)):
+                    yield Path(entry.path)
+        except PermissionError:
+            continue  # lost+found of a file system mounted here.
+
+
+def foreign_files(
+    files: Files,
+    data_dir: Path,
+    index: Index,
+    namespace: str = "",
+    arriving: Callable[[SampleKey], bool] = lambda _: False,
+) -> Iterator[Verdict]:
+    """One verdict a file that no committed sample owns. Partials are not foreign: a server removes them."""
+    for path in tree_files(files, data_dir, namespace):
+        if path.name.endswith(PARTIAL_SUFFIX):
+            continue
+        key = key_of_path(data_dir, path)
+        if key is not None and _is_known(files, index, key, path, arriving):
+            continue
+        parts = path.relative_to(data_dir).parts
+        space, name = (parts[0], "/".join(parts[1:])) if len(parts) > 1 else ("", parts[0])
+        yield Verdict(space, name, FOREIGN, f"{'/'.join(parts)} is not a file of a committed sample")
+
+
+def _is_known(files: Files, index: Index, key: SampleKey, path: Path, arriving: Callable[[SampleKey], bool]) -> bool:
+    """A file is renamed a moment before its row is written, so one just committed gets time for its row to show."""
+    deadline = None
+    while True:
+        # In this order: an upload that ends between the two has written its row by then.
+        on_its_way = arriving(key)
+        record = index.get(key)
+        if on_its_way or (record is not None and record.state in (State.COMMITTED, State.DELETING)):
+            return True
+        if deadline is None:
+            deadline = _committed_unix_s(files, path, key) + _SETTLE_S
+        if not time.time() < deadline <= time.time() + _SETTLE_S:
+            return files.path_size(path) is None
+        time.sleep(_SETTLE_POLL_S)
+
+
+def _committed_unix_s(files: Files, path: Path, key: SampleKey) -> float:
+    """When the file says it was committed; 0 when it is not the sample that its path names."""
+    try:
+        fd = files.open_read(path)
+        try:
+            file = read_sample_file(files, fd)
+            return file.record().committed_unix_ns / 1e9 if file.key == key else 0.0
+        finally:
+            files.close(fd)
+    except (OSError, Damaged):
+        return 0.0
+
+
+class _ReadOnlyIndex:
+    """The catalogue of a directory that may be in use, read without creating or changing any file there."""
+
+    def __init__(self, path: Path) -> None:
+        self._copy: tempfile.TemporaryDirectory[str] | None = None
+        log, shared = (path.with_name(path.name + suffix) for suffix in ("-wal", "-shm"))
+        mode = "mode=ro"
+        if log.exists() and not shared.exists():
+            # A backup, or a mount that lost it: SQLite would have to create the log's shared memory, so let it do that
+            # in a copy.
+            self._copy = tempfile.TemporaryDirectory(prefix="slotstream-verify-")
+            for source in (path, log):
+                shutil.copy(source, self._copy.name)
+            path = Path(self._copy.name) / path.name
+            mode = "mode=rw"
+        elif not log.exists():
+            mode = "mode=ro&immutable=1"  # Shut down cleanly: without this, SQLite would create a log.
+        self._db = sqlite3.connect(f"{path.absolute().as_uri()}?{mode}", uri=True, isolation_level=None)
+        self._db.execute("SELECT 1 FROM samples LIMIT 1")
+
+    def get(self, key: SampleKey) -> SampleRecord | None:
+        return sql.get(self._db, key.namespace, key.sample_id)
+
+    def scan(self, namespace: str = "") -> Iterator[SampleRecord]:
+        after = 0
+        while page := sql.scan(self._db, after, 256, namespace):
+            after = page[-1][0]
+            for _, record in page:
+                yield record
+
+    def close(self) -> None:
+        self._db.close()
+        if self._copy is not None:
+            self._copy.cleanup()
+
+
+def verify_directory(data_dir: Path, *, namespace: str = "", sample_id: str = "") -> Iterator[Verdict]:
+    """Check a data directory without a server, also beside a running one: takes no lock and writes nothing.
+
+    Yields one verdict a committed sample (of `namespace`, or the one named) and, unless a sample is named, one a foreign
+    file. Without a readable catalogue every file is checked by its own header. Raises ConfigError when there is no such
+    directory, SampleNotFound when the sample named is not committed there, and BadNamespace and BadSampleId.
+    """
+    data_dir = Path(data_dir).absolute()
+    if not data_dir.is_dir():
+        raise ConfigError(f"there is no data directory {data_dir}")
+    wanted = SampleKey.checked(namespace or "default", sample_id) if sample_id else None
+    if namespace:
+        SampleKey.checked(namespace, "x")
+    files = Files()
+    files.confine(data_dir)
+    try:
+        with closing(_ReadOnlyIndex(data_dir / FILE_NAME)) as index:
+            yield from _verify_indexed(files, data_dir, index, namespace, wanted)
+    except (sqlite3.Error, OSError) as error:
+        if (data_dir / FILE_NAME).exists():
+            yield Verdict("", FILE_NAME, "UNREADABLE", f"the catalogue cannot be read: {error}")
+        yield from _verify_files_alone(files, data_dir, namespace, wanted)
+
+
+def _verify_indexed(files: Files, data_dir: Path, index: Index, namespace: str, wanted: SampleKey | None) -> Iterator[Verdict]:
+    if wanted is None:
+        yield from verify_samples(files, data_dir, index, namespace)
+        yield from foreign_files(files, data_dir, index, namespace)
+        return
+    record = index.get(wanted)
+    if record is None or record.state is not State.COMMITTED:
+        raise SampleNotFound(f"{wanted} is not a committed sample of {data_dir}")
+    yield verify_record(files, data_dir, record)
+
+
+def _verify_files_alone(files: Files, data_dir: Path, namespace: str, wanted: SampleKey | None) -> Iterator[Verdict]:
+    paths = tree_files(files, data_dir, namespace) if wanted is None else iter((wanted.path(data_dir),))
+    for path in paths:
+        key = key_of_path(data_dir, path)
+        if path.name.endswith(PARTIAL_SUFFIX):
+            continue
+        if key is None:
+            yield Verdict("", str(path.relative_to(data_dir)), FOREIGN, "not a file of a sample")
+            continue
+        try:
+            fd = files.open_read(path)
+            try:
+                file = read_sample_file(files, fd)
+                record = file.record()
+            finally:
+                files.close(fd)
+        except FileNotFoundError:
+            yield Verdict(key.namespace, key.sample_id, "MISSING", "the file is gone")
+        except OSError as error:
+            yield Verdict(key.namespace, key.sample_id, "UNREADABLE", str(store_error(error, "reading the file")))
+        except Damaged as error:
+            yield Verdict(key.namespace, key.sample_id, "UNREADABLE", str(error))
+        else:
+            if file.key == key:
+                yield verify_record(files, data_dir, record)
+            else:
+                yield Verdict(key.namespace, key.sample_id, "UNREADABLE", "the file is another sample's")

@@ -1,0 +1,110 @@
+"""What a request may ask, what it is told when it asks wrongly, and the ids it gets by itself."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from slotstream.connector.options import ConnectorOptions
+from slotstream.connector.planning.request_params import CaptureParams, default_sample_id, parse_params
+from slotstream.wire.errors import BadSampleId, ConfigError, SlotStreamError
+from slotstream.wire.names import check_sample_id
+
+
+def _parse(params: object, *, req_id: str = "cmpl-1", **outer: object) -> CaptureParams:
+    return _of_engine({"slotstream": params, **outer}, req_id=req_id)
+
+
+def _of_engine(params: dict[str, object] | None, *, req_id: str = "cmpl-1", **defaults: object) -> CaptureParams:
+    chosen = {"namespace": "default", "capture": True, "include_output_tokens": False, **defaults}
+    return parse_params(params, req_id=req_id, **chosen)
+
+
+def test_without_params_the_defaults_hold() -> None:
+    for nothing in (None, {}, {"other": {"x": 1}}, {"slotstream": None}):
+        assert _of_engine(nothing, namespace="n") == CaptureParams("cmpl-1", "n", True, False, (0, None))
+    assert not _of_engine(None, capture=False).capture
+    assert _of_engine(None, include_output_tokens=True).include_output_tokens
+    assert not _of_engine({"include_output_tokens": False}, include_output_tokens=True).include_output_tokens
+
+
+def test_every_param_is_read() -> None:
+    asked = _parse({"sample_id": "s", "namespace": "m", "tokens": [3, 9], "tags": {"k": "v"}, "include_output_tokens": True})
+    assert asked == CaptureParams("s", "m", True, True, (3, 9), {"k": "v"})
+    assert _parse({"tokens": [3, None]}).tokens == (3, None)
+
+
+def test_vllms_own_spelling_of_output_tokens_is_honoured_and_ours_goes_first() -> None:
+    assert _parse({}, include_output_tokens=True).include_output_tokens
+    assert not _parse({"include_output_tokens": False}, include_output_tokens=True).include_output_tokens
+
+
+_leaves = st.none() | st.booleans() | st.integers() | st.text()
+
+
+@given(st.recursive(_leaves, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner)))
+def test_any_params_are_read_or_answered_with_one_sentence(params: object) -> None:
+    said: SlotStreamError | None = None
+    try:
+        check_sample_id(_parse(params).sample_id)
+    except SlotStreamError as error:
+        said = error
+    if said is not None:
+        assert said.code.startswith("BAD_")
+        assert 0 < len(str(said)) < 1000
+        assert "\n" not in str(said)
+
+
+def test_sequences_of_one_request_share_its_sample_unless_their_output_is_captured() -> None:
+    first, second = "0_cmpl-x-0-0123abcd", "1_cmpl-x-0-0123abcd"
+    assert _parse({"sample_id": "s"}, req_id=second).sample_id == "s"
+    outputs = {"sample_id": "s", "include_output_tokens": True}
+    assert _parse(outputs, req_id=first).sample_id == "s"
+    assert _parse(outputs, req_id=second).sample_id == "s.1"
+    assert _parse(outputs, req_id="12_x\n-0123abcd").sample_id == "s.12"
+    assert _parse(outputs, req_id="1_somebodys-own-name").sample_id == "s"
+    with pytest.raises(BadSampleId):
+        _parse({**outputs, "sample_id": "s" * 127}, req_id=second)
+
+
+@given(st.text())
+def test_every_request_id_gives_a_valid_sample_id(req_id: str) -> None:
+    check_sample_id(default_sample_id(req_id))
+
+
+def test_request_ids_that_only_differ_in_what_is_replaced_stay_apart() -> None:
+    assert default_sample_id("a b") != default_sample_id("a/b")
+    assert default_sample_id("x" * 200) != default_sample_id("x" * 201)
+    assert default_sample_id("cmpl-7.a_b") == "cmpl-7.a_b"
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"servre": "x"}, "unknown connector options ['servre']; known: ['ack_timeout_s', 'bad_rows', 'capture'"),
+        ({"server": "nowhere"}, "address 'nowhere' is neither host:port"),
+        ({"server": 7}, "address 7 is neither host:port"),
+        ({"server": "unix:relative"}, "must be unix: and an absolute, printable path"),
+        ({"namespace": "../x"}, "connector option namespace"),
+        ({"staging": "device"}, 'connector option staging must be "host": UCX would emulate'),
+        ({"staging": "disk"}, "connector option staging must be one of ['host'], not 'disk'"),
+        ({"staging_bytes": "1G"}, "connector option staging_bytes must be a whole number from"),
+        ({"staging_bytes": True}, "connector option staging_bytes must be a whole number from"),
+        ({"wait_s_max": -1}, "connector option wait_s_max must be a number from"),
+        ({"on_full": "drop"}, "connector option on_full must be one of ['wait', 'fail_sample']"),
+        ({"bad_rows": "drop"}, "connector option bad_rows must be one of ['mark', 'fail']"),
+        ({"outage_s_max": -1}, "connector option outage_s_max must be a number from"),
+        ({"spool_dir": "spool"}, "connector option spool_dir must be an absolute path or null"),
+        ({"spool_dir": True}, "connector option spool_dir must be an absolute path or null"),
+        ({"spool_bytes_max": 0}, "connector option spool_bytes_max must be a whole number from"),
+        ({"capture": "yes"}, "connector option capture must be true or false"),
+        ({"include_output_tokens": 1}, "connector option include_output_tokens must be true or false"),
+        ({"chunk_bytes": 1 << 20, "staging_bytes": 2 << 20}, "staging_bytes must be at least four times chunk_bytes"),
+    ],
+)
+def test_a_wrong_option_is_named(options: dict[str, object], sentence: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        ConnectorOptions.from_extra(options)
+    assert sentence in str(caught.value)
+    assert "\n" not in str(caught.value)
