@@ -33,8 +33,10 @@ from slotstream.client import connect
 from slotstream.connector.counters import Counters
 from slotstream.connector.faults import SampleFault
 from slotstream.connector.options import ConnectorOptions
-from slotstream.connector.plan import RowPlan, SampleFinish, SampleOpen, StepPlan
+from slotstream.connector.plan import BlockPlace, RowPlan, SampleFinish, SampleOpen, StepPlan
+from slotstream.connector.reading.row_source import CachedRows
 from slotstream.connector.reading.staging_memory import StagingMemory
+from slotstream.connector.reading.staging_plan import StagingPlan
 from slotstream.connector.reading.worker import WorkerHalf
 from slotstream.connector.sending.inbox import StagedBatch
 from slotstream.connector.sending.process.handle import sender_for
@@ -113,7 +115,9 @@ class Engine:
         hello = ingest_pb2.Hello(protocol=PROTOCOL_VERSION, engine_id="benchmark")
         make = _nowhere if address is None else sender_for(config, hello)
         cache = torch.randn(self._samples * blocks, LAYERS, BLOCK, HIDDEN).to(torch.bfloat16)
-        self._worker = WorkerHalf(config, cache, make, self._samples * self._rows)
+        self._worker = WorkerHalf(
+            config, CachedRows(cache, LAYERS, HIDDEN), make, StagingPlan.of(config, self._samples * self._rows)
+        )
         if address is not None:
             self._committed(self._step(), time.monotonic() + _LINK_S)
 
@@ -136,7 +140,7 @@ class Engine:
         tokens = tuple(range(self._rows))
         plan = StepPlan(
             tuple(SampleOpen(i, "default", i, 0, self._rows, True) for i in ids),
-            tuple(RowPlan(i, 0, self._rows, 0, table) for i, table in zip(ids, self._tables, strict=True)),
+            tuple(RowPlan(i, 0, self._rows, 0, BlockPlace(table, 0)) for i, table in zip(ids, self._tables, strict=True)),
             tuple(SampleFinish(i, tokens) for i in ids),
         )
         self._worker.bind(plan)

@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 from support.secure import Authority, entry, token, write_tokens
 from support.server import ServerProcess
-from support.worker_rig import Rig, make_rig
+from support.worker_rig import Rig, cached_rows, make_rig
 from transport.recorder import WAIT_S
 
 from slotstream.client import connect
 from slotstream.connector.faults import SampleFault
 from slotstream.connector.options import ConnectorOptions
-from slotstream.connector.plan import RowPlan, SampleFinish, SampleOpen, StepPlan
+from slotstream.connector.plan import SampleFinish, SampleOpen, StepPlan
 from slotstream.connector.planning.server_health import ServerHealth
 from slotstream.demo.processes import free_port
 from slotstream.transport.grpc import GrpcSink
@@ -136,7 +136,7 @@ def test_the_logs_of_both_ends_hold_no_prompt_id_or_secret(tmp_path: Path, logge
                 rig.write(rig.slots(f"r{number}", 0, 2))
                 plan = StepPlan(
                     (SampleOpen(f"r{number}", "default", f"s{number // 2}", 0, 2, True, tags, {"text": "PROMPTMARK"}),),
-                    (RowPlan(f"r{number}", 0, 2, 0, table),),
+                    (cached_rows(f"r{number}", 0, 2, 0, table),),
                     (SampleFinish(f"r{number}", token_ids, {"more": "PROMPTMARK"}),),
                 )
                 rig.step(plan, rig.slots(f"r{number}", 0, 2))

@@ -34,10 +34,13 @@ _CONNECTOR_BASE = {"options", "vllm_config", "plan", "counters", "faults"}
 _SERVER_BASE = {"config", "metrics", "status", "version", "arrivals", "pools", "logs"}
 WINGS = {
     "connector": {
-        "facade": _CONNECTOR_BASE | {"hook_guard", "metrics", "planning", "reading", "sending"},
-        "planning": _CONNECTOR_BASE,
-        "reading": _CONNECTOR_BASE | {"sending"},
+        "facade": _CONNECTOR_BASE | {"hook_guard", "metrics", "planning", "plugin", "reading", "row_sources", "sending"},
+        "planning": _CONNECTOR_BASE | {"row_pool"},
+        "reading": _CONNECTOR_BASE | {"row_pool", "sending"},
         "sending": _CONNECTOR_BASE,
+        "row_sources": _CONNECTOR_BASE | {"planning", "reading", "row_pool"},
+        "row_pool": {"vllm_config"},
+        "plugin": {"reading", "vllm_config"},
         "vllm_config": {"options"},
         "metrics": {"counters"},
         "faults": {"counters"},

@@ -23,13 +23,13 @@ import torch
 
 from slotstream.client import SampleState, connect
 from slotstream.connector.faults import SampleFault
-from slotstream.connector.plan import RowPlan, SampleAbort, SampleFinish, SampleOpen, StepPlan
+from slotstream.connector.plan import SampleAbort, SampleFinish, SampleOpen, StepPlan
 from slotstream.transport.grpc import GrpcSink
 from slotstream.v1 import ingest_pb2
 from slotstream.wire.names import PROTOCOL_VERSION
 from support.server import ServerProcess
 from support.waiting import WAIT_S, wait_until
-from support.worker_rig import Rig, make_rig
+from support.worker_rig import Rig, cached_rows, make_rig
 
 SMALL = {"staging_bytes": 1 << 20, "chunk_bytes": 64 << 10}  # 16 slots.
 
@@ -78,12 +78,12 @@ class Engine:
         opened = SampleOpen(sample_id, "default", sample_id, 0, tokens if exact else tokens + 100, exact, {"made": "up"})
         finish = SampleFinish(sample_id, tuple(range(tokens)))
         whole = cut == tokens and not abort
-        first = RowPlan(sample_id, 0, cut, 0, table)
+        first = cached_rows(sample_id, 0, cut, 0, table)
         rig.step(StepPlan((opened,), (first,), (finish,) if whole else ()), rig.slots(sample_id, 0, cut))
         if abort:
             rig.step(StepPlan(aborts=(SampleAbort(sample_id, "ABORTED", "it was hung up"),)), None)
         elif not whole:
-            rest = RowPlan(sample_id, cut, tokens, cut, table)
+            rest = cached_rows(sample_id, cut, tokens, cut, table)
             rig.step(StepPlan((), (rest,), (finish,)), rig.slots(sample_id, cut, tokens))
         self.promised[sample_id] = None if abort else rig.rows(sample_id, 0, tokens)
         rig.free(sample_id)
@@ -166,7 +166,7 @@ def begin_half(engine: Engine) -> None:
     table = rig.table("half", 40)
     rig.write(rig.slots("half", 0, 20))
     opened = SampleOpen("half", "default", f"{engine.name}-half", 0, 40, True)
-    rig.step(StepPlan((opened,), (RowPlan("half", 0, 20, 0, table),)), rig.slots("half", 0, 20))
+    rig.step(StepPlan((opened,), (cached_rows("half", 0, 20, 0, table),)), rig.slots("half", 0, 20))
     engine.promised[f"{engine.name}-half"] = None
 
 

@@ -123,6 +123,12 @@ class StagingFull(SlotStreamError):
     code, status, retryable = "STAGING_FULL", "RESOURCE_EXHAUSTED", True
 
 
+class RowPoolFull(SlotStreamError):
+    """No page of the row pool was free for rows that a step was about to compute."""
+
+    code, status, retryable = "ROW_POOL_FULL", "RESOURCE_EXHAUSTED", True
+
+
 class ServerUnavailable(SlotStreamError):
     code, status, retryable = "SERVER_UNAVAILABLE", "UNAVAILABLE", True
 

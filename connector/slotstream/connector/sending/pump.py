@@ -20,7 +20,7 @@ from slotstream.connector.faults import Faults, SampleFault
 from slotstream.connector.plan import SampleAbort, SampleFinish, SampleOpen
 from slotstream.connector.sending.inbox import EngineItem, FailSample, Inbox, Segment, StagedBatch, Stop
 from slotstream.connector.sending.outbox import Outbox
-from slotstream.connector.sending.row_check import BadRowCount, count_bad_rows, slot_problem
+from slotstream.connector.sending.row_check import BadRowCount, count_bad_rows
 from slotstream.connector.sending.row_hashes import Digests
 from slotstream.connector.sending.sample_state import ChunkState
 from slotstream.connector.sending.spool.shelf import Shelf
@@ -246,8 +246,7 @@ class Pump:
         try:
             batch.gathered.wait()
             copied_unix_ns = batch.copied_unix_ns or time.time_ns()
-            if batch.mapping is not None:
-                batch.mapping.load()
+            batch.evidence.load()
             digests = self._digests.of([self._pool.buffer(s.slot, s.rows * self._row_bytes) for s in batch.segments])
             for segment, digest, problem in zip(batch.segments, digests, self._problems(batch), strict=True):
                 done += 1
@@ -259,20 +258,18 @@ class Pump:
     def _problems(self, batch: StagedBatch) -> Iterator[SlotStreamError | None]:
         """What is wrong with each segment, looked at when it is asked for."""
         peaks = batch.gathered.peaks()
-        if slot_problem(batch.computed, batch.mapping) is None and count_bad_rows(0, peaks) is None:
+        if batch.evidence.problem(0, len(peaks)) is None and count_bad_rows(0, peaks) is None:
             # Nearly always. Asked of each segment it would be a third of what that costs.
             yield from itertools.repeat(None, len(batch.segments))
             return
-        at = computed_at = 0
+        at = 0
         for segment in batch.segments:
             sample = self._outbox.sample(segment.req_id)
-            of_segment, at = peaks[at : at + segment.rows], at + segment.rows
-            computed = batch.computed[computed_at : computed_at + segment.computed]
-            computed_at += segment.computed
+            first, at = at, at + segment.rows
             problem: SlotStreamError | None = None
             if sample is not None:
-                problem = slot_problem(computed, batch.mapping)
-                problem = problem or self._check_rows(sample.opened.sample_id, segment, of_segment)
+                problem = batch.evidence.problem(first, at)
+                problem = problem or self._check_rows(sample.opened.sample_id, segment, peaks[first:at])
             yield problem
 
     def _segment(self, segment: Segment, problem: SlotStreamError | None, digest: int, copied_unix_ns: int) -> None:
