@@ -384,12 +384,10 @@ class SchedulerHalf:
         return hold, None
 
     def _why_not_whole(self, capture: CapturedRequest) -> SlotStreamError | None:
-        from vllm.v1.request import RequestStatus
-
         request = capture.request
         if not capture.opened:
             return CaptureAborted("the request ended before it was scheduled")
-        if request.status == RequestStatus.FINISHED_ABORTED and not _may_have_met_a_stop_string(request):
+        if request.status.name == "FINISHED_ABORTED" and not _may_have_met_a_stop_string(request):
             return CaptureAborted("the request was aborted before all its rows existed")
         if not capture.params.include_output_tokens:
             return CaptureAborted("the request ended before its prompt was computed")
