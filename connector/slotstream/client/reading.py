@@ -66,6 +66,12 @@ class RowReader:
         return self.stop - self.start
 
     @property
+    def layer_names(self) -> tuple[str, ...]:
+        """What people call the layers of the rows that follow, in their order."""
+        names = dict(zip(self.info.layer_ids, self.info.layer_names, strict=True))
+        return tuple(names[layer_id] for layer_id in self.layer_ids)
+
+    @property
     def row_bytes(self) -> int:
         """Bytes of one row [layers, hidden], of the layers wanted."""
         return dtypes.row_bytes(self.info.dtype, len(self.layer_ids), self.info.hidden_size)

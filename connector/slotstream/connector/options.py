@@ -10,14 +10,13 @@ from typing import Any, Self
 from slotstream.wire.access import Access, token_from_environment
 from slotstream.wire.address import check_address
 from slotstream.wire.errors import BadNamespace, ConfigError
-from slotstream.wire.names import CHUNK_BYTES_MAX, DEFAULT_ADDRESS, DEFAULT_NAMESPACE, LAYERS_MAX, check_namespace
+from slotstream.wire.names import CHUNK_BYTES_MAX, DEFAULT_ADDRESS, DEFAULT_NAMESPACE, FINAL, LAYERS_MAX, check_namespace
 from slotstream.wire.nixl import check_transport
 
 ON_FULL = ("wait", "fail_sample")
 TRANSPORTS = ("auto", "grpc", "nixl")
 BAD_ROWS = ("mark", "fail")
 SENDERS = ("auto", "thread", "process")
-FINAL = "final"  # Of `layers`: the output of the model's last norm.
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
 
-from slotstream.connector.options import FINAL, ConnectorOptions
+from slotstream.connector.options import ConnectorOptions
 from slotstream.wire.dtypes import row_bytes as row_bytes_of
 from slotstream.wire.errors import ConfigError
-from slotstream.wire.names import LAYERS_MAX
+from slotstream.wire.names import FINAL, LAYER_NAMES_KEY, LAYERS_MAX
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -63,7 +63,8 @@ class ConnectorConfig:
         if options.layers is None:
             metadata["final_norm_applied"] = "false"
         else:
-            metadata["layer_names"] = json.dumps(layer_names(layer_ids, options.layers))
+            names = [str(layer_id) for layer_id in layer_ids]
+            metadata[LAYER_NAMES_KEY] = json.dumps([*names[:-1], FINAL] if FINAL in options.layers else names)
         return cls(
             options=options,
             engine_id=str(transfer.engine_id),
@@ -101,12 +102,6 @@ class ConnectorConfig:
     def wants_final(self) -> bool:
         """Whether the output of the model's last norm is captured, as the last layer of each row."""
         return self.options.layers is not None and FINAL in self.options.layers
-
-
-def layer_names(layer_ids: Sequence[int], layers: Sequence[int | str]) -> list[str]:
-    """What people call the layers with these ids: the option's own words, in the order of the rows."""
-    names = [str(layer_id) for layer_id in layer_ids]
-    return [*names[:-1], FINAL] if FINAL in layers else names
 
 
 def _check_extraction(vllm_config: VllmConfig) -> None:
