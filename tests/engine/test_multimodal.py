@@ -39,7 +39,7 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def engine(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     """Steps of 64 tokens, as long as an image, which therefore nearly always takes two."""
     work, env = tmp_path_factory.mktemp("multimodal"), tiny_llava.loadable()
-    with stack(work, model_path, LAYER_IDS, '--limit-mm-per-prompt={"image": 4}', env=env) as running:
+    with stack(work, model_path, LAYER_IDS, '--limit-mm-per-prompt={"image": 4}', env=env, extract=True) as running:
         yield running
 
 

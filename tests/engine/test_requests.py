@@ -46,7 +46,7 @@ def engine(truth_models: dict[str, Path], tmp_path_factory: pytest.TempPathFacto
         "--enable-lora",
         f"--lora-modules=tuned={_adapter(work / 'adapter')}",
     ]
-    with stack(work, truth_models["dense"], LAYER_IDS, *options) as running:
+    with stack(work, truth_models["dense"], LAYER_IDS, *options, extract=True) as running:
         yield running
 
 

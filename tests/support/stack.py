@@ -59,7 +59,7 @@ class Stack:
 def stack(
     work: Path,
     model: Path,
-    layer_ids: Sequence[int],
+    layer_ids: Sequence[int | str],
     *engine_options: str,
     serve: bool = True,
     env: Mapping[str, str] | None = None,
@@ -75,7 +75,7 @@ def stack(
     running = Stack(work, free_port(), free_port(), free_port())
     options = [
         f"--served-model-name={MODEL_NAME}",
-        *(extraction_options(layer_ids) if extract else ()),
+        *(extraction_options([int(layer) for layer in layer_ids]) if extract else ()),
         *connector_options(server=running.address, **({} if extract else {"layers": list(layer_ids)}), **connector),
     ]
     try:
