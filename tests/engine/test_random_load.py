@@ -9,6 +9,7 @@ import os
 import random
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.idle import assert_idle
@@ -39,7 +40,7 @@ def test_every_stored_row_is_right_and_every_missing_one_explained(
         rng.choice(["--enable-prefix-caching", "--no-enable-prefix-caching"]),
     ]
     # Few rows a slot: most samples have several, and rows for slots next to each other are copied at once.
-    small = {"chunk_bytes": rng.choice([4096, 1 << 16]), "sender": rng.choice(["thread", "process"])}
+    small: dict[str, Any] = {"chunk_bytes": rng.choice([4096, 1 << 16]), "sender": rng.choice(["thread", "process"])}
     with stack(tmp_path, truth_models[kind], LAYER_IDS, *options, **small) as running, connect(running.address) as client:
         requests = random_requests(seed, REQUESTS, "load")
         outcomes = run(running.vllm_port, requests, at_once=24)

@@ -36,9 +36,9 @@ class Cell:
     @property
     def name(self) -> str:
         """Also the namespace of its samples."""
-        parts = (f"V{self.runner}", "eager" if self.eager else "graphs", self.kind)
-        parts = (*parts, "prefix" if self.prefix_caching else "noprefix", "chunked" if self.chunked else "whole")
-        return "-".join((*parts, "sleep") if self.sleeps else parts)
+        parts = [f"V{self.runner}", "eager" if self.eager else "graphs", self.kind]
+        parts += ["prefix" if self.prefix_caching else "noprefix", "chunked" if self.chunked else "whole"]
+        return "-".join([*parts, "sleep"] if self.sleeps else parts)
 
 
 def make_engine(cell: Cell, model: str, server: str) -> Any:

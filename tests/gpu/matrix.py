@@ -26,15 +26,18 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from cell import Cell
 
+from slotstream.demo import truth_model
+
 CELL_TIMEOUT_S = 420
 
 
 def cells(only: Sequence[str]) -> list[Cell]:
     """The slowest kind first, so that the last ones to run are short."""
+    kinds: tuple[truth_model.Kind, ...] = ("gdn", "swa", "dense")
     every = [
         Cell(runner, eager, kind, prefix, chunked)
         for kind, runner, eager, prefix, chunked in itertools.product(
-            ("gdn", "swa", "dense"), (2, 1), (False, True), (True, False), (True, False)
+            kinds, (2, 1), (False, True), (True, False), (True, False)
         )
     ]
     every += [Cell(runner, eager, "dense", True, True, sleeps=True) for runner in (2, 1) for eager in (False, True)]
