@@ -211,6 +211,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--work-ms", type=float, default=13.0, metavar="N", help="other work of the engine's thread (default: %(default)s)")
     add("--steps", type=int, default=150, metavar="N", help="steps of each run (default: %(default)s)")
     add("--rounds", type=int, default=5, metavar="N", help="interleaved rounds to take medians of (default: %(default)s)")
+    add("--work-dir", type=Path, default=Path("/dev/shm"), metavar="DIR", help="put the data here (default: %(default)s)")
     add("--json", type=Path, metavar="FILE", help="also write every figure there")
     options = parser.parse_args(arguments)
     if min(options.samples, options.chunks, options.steps, options.rounds) < 1 or options.rows // options.chunks < 4:
@@ -229,7 +230,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rounds: dict[str, list[dict[str, float]]] = {}
     try:
         with ExitStack() as stack:
-            work_dir = stack.enter_context(tempfile.TemporaryDirectory(prefix="slotstream-bench-", dir="/dev/shm"))
+            work_dir = stack.enter_context(tempfile.TemporaryDirectory(prefix="slotstream-bench-", dir=options.work_dir))
             engines: dict[str, tuple[str | None, str, str]] = {"nothing sent": (None, "grpc", "thread")}
             for transport, sender in itertools.product(_TRANSPORTS, ("thread", "process")):
                 name = f"{'gRPC' if transport == 'grpc' else 'NIXL'}, a {sender}"
