@@ -122,7 +122,7 @@ class Row:
 
     @property
     def tokens_per_s(self) -> float:
-        return statistics.median(one["tokens_per_s"] for one in self.rounds)
+        return float(statistics.median(one["tokens_per_s"] for one in self.rounds))
 
 
 def make_model(directory: Path, shape: str) -> Path:

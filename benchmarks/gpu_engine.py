@@ -136,7 +136,9 @@ class Runner:
     def _stored(self, names: Sequence[str]) -> dict[str, Any]:
         """What became of the samples, and how long after its last rows each was durable, and readable."""
         rows_at: dict[str, int] = {}  # of those committed
-        failed, durable_ms, nbytes = [], [], 0
+        failed: list[str] = []
+        durable_ms: list[float] = []
+        nbytes = 0
         with connect(self._options["server"]) as client:
             for name in names:
                 info = client.stat(name)
@@ -144,6 +146,8 @@ class Runner:
                     failed.append(info.error_code or str(info.state))
                 else:
                     rows_at[name] = int(info.metadata["last_rows_unix_ns"])
+                    assert info.committed_unix_ns is not None
+                    assert info.file_bytes is not None
                     nbytes += info.file_bytes
                     durable_ms.append((info.committed_unix_ns - rows_at[name]) / 1e6)
             readable_ms = [(at - rows_at[name]) / 1e6 for name, at in self._readers.seen(rows_at).items()]
@@ -163,8 +167,8 @@ class Runner:
             with Path(path + ".lock").open() as lock:
                 fcntl.flock(lock, fcntl.LOCK_SH)
         written_at = time.perf_counter()
-        for path in Path(self._options["shared"]).iterdir():
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        for left in Path(self._options["shared"]).iterdir():
+            shutil.rmtree(left) if left.is_dir() else left.unlink()
         return written_at
 
 

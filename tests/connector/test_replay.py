@@ -215,7 +215,12 @@ def _fail_a_sample(rig: Rig) -> list[SampleFault]:
     rig.step(StepPlan((opened("a", 8),), (cached_rows("a", 0, 4, 0, rig.table("a", 8)),)), rig.slots("a", 0, 4))
     rig.step(StepPlan(aborts=(SampleAbort("a", "ABORTED", "it ended"),)), None)
     faults: list[SampleFault] = []
-    wait_until(lambda: faults.extend(rig.worker.take_faults()) or bool(faults))
+
+    def heard() -> bool:
+        faults.extend(rig.worker.take_faults())
+        return bool(faults)
+
+    wait_until(heard)
     return faults
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,8 +19,8 @@ def _parse(params: object, *, req_id: str = "cmpl-1", **outer: object) -> Captur
     return _of_engine({"slotstream": params, **outer}, req_id=req_id)
 
 
-def _of_engine(params: dict[str, object] | None, *, req_id: str = "cmpl-1", **defaults: object) -> CaptureParams:
-    chosen = {"namespace": "default", "capture": True, "include_output_tokens": False, **defaults}
+def _of_engine(params: Mapping[str, Any] | None, *, req_id: str = "cmpl-1", **defaults: object) -> CaptureParams:
+    chosen: dict[str, Any] = {"namespace": "default", "capture": True, "include_output_tokens": False, **defaults}
     return parse_params(params, req_id=req_id, **chosen)
 
 

@@ -75,7 +75,7 @@ class _Request:
         return len(self.all_token_ids) - len(self.prompt)
 
     def is_finished(self) -> bool:
-        return self.status.name.startswith("FINISHED")
+        return bool(self.status.name.startswith("FINISHED"))
 
     def get_finished_reason(self) -> str:
         return "length"
@@ -122,7 +122,7 @@ class _Engine:
             params = {"capture": False}
         request = _Request(f"r{self.numbers}", self.numbers, prompt, self.rng.randint(1, 60), {"slotstream": params})
         self.waiting.append(request)
-        self.half.on_new(request)  # type: ignore[arg-type]
+        self.half.on_new(request)
 
     def abort(self) -> None:
         if everybody := self.waiting + self.running:
@@ -195,7 +195,7 @@ class _Engine:
         for request in self.allocated:
             if request in self.running:
                 blocks: Any = SimpleNamespace(blocks=([], [SimpleNamespace(block_id=b) for b in request.table]))
-                self.half.on_alloc(request, blocks)  # type: ignore[arg-type]
+                self.half.on_alloc(request, blocks)
         self.allocated.clear()
         return {r: n for r, n in scheduled.items() if any(r == one.request_id for one in self.running)}
 
@@ -264,7 +264,7 @@ class _Engine:
             if request in queue:
                 queue.remove(request)
         request.say(status)
-        hold, answer = self.half.on_finished(request, request.table)  # type: ignore[arg-type]
+        hold, answer = self.half.on_finished(request, request.table)
         assert not hold, "row pages hold no blocks of vLLM's"
         self.free_blocks += request.table
         self.truth[request.request_id] = request

@@ -44,7 +44,7 @@ def server(tmp_path: Path) -> Iterator[Restarting]:
 class _Engine:
     """An engine whose pump is a process, and what it counted."""
 
-    def __init__(self, address: str, seed: int = 0, name: str = "e", **options: object) -> None:
+    def __init__(self, address: str, seed: int = 0, name: str = "e", **options: Any) -> None:
         self.engine = Engine.start(address, seed, name, sender="process", **options)
         self.rig = self.engine.rig
         self.counts: Counter[str] = Counter()
@@ -97,7 +97,7 @@ def start(server: Restarting) -> Iterator[Callable[..., _Engine]]:
     """Starts an engine towards `server`; closed in the end."""
     running: list[_Engine] = []
 
-    def start(**options: object) -> _Engine:
+    def start(**options: Any) -> _Engine:
         running.append(_Engine(server.address, **options))
         return running[-1]
 

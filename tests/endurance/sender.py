@@ -203,8 +203,12 @@ def main() -> None:
     arguments = parser.parse_args()
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
-    # Without a parent nobody would end us.
-    threading.Thread(target=lambda: (sys.stdin.read(), stop.set()), daemon=True).start()
+
+    def end_with_parent() -> None:  # Nobody else would end us.
+        sys.stdin.read()
+        stop.set()
+
+    threading.Thread(target=end_with_parent, daemon=True).start()
     torch.set_num_threads(1)
     ledger = Ledger(arguments.ledger)
     ledger.write("started", seed=arguments.seed, pid=os.getpid())  # From here on SIGTERM ends us in order.

@@ -81,15 +81,15 @@ def test_a_captured_request_fills_the_prefix_cache_for_all_others(running: Stack
 
 def test_windows_of_the_prompt_and_of_the_output(running: Stack, client: Client, kind: Kind) -> None:
     prompt = text_tokens(random.Random(44), 300)
-    windows = {"inside": [70, 201], "last": [299, 300], "output": [300, None]}
+    windows: dict[str, list[int | None]] = {"inside": [70, 201], "last": [299, 300], "output": [300, None]}
     asks = [
         Ask(prompt, {"namespace": "w", "sample_id": name, "tokens": window, "include_output_tokens": name == "output"}, 40)
         for name, window in windows.items()
     ]
     answers = send(running.vllm_port, asks)
-    for (name, (start, stop)), answer in zip(windows.items(), answers, strict=True):
+    for (name, window), answer in zip(windows.items(), answers, strict=True):
         sample = client.get(name, namespace="w")
-        assert sample.token_ids.tolist() == (prompt + answer.tokens[:-1])[start:stop]
+        assert sample.token_ids.tolist() == (prompt + answer.tokens[:-1])[slice(*window)]
         assert_rows_are_true(sample, kind=kind, layer_ids=IDS)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.faulty_connector import HOOKS
@@ -33,7 +34,7 @@ def test_the_engine_serves_on_whatever_the_hooks_do(
 ) -> None:
     faults = dict.fromkeys(HOOKS, probability)
     env = support_importable() | {"SLOTSTREAM_TEST_FAULTS": json.dumps(faults)}
-    connector = {"name": "FaultyConnector", "module": "support.faulty_connector"}
+    connector: dict[str, Any] = {"name": "FaultyConnector", "module": "support.faulty_connector"}
     with (
         stack(tmp_path, truth_models["dense"], LAYER_IDS, env=env, extract=extract, **connector) as running,
         connect(running.address) as client,

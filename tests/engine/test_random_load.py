@@ -9,6 +9,7 @@ import os
 import random
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.idle import assert_idle
@@ -17,6 +18,7 @@ from support.stack import stack
 from support.workload import LAYER_IDS
 
 from slotstream.client import connect
+from slotstream.demo.truth_model import Kind
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
@@ -41,7 +43,7 @@ def test_every_stored_row_is_right_and_every_missing_one_explained(
 ) -> None:
     rng = random.Random(f"{seed}{mode}")
     scheduling, name, source = mode.split("-")
-    kind = {"dense": "dense", "swa": "swa", "mla": "mla"}[name]
+    kind: Kind = "swa" if name == "swa" else "mla" if name == "mla" else "dense"
     options = [
         f"--max-num-batched-tokens={rng.choice([64, 96, 256])}",
         "--async-scheduling" if scheduling == "async" else "--no-async-scheduling",
@@ -52,7 +54,7 @@ def test_every_stored_row_is_right_and_every_missing_one_explained(
     if source == "drafts":  # A real drafter beside the capture: what is stored are the rows of accepted tokens.
         options += ["--speculative-config", '{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2}']
     # Few rows a slot: most samples have several, and rows for slots next to each other are copied at once.
-    small = {"chunk_bytes": rng.choice([4096, 1 << 16]), "sender": rng.choice(["thread", "process"])}
+    small: dict[str, Any] = {"chunk_bytes": rng.choice([4096, 1 << 16]), "sender": rng.choice(["thread", "process"])}
     extract = source == "extraction"
     with (
         stack(tmp_path, truth_models[kind], LAYER_IDS, *options, extract=extract, **small) as running,

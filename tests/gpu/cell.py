@@ -43,9 +43,9 @@ class Cell:
     @property
     def name(self) -> str:
         """Also the namespace of its samples."""
-        parts = ("direct" if self.source == "layers" else "extract", f"V{self.runner}", self.mode, self.kind)
-        parts = (*parts, "prefix" if self.prefix_caching else "noprefix", "chunked" if self.chunked else "whole")
-        return "-".join((*parts, self.special.replace(" ", "")) if self.special else parts)
+        parts = ["direct" if self.source == "layers" else "extract", f"V{self.runner}", self.mode, self.kind]
+        parts += ["prefix" if self.prefix_caching else "noprefix", "chunked" if self.chunked else "whole"]
+        return "-".join([*parts, self.special.replace(" ", "")] if self.special else parts)
 
     @property
     def layer_ids(self) -> list[int]:

@@ -26,26 +26,27 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from cell import SPECIALS, Cell
 
+from slotstream.demo import truth_model
+
 CELL_TIMEOUT_S = 420
 
 
 def cells(only: Sequence[str]) -> list[Cell]:
     """The slowest kinds first, so that the last ones to run are short."""
+    kinds: tuple[truth_model.Kind, ...] = ("gdn", "swa", "dense")
     plain = ((True, True), (False, False))  # Prefix caching and chunked prompts: both, or neither.
     every = [
         Cell("layers", runner, mode, kind, prefix, chunked)
-        for kind, mode, runner, (prefix, chunked) in itertools.product(
-            ("gdn", "swa", "dense"), ("full", "piecewise", "eager"), (2, 1), plain
-        )
+        for kind, mode, runner, (prefix, chunked) in itertools.product(kinds, ("full", "piecewise", "eager"), (2, 1), plain)
     ]
     every += [Cell("layers", 2, "full", "mla", prefix, chunked) for prefix, chunked in plain]
     every += [
-        Cell("layers", runner, "full", "swa" if special == "preempted" else "dense", True, True, special)
+        Cell("layers", runner, "full", kinds[1 if special == "preempted" else 2], True, True, special)
         for special, runner in itertools.product((special for special in SPECIALS if special), (2, 1))
     ]
     every += [
         Cell("extract_hidden_states", runner, mode, kind, True, True)
-        for kind, mode, runner in itertools.product(("gdn", "swa", "dense"), ("graphs", "eager"), (2, 1))
+        for kind, mode, runner in itertools.product(kinds, ("graphs", "eager"), (2, 1))
     ]
     return [c for c in every if not only or any(text in c.name for text in only)]
 

@@ -120,6 +120,7 @@ def test_the_sdist_can_be_built_and_tested(built: dict[str, Path]) -> None:
         "README.md",
         "LICENSE",
         "Makefile",
+        ".pre-commit-config.yaml",
         "proto/slotstream/v1/ingest.proto",
         "tests/conftest.py",
         "deploy/Dockerfile",

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from server_kit import Peer, Reader, Sample, hello
+from server.server_kit import Peer, Reader, Sample, hello
 from support.secure import bearer, entry, token, write_tokens
 from support.server import ServerProcess, run_cli
 
@@ -118,7 +118,7 @@ def test_neither_logs_nor_metrics_hold_prompts_ids_or_secrets(tmp_path: Path) ->
         ):
             peer.say(marked.open(1), marked.chunk(1, 1, 0, 40), marked.commit(1, token_ids=MARKED_IDS))
             peer.committed()
-            wrongs = (
+            wrongs: tuple[dict[str, Any], ...] = (
                 {"token_ids": [*MARKED_IDS[:-1], 1 << 63]},
                 {"token_ids": MARKED_IDS[:-1]},
                 {"metadata": {"PROMPTMARK": "x" * 17_000}},

@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import Any, Self
 
 import pytest
-from server_kit import TIMEOUT_S, Peer, Reader, RunningServer, Sample, batch
+from server.server_kit import TIMEOUT_S, Peer, Reader, RunningServer, Sample, batch
 from support.descendants import descendants
 from support.nixl_sender import sample_of
 from support.server import ServerProcess
@@ -188,7 +188,7 @@ def test_more_at_a_time_than_the_window_holds_is_a_violation(tmp_path: Path, own
         announce = chunk_of(owner.announce(sample, 1, number, 0, 8))
         announce.length = SLOT_BYTES
         chunks.append(announce)
-    small = {"window_bytes": CHUNK_BYTES_MAX, "ingest_bytes_max": CHUNK_BYTES_MAX}
+    small: dict[str, Any] = {"window_bytes": CHUNK_BYTES_MAX, "ingest_bytes_max": CHUNK_BYTES_MAX}
     with RunningServer(tmp_path, **small) as running, greeted(running.address, owner.offer) as peer:
         parts = (chunks[:1], chunks[1:]) if split else (chunks,)
         said = [pb.IngestRequest(announcements=pb.Announcements(chunks=part)) for part in parts]
@@ -584,6 +584,7 @@ def test_a_sender_that_is_killed_takes_only_its_own_samples_with_it(running: Run
         assert_stored(running.address, "survivor", sender)
     wait_until(lambda: running.metric("open_samples") == running.metric("held_bytes") == 0)
     wait_until(lambda: running.metric("nixl_quarantined_slots") == 0)
+    assert running.server._ingest.readers is not None
     readers = [reader._reader for reader in running.server._ingest.readers._readers]
     # What nobody waits for would count as a sign that the reader hangs.
     assert not any(reader.requests for reader in readers if reader is not None)

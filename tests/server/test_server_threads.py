@@ -13,7 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from server_kit import TIMEOUT_S, Peer, Reader, RunningServer, Sample
+from server.server_kit import TIMEOUT_S, Peer, Reader, RunningServer, Sample
 from support.files import files_below
 
 from slotstream.server.ingest.sample_writer import Chunk, Commit, Done, Open, Pools, SampleWriter

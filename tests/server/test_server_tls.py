@@ -5,10 +5,11 @@ from __future__ import annotations
 import logging
 import os
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
-from server_kit import RunningServer
+from server.server_kit import RunningServer
 from support.secure import Authority, entry, health_of, token, write_tokens
 from transport.recorder import WAIT_S, Recorder
 
@@ -46,7 +47,7 @@ def test_a_server_with_a_certificate_speaks_tls_and_nothing_else(tmp_path: Path)
 def test_with_a_client_authority_only_its_certificates_get_a_connection(tmp_path: Path) -> None:
     ours, theirs = Authority(tmp_path / "ours"), Authority(tmp_path / "theirs")
     server, good, bad = ours.issue("server"), ours.issue("good", "trainer-7"), theirs.issue("bad")
-    options = {"tls_cert": server.cert, "tls_key": server.key, "tls_client_ca": ours.path}
+    options: dict[str, Any] = {"tls_cert": server.cert, "tls_key": server.key, "tls_client_ca": ours.path}
     with RunningServer(tmp_path / "data", **options) as running:
         assert health_of(running.address, good.access(ours)) == 1
         assert health_of(running.address, bad.access(ours)) == NO_CONNECTION
@@ -56,7 +57,7 @@ def test_with_a_client_authority_only_its_certificates_get_a_connection(tmp_path
     # With tokens as well, both are needed.
     tokens = write_tokens(tmp_path / "tokens.toml", entry("reader-a", ["a"], "read"))
     with RunningServer(tmp_path / "data", tokens_file=tokens, **options) as running:
-        files = {"tls_ca": ours.path, "tls_cert": good.cert, "tls_key": good.key}
+        files: dict[str, Any] = {"tls_ca": ours.path, "tls_cert": good.cert, "tls_key": good.key}
         with connect(running.address, **files) as client, pytest.raises(Unauthenticated):
             list(client.list())
         with connect(running.address, token=token("reader-a"), **files) as client:
@@ -71,7 +72,7 @@ def test_a_certificates_name_is_its_holders(tmp_path: Path, caplog: pytest.LogCa
     caplog.set_level(logging.INFO)
     authority = Authority(tmp_path / "ca")
     server = authority.issue("server")
-    options = {"tls_cert": server.cert, "tls_key": server.key, "tls_client_ca": authority.path}
+    options: dict[str, Any] = {"tls_cert": server.cert, "tls_key": server.key, "tls_client_ca": authority.path}
     sinks: list[GrpcSink] = []
     with RunningServer(tmp_path / "data", peer_streams_max=1, **options) as running:
         try:
@@ -112,7 +113,7 @@ def test_a_new_client_authority_counts_for_new_connections(tmp_path: Path) -> No
     server, ourselves, others = ours.issue("server"), ours.issue("us"), theirs.issue("them")
     trusted = tmp_path / "trusted.pem"
     trusted.write_bytes(ours.path.read_bytes())
-    options = {"tls_cert": server.cert, "tls_key": server.key, "tls_client_ca": trusted}
+    options: dict[str, Any] = {"tls_cert": server.cert, "tls_key": server.key, "tls_client_ca": trusted}
     with RunningServer(tmp_path / "data", **options) as running:
         assert health_of(running.address, ourselves.access(ours)) == 1
         assert health_of(running.address, others.access(ours)) == NO_CONNECTION
@@ -149,7 +150,7 @@ def test_a_broken_new_certificate_leaves_the_old_one_in_use(
 def test_files_that_cannot_be_used_keep_it_from_starting(tmp_path: Path, which: str, content: bytes | None) -> None:
     authority = Authority(tmp_path / "ca")
     pair = authority.issue("server")
-    options = {"tls_cert": pair.cert, "tls_key": pair.key, "tls_client_ca": authority.path}
+    options: dict[str, Any] = {"tls_cert": pair.cert, "tls_key": pair.key, "tls_client_ca": authority.path}
     options[which] = tmp_path / "wrong.pem"
     if content is not None:
         options[which].write_bytes(content)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import grpc
 import pytest
-from server_kit import ARRIVING, COMMITTED, FAILED, NOT_SERVING, SERVING, Peer, Reader, RunningServer, Sample, health
+from server.server_kit import ARRIVING, COMMITTED, FAILED, NOT_SERVING, SERVING, Peer, Reader, RunningServer, Sample, health
 from support.descendants import descendants
 from support.files import files_below
 from support.waiting import wait_until
@@ -116,7 +116,11 @@ def test_a_worker_that_dies_fails_what_it_had_open_and_nothing_else(peers: list[
     assert partials == []
     with Reader(running.address) as reader:
         for sample, outcome in zip(samples, outcomes, strict=True):
-            wait_until(lambda name=sample.sample_id, want=outcome: reader.state(name) == want)
+
+            def has_it(name: str = sample.sample_id, want: tuple[int, str] = outcome) -> bool:
+                return reader.state(name) == want
+
+            wait_until(has_it)
     wait_until(lambda: len(running.server._books._orders) == 2)
     for index in range(PEERS):  # Each lands where the kernel puts it.
         with Peer(running.address) as peer:

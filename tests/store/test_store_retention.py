@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from store_kit import BROKEN, FaultyFiles, Sample, crash, read_all, tree
+from store.store_kit import BROKEN, FaultyFiles, Sample, crash, read_all, tree
 
 from slotstream.store.catalogue import retention_sql
 from slotstream.store.catalogue.catalogue import Catalogue
@@ -433,7 +433,7 @@ def test_a_clock_is_strictly_increasing() -> None:
 
 def test_totals_by_namespace_follow_every_change(tmp_path: Path) -> None:
     catalogue = Catalogue(tmp_path / "c.sqlite")
-    from test_store_catalogue import RECORDS
+    from store.test_store_catalogue import RECORDS
 
     for record in RECORDS:
         catalogue.put_committed(record)

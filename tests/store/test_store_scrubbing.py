@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from store_kit import BROKEN, FULL, Crash, FaultyFiles, Sample, crash, crash_in, read_all, tree
+from store.store_kit import BROKEN, FULL, Crash, FaultyFiles, Sample, crash, crash_in, read_all, tree
 
 from slotstream.store.catalogue.retention_sql import Queue
 from slotstream.store.catalogue.sql import ListQuery

@@ -55,7 +55,12 @@ class _Sending:
 
     def run(self) -> None:
         ended = threading.Event()
-        threading.Thread(target=lambda: (sys.stdin.read(), ended.set()), daemon=True).start()
+
+        def end_with_stdin() -> None:
+            sys.stdin.read()
+            ended.set()
+
+        threading.Thread(target=end_with_stdin, daemon=True).start()
         self._take(self._events.get())
         while not ended.is_set() or self._open:
             if not ended.is_set() and len(self._free) >= CHUNKS:

@@ -17,7 +17,7 @@ import threading
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import torch
 
@@ -31,7 +31,7 @@ from support.server import ServerProcess
 from support.waiting import WAIT_S, wait_until
 from support.worker_rig import Rig, cached_rows, make_rig
 
-SMALL = {"staging_bytes": 1 << 20, "chunk_bytes": 64 << 10}  # 16 slots.
+SMALL: dict[str, Any] = {"staging_bytes": 1 << 20, "chunk_bytes": 64 << 10}  # 16 slots.
 
 
 @dataclass
@@ -47,7 +47,7 @@ class Engine:
     @classmethod
     def start(cls, address: str, seed: int = 0, name: str = "e", **options: object) -> Engine:
         hello = ingest_pb2.Hello(protocol=PROTOCOL_VERSION, engine_id=name)
-        chosen = {"ack_timeout_s": 30.0, "wait_s_max": 0.5, "server": address, **options}
+        chosen: dict[str, Any] = {"ack_timeout_s": 30.0, "wait_s_max": 0.5, "server": address, **options}
         if chosen.get("sender") == "process":
             return cls(make_rig(seed, hello=hello, **chosen), random.Random(seed), name)
         sink = GrpcSink(address, hello, ack_timeout_s=float(str(chosen["ack_timeout_s"])))

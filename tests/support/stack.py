@@ -73,10 +73,11 @@ def stack(
     Without `serve` the engine starts with no server there; `Stack.serve` starts it later.
     """
     running = Stack(work, free_port(), free_port(), free_port())
+    chosen: dict[str, Any] = {} if extract else {"layers": list(layer_ids)}
     options = [
         f"--served-model-name={MODEL_NAME}",
         *(extraction_options([int(layer) for layer in layer_ids]) if extract else ()),
-        *connector_options(server=running.address, **({} if extract else {"layers": list(layer_ids)}), **connector),
+        *connector_options(server=running.address, **chosen, **connector),
     ]
     try:
         if serve:

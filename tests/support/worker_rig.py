@@ -60,11 +60,17 @@ class WatchedSink(LoopbackSink):
             return self._verdicts[number]
 
 
+class OpenWorker(WorkerHalf):
+    """A worker half whose sender tests may look into: a `Pump`, or the handle of a process."""
+
+    _sender: Any
+
+
 @dataclass
 class Rig:
     """A cache [blocks, layers, block size, hidden] of random rows, a worker over it, and the block tables of requests."""
 
-    worker: WorkerHalf
+    worker: OpenWorker
     sink: Any  # A WatchedSink, unless make_rig was given another.
     cache: torch.Tensor
     rng: random.Random
@@ -142,7 +148,7 @@ def make_rig(seed: int = 0, sink: SampleSink | None = None, hello: ingest_pb2.He
     chosen = config(**options)
     make_sender = in_thread(chosen, sink) if hello is None else in_process(chosen, hello)
     rig = Rig(
-        WorkerHalf(chosen, CachedRows(cache, len(LAYER_IDS), HIDDEN), make_sender, StagingPlan.of(chosen, 256)),
+        OpenWorker(chosen, CachedRows(cache, len(LAYER_IDS), HIDDEN), make_sender, StagingPlan.of(chosen, 256)),
         sink,
         cache,
         rng,

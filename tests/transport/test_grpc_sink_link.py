@@ -163,8 +163,8 @@ def test_a_message_of_requests_is_never_longer_than_a_server_takes(server: FakeI
     token_ids = [1 << 40] * 5000  # Of 6 bytes each.
     commits = [ingest_pb2.CommitSample(sample=sample, token_ids=token_ids) for sample in range(1, 41)]
     commits[6].token_ids.extend(token_ids * 10)  # Too long for a batch.
-    for request in commits:
-        sink.commit(request)
+    for commit in commits:
+        sink.commit(commit)
     peer = server.accept()
     peer.welcome(batches=True)
     heard: list[ingest_pb2.CommitSample] = []

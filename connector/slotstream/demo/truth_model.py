@@ -88,7 +88,7 @@ def make(out: Path, kind: Kind = "dense", hidden: int = HIDDEN, layers: int = LA
         raise ValueError(f"a vocabulary of {vocab} does not fit {ID_BITS} bits")
     from transformers.utils import logging
 
-    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    logging.disable_progress_bar()
     config, model_class = _config(kind, hidden, layers, vocab)
     torch.manual_seed(0)
     model = model_class(config).to(torch.bfloat16)

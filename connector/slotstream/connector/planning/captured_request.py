@@ -34,7 +34,8 @@ class CapturedRequest:
 
         Each decode step also writes a provisional row for its copy of the sampled token; it is rewritten unless confirmed.
         """
-        return max(self.request.num_prompt_tokens, len(self.request.all_token_ids) - 1)
+        prompt_tokens: int = self.request.num_prompt_tokens
+        return max(prompt_tokens, len(self.request.all_token_ids) - 1)
 
     def sample_open(self) -> SampleOpen:
         """The sample begins."""

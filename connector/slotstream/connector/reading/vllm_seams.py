@@ -71,7 +71,7 @@ def install(config_of: Callable[[VllmConfig], ConnectorConfig | None]) -> None:
         return result
 
     init_device.slotstream = True  # type: ignore[attr-defined]
-    WorkerWrapperBase.init_device = init_device  # type: ignore[method-assign]
+    setattr(WorkerWrapperBase, "init_device", init_device)  # noqa: B010  (mypy knows it as a method, or not at all)
 
 
 def missing(seam: str) -> ConfigError:
