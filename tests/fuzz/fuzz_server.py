@@ -23,9 +23,9 @@ from slotstream.server.access.gate import Gate
 from slotstream.server.arrivals import Arrivals
 from slotstream.server.config import ServerConfig
 from slotstream.server.housekeeping import Housekeeping
-from slotstream.server.ingest.sample_writer import Pools
 from slotstream.server.ingest.service import IngestService
 from slotstream.server.metrics import Metrics
+from slotstream.server.pools import Pools
 from slotstream.server.samples.service import SamplesService
 from slotstream.store.catalogue.sql import ListQuery
 from slotstream.store.records import Failure, SampleKey, SampleSpec, State

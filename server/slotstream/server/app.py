@@ -22,12 +22,12 @@ from slotstream.server.arrivals import Arrivals
 from slotstream.server.config import ServerConfig
 from slotstream.server.healthcheck import HealthService
 from slotstream.server.housekeeping import Housekeeping
-from slotstream.server.ingest.sample_writer import Pools
 from slotstream.server.ingest.service import IngestService
 from slotstream.server.listening import SERVICES, add_port, make_server
 from slotstream.server.logs import configure_logging
 from slotstream.server.metrics import Metrics, serve_metrics
 from slotstream.server.nixl.readers import start_readers
+from slotstream.server.pools import Pools
 from slotstream.server.processes.pool import WorkerPool
 from slotstream.server.processes.primary import WorkerBooks
 from slotstream.server.samples.service import SamplesService

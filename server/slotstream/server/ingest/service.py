@@ -18,10 +18,11 @@ import grpc.aio
 from slotstream.server.access.gate import Gate, Shares
 from slotstream.server.arrivals import Arrivals
 from slotstream.server.config import ServerConfig
-from slotstream.server.ingest.sample_writer import Ended, Pools, SampleWriter, UploadStore
+from slotstream.server.ingest.sample_writer import Ended, SampleWriter, UploadStore
 from slotstream.server.ingest.stream import Context, Stream
 from slotstream.server.metrics import Metrics, code_label
 from slotstream.server.nixl.readers import NixlReaders
+from slotstream.server.pools import Pools
 from slotstream.server.status import abort
 from slotstream.v1 import ingest_pb2 as pb
 from slotstream.wire.errors import HashMismatch, ProtocolViolation, ServerDraining, SlotStreamError

@@ -14,8 +14,8 @@ import grpc.aio
 
 from slotstream.server.arrivals import Arrivals
 from slotstream.server.ingest.requests import spec_of
-from slotstream.server.ingest.sample_writer import Pools
 from slotstream.server.metrics import Metrics
+from slotstream.server.pools import Pools
 from slotstream.server.processes.remote_store import failure_message, failure_of
 from slotstream.store.records import Failure, SampleKey, SampleRecord, State
 from slotstream.store.sample.file import Content

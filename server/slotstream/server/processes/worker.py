@@ -27,12 +27,12 @@ from slotstream.server.access.tls import Certificates
 from slotstream.server.arrivals import Arrivals
 from slotstream.server.config import ServerConfig
 from slotstream.server.healthcheck import HealthService
-from slotstream.server.ingest.sample_writer import Pools
 from slotstream.server.ingest.service import IngestService
 from slotstream.server.listening import LOCAL_OPTIONS, SERVICES, add_port, make_server
 from slotstream.server.logs import configure_logging
 from slotstream.server.metrics import Metrics
 from slotstream.server.nixl.readers import start_readers
+from slotstream.server.pools import Pools
 from slotstream.server.processes.remote_store import RemoteStore
 from slotstream.v1 import workers_pb2 as pb
 from slotstream.v1 import workers_pb2_grpc

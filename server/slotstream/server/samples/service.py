@@ -19,8 +19,8 @@ from slotstream.server.access.gate import Gate, Session, Shares
 from slotstream.server.arrivals import Arrivals
 from slotstream.server.config import ServerConfig
 from slotstream.server.housekeeping import Housekeeping
-from slotstream.server.ingest.sample_writer import Pools
 from slotstream.server.metrics import Metrics
+from slotstream.server.pools import Pools
 from slotstream.server.samples import convert
 from slotstream.server.samples.reads import Opened, after, close_unwanted, covers, opened
 from slotstream.server.status import abort
