@@ -201,7 +201,7 @@ def test_chunks_that_arrive_together_leave_the_event_loop_to_others(
 ) -> None:
     """It writes them itself where there are few cores."""
     monkeypatch.setattr("slotstream.server.pools.for_cores", lambda most: 1)
-    monkeypatch.setattr("slotstream.server.ingest.stream._TURN_BYTES", 1)
+    monkeypatch.setattr("slotstream.server.ingest.open_samples._TURN_BYTES", 1)
     turns: list[int] = []
     turn = 0
     write_chunk = Upload.write_chunk
@@ -582,7 +582,7 @@ def test_a_sender_that_is_killed_takes_only_its_own_samples_with_it(running: Run
         assert_stored(running.address, "survivor", sender)
     wait_until(lambda: running.metric("open_samples") == running.metric("held_bytes") == 0)
     wait_until(lambda: running.metric("nixl_quarantined_slots") == 0)
-    readers = [reader._reader for reader in running.server._ingest.readers._readers]
+    readers = [reader._reader for reader in running.server._ingest._shared.readers._readers]
     # What nobody waits for would count as a sign that the reader hangs.
     assert not any(reader.requests for reader in readers if reader is not None)
 
