@@ -18,11 +18,21 @@ _SHARE = 8
 class Acks:
     """Belongs to the event loop. Its length is the number of chunks that were taken and not acked yet."""
 
-    def __init__(self, window_bytes: int, collect: Callable[[], None], reply: Callable[[pb.IngestReply], None]) -> None:
-        """`window_bytes`: what the peer may have in flight. `collect` looks what was written, and calls `add` for it."""
+    def __init__(
+        self,
+        window_bytes: int,
+        collect: Callable[[], None],
+        reply: Callable[[pb.IngestReply], None],
+        failed: Callable[[Exception], None],
+    ) -> None:
+        """`window_bytes`: what the peer may have in flight. `collect` looks what was written, and calls `add` for it.
+
+        `failed` is told of a fault in that, or in `reply`, when it was time to look.
+        """
         self.window_bytes = window_bytes
         self._collect = collect
         self._reply = reply
+        self._failed = failed
         self._chunks: list[int] = []
         self._nbytes = 0
         self._held = 0
@@ -61,7 +71,11 @@ class Acks:
 
     def _look(self) -> None:
         self._timer = None
-        self._collect()
-        self.send()
+        try:
+            self._collect()
+            self.send()
+        except Exception as error:
+            self._failed(error)
+            return
         if self._held:
             self._look_later()

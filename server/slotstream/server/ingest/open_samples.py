@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from slotstream.server.access.gate import Session
@@ -42,18 +42,29 @@ _USED_RANGES_MAX = 1 << 16
 class OpenSamples:
     """Everything here runs on the event loop, but `_post` may not."""
 
-    def __init__(self, shared: Shared, session: Session, replies: Replies, room: asyncio.Event) -> None:
-        """`room` is set whenever something was let go of: there may be room for more."""
+    def __init__(
+        self,
+        shared: Shared,
+        session: Session,
+        replies: Replies,
+        room: asyncio.Event,
+        failed: Callable[[Exception], None],
+    ) -> None:
+        """`room` is set whenever something was let go of: there may be room for more.
+
+        `failed` is told of a fault that no caller of a method hears of: it came in a callback of the event loop.
+        """
         self._shared = shared
         self._session = session
         self._replies = replies
         self._room = room
+        self._failed = failed
         self._loop = asyncio.get_running_loop()
         self._writers: dict[int, SampleWriter] = {}
         self._used = RangeSet()
         self._held_bytes = 0
         self._held_items = 0
-        self._acks = Acks(shared.config.window_bytes, self._collect, self._reply)
+        self._acks = Acks(shared.config.window_bytes, self._collect, self._reply, failed)
         self._results: deque[Done] = deque()
         self._collecting = False
         # When each open sample will have taken too long. Each is one of the peer's share of open samples.
@@ -318,7 +329,13 @@ class OpenSamples:
         if not self._collecting:
             self._collecting = True
             with suppress(RuntimeError):  # The loop is closed: the process is ending, and there is nobody left to tell.
-                self._loop.call_soon_threadsafe(self._collect)
+                self._loop.call_soon_threadsafe(self._woken)
+
+    def _woken(self) -> None:
+        try:
+            self._collect()
+        except Exception as error:
+            self._failed(error)
 
     def _collect(self) -> None:
         self._collecting = False  # Before looking: what is posted from here on asks for another wake-up.
@@ -357,8 +374,8 @@ class OpenSamples:
             self._shared.open_shares.give_back(self._session.name)
         for _, nbytes in self._announced.forget(writer.number):
             self._let_go(nbytes)
-        self._acks.send()  # The verdict comes after the acks of the sample's chunks.
         self._shared.ended(writer, ended)
+        self._acks.send()  # The verdict comes after the acks of the sample's chunks.
         failure = ended.failure
         if failure is None:
             self._reply(pb.IngestReply(committed=pb.Committed(sample=writer.number, duplicate=ended.duplicate)))

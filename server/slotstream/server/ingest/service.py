@@ -23,7 +23,7 @@ from slotstream.server.metrics import Metrics
 from slotstream.server.nixl.readers import NixlReaders
 from slotstream.server.pools import Pools
 from slotstream.server.status import abort
-from slotstream.wire.errors import ProtocolViolation, ServerDraining, SlotStreamError
+from slotstream.wire.errors import InternalFault, ProtocolViolation, ServerDraining, SlotStreamError
 from slotstream.wire.logtext import log_text
 from slotstream.wire.throttle import Throttle
 
@@ -48,7 +48,7 @@ class IngestService:
         self._metrics = metrics
         self._gate = gate
         self._shared = Shared(config, store, pools, metrics, arrivals, committed, readers)
-        self._refusals = Throttle(every_s=60.0)
+        self._endings = Throttle(every_s=60.0)  # What is logged of streams that are ended, by code, or class of a fault.
         self._stream_shares = Shares("ingest streams", config.streams_max, config.peer_streams_max)
         self._streams: set[Stream] = set()
 
@@ -69,10 +69,17 @@ class IngestService:
                 self._metrics.violations.inc()
             else:
                 self._metrics.refused_streams.labels(error.code).inc()
-            if (unsaid := self._refusals.admit(error.code)) is not None:
+            if (unsaid := self._endings.admit(error.code)) is not None:
                 more = f" ({unsaid} more with this code were not logged)" if unsaid else ""
                 _log.warning("ending the stream of %s: %s%s", context.peer(), log_text(error.code, str(error)), more)
             await abort(context, error)
+        except Exception as error:
+            fault = InternalFault("the server failed; its log says how")
+            self._metrics.refused_streams.labels(fault.code).inc()
+            if (unsaid := self._endings.admit(type(error).__name__)) is not None:
+                more = f" ({unsaid} more of its kind were not logged)" if unsaid else ""
+                _log.exception("a fault in the server ended the stream of %s%s", context.peer(), more)
+            await abort(context, fault)
 
     async def _serve(self, stream: Stream) -> None:
         self._streams.add(stream)

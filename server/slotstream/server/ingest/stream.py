@@ -37,12 +37,14 @@ class Stream:
         self._room = asyncio.Event()  # Set whenever something was let go of, or sent.
         self._ending = asyncio.Event()
         self._replies = Replies(context.write, self._room.set)
-        self._samples = OpenSamples(shared, session, self._replies, self._room)
+        self._fault: asyncio.Future[None] = self._loop.create_future()  # Of ours: the stream cannot go on.
+        self._samples = OpenSamples(shared, session, self._replies, self._room, self._failed)
 
     async def run(self) -> None:
         """Serve the peer until it is done, gone, or wrong.
 
-        Raises ProtocolViolation, ServerDraining, TooSlow, and Unauthenticated where its token was withdrawn meanwhile.
+        Raises ProtocolViolation, ServerDraining, TooSlow, and Unauthenticated where its token was withdrawn meanwhile. Whatever
+        else it raises is a fault of the server's own.
         """
         receiver = asyncio.create_task(self._receive())
         sender = asyncio.create_task(self._replies.send())
@@ -50,15 +52,18 @@ class Stream:
         watch = asyncio.create_task(self._watch())
         try:
             with self._shared.waking(self._room):
-                await asyncio.wait((receiver, sender, ending, watch), return_when=asyncio.FIRST_COMPLETED)
-            if watch.done():
-                watch.result()
+                await asyncio.wait((receiver, sender, ending, watch, self._fault), return_when=asyncio.FIRST_COMPLETED)
+            for done in (watch, receiver, sender, self._fault):
+                if done.done():
+                    done.result()
             if receiver.done():
-                receiver.result()
                 self._samples.end_of_requests()
             if ending.done():
                 receiver.cancel()  # Nothing more is taken: a busy peer must not keep its stream from ending.
             await self._flushed(sender)
+            for done in (sender, self._fault):
+                if done.done():
+                    done.result()
             if ending.done():
                 raise ServerDraining("the server is shutting down")
         finally:
@@ -76,13 +81,17 @@ class Stream:
         self._samples.abandon(Failure.of(ServerDraining("the server shut down before the sample was finished")))
         self._ending.set()
 
+    def _failed(self, fault: Exception) -> None:
+        if not self._fault.done():
+            self._fault.set_exception(fault)
+
     async def _flushed(self, sender: asyncio.Task[None]) -> None:
-        """Returns once every sample ended and every reply was sent, or the peer is gone."""
-        while (self._replies or not self._samples.are_answered) and not sender.done():
+        """Returns once every sample ended and every reply was sent, or that cannot be: the peer is gone, or a fault came."""
+        while (self._replies or not self._samples.are_answered) and not (sender.done() or self._fault.done()):
             self._samples.send_acks()
             self._room.clear()
             room = asyncio.create_task(self._room.wait())
-            await asyncio.wait((room, sender), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((room, sender, self._fault), return_when=asyncio.FIRST_COMPLETED)
             room.cancel()
 
     async def _receive(self) -> None:
