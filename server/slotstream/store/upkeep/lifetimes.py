@@ -23,7 +23,7 @@ from slotstream.store.upkeep import verifying
 from slotstream.store.upkeep.deleting import Deleter
 from slotstream.store.upkeep.quarantine import Quarantine
 from slotstream.store.upkeep.verifying import Verdict
-from slotstream.wire.errors import BadParams, Leased, SampleNotFound, StoreFull
+from slotstream.wire.errors import BadParams, Leased, SampleNotFound, SlotStreamError, StoreFull
 from slotstream.wire.names import check_holder
 
 _log = logging.getLogger(__name__)
@@ -98,19 +98,22 @@ class Lifetimes:
         now = self.clock.now()
         until = now + round(seconds * _NS)
 
-        def take(db: sqlite3.Connection) -> int | None:
+        def take(db: sqlite3.Connection) -> int | SlotStreamError:
+            """When the lease ends; or why there is none, which raised in here would undo what shares the transaction."""
             record = get_record(db, key.namespace, key.sample_id)
             if record is None or record.state is not State.COMMITTED:
-                raise SampleNotFound(f"there is no committed sample {key}")
+                return SampleNotFound(f"there is no committed sample {key}")
             if seconds == 0:
                 retention_sql.release(db, key, holder)
                 return 0
             retention_sql.forget_leases(db, now)
-            return until if retention_sql.lease(db, key, holder, until, LEASES_MAX) else None
+            if not retention_sql.lease(db, key, holder, until, LEASES_MAX):
+                return StoreFull(f"{LEASES_MAX} leases are held already, as many as this server allows")
+            return until
 
         ends = self._catalogue.submit(take).result()
-        if ends is None:
-            raise StoreFull(f"{LEASES_MAX} leases are held already, as many as this server allows")
+        if isinstance(ends, SlotStreamError):
+            raise ends
         return ends
 
     def standing(self, key: SampleKey) -> Standing:
