@@ -51,6 +51,7 @@ class WorkerPool:
         workers_pb2_grpc.add_WorkersServicer_to_server(self._books, server)  # type: ignore[no-untyped-call]
         server.add_insecure_port(private)
         await server.start()
+        self._closing.push_async_callback(self._books.finish)
         self._closing.push_async_callback(server.stop, 1.0)
         count = self._config.workers - 1
         tasks = [asyncio.create_task(self._keep(number, private)) for number in range(1, count + 1)]

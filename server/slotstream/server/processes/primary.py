@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -50,6 +50,7 @@ class WorkerBooks(workers_pb2_grpc.WorkersServicer):
         self._idle = asyncio.Event()
         self._idle.set()
         self._attending = asyncio.Condition()
+        self._running: set[asyncio.Task[Any]] = set()  # The loop itself holds tasks only weakly.
 
     async def attended(self, count: int) -> None:
         """Returns once `count` workers are there."""
@@ -98,7 +99,7 @@ class WorkerBooks(workers_pb2_grpc.WorkersServicer):
                     task.cancel()
             del self._orders[worker]
             self._metrics.gone(worker)
-            await asyncio.shield(self._abandon(worker))
+            await asyncio.shield(self._task(self._abandon(worker)))
 
     async def _abandon(self, worker: int) -> None:
         """Fail what a worker that is gone had open."""
@@ -108,7 +109,40 @@ class WorkerBooks(workers_pb2_grpc.WorkersServicer):
         for number in lost:
             await self._end(number, Failure.of(Interrupted(_ENDED)))
 
+    # Calls, each a task of its own: one that is cancelled (its worker died, or waited for as long as it does) must not forget
+    # what a thread is doing for it.
+
     async def Begin(self, request: pb.BeginUpload, context: _Context) -> pb.UploadBegun:
+        begun = self._task(self._begin(request))
+        try:
+            return await asyncio.shield(begun)
+        except asyncio.CancelledError:
+            self._task(self._end_unheard(begun))
+            raise
+
+    async def Publish(self, request: pb.PublishUpload, context: _Context) -> pb.UploadEnded:
+        return await asyncio.shield(self._task(self._publish(request)))
+
+    async def Fail(self, request: pb.FailUpload, context: _Context) -> pb.UploadEnded:
+        await asyncio.shield(self._task(self._end(request.upload, failure_of(request.failure))))
+        return pb.UploadEnded()
+
+    async def Refuse(self, request: pb.RefuseUpload, context: _Context) -> pb.UploadEnded:
+        await asyncio.shield(self._task(self._refuse(request)))
+        return pb.UploadEnded()
+
+    def _task(self, work: Coroutine[Any, Any, _T]) -> asyncio.Task[_T]:
+        task = asyncio.create_task(work)
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+        return task
+
+    async def finish(self) -> None:
+        """Returns once everything that calls began is done. No call may be running any more."""
+        while self._running:
+            await asyncio.wait(tuple(self._running))
+
+    async def _begin(self, request: pb.BeginUpload) -> pb.UploadBegun:
         try:
             if request.worker not in self._orders:
                 raise ServerDraining("the server is shutting down")
@@ -124,7 +158,11 @@ class WorkerBooks(workers_pb2_grpc.WorkersServicer):
             await self._end(number, Failure.of(Interrupted(_ENDED)))
         return pb.UploadBegun(upload=number, partial=upload.partial.name, created_unix_ns=upload.created_unix_ns)
 
-    async def Publish(self, request: pb.PublishUpload, context: _Context) -> pb.UploadEnded:
+    async def _end_unheard(self, begun: asyncio.Task[pb.UploadBegun]) -> None:
+        """The worker did not hear the sample's number: nobody else will ever end it."""
+        await self._end((await begun).upload, Failure.of(Interrupted("the sample took too long to begin")))
+
+    async def _publish(self, request: pb.PublishUpload) -> pb.UploadEnded:
         found = self._uploads.get(request.upload)
         if found is None:
             return pb.UploadEnded(failure=failure_message(Failure.of(Interrupted("the sample is not open any more"))))
@@ -142,22 +180,17 @@ class WorkerBooks(workers_pb2_grpc.WorkersServicer):
         finally:
             self._forget(request.upload, upload.spec.key)
 
-    async def Fail(self, request: pb.FailUpload, context: _Context) -> pb.UploadEnded:
-        await self._end(request.upload, failure_of(request.failure))
-        return pb.UploadEnded()
-
-    async def Refuse(self, request: pb.RefuseUpload, context: _Context) -> pb.UploadEnded:
+    async def _refuse(self, request: pb.RefuseUpload) -> None:
         record = SampleRecord(
             request.namespace, request.sample_id, State.ARRIVING, request.created_unix_ns, model=request.model
         )
         await self._in(self._pools.chunks, self._store.record_failed, record, failure_of(request.failure))
         self._arrivals.notify(record.key)
-        return pb.UploadEnded()
 
     async def _end(self, number: int, failure: Failure) -> None:
+        """Fail a sample that is open; one that is being committed ends with its commit."""
         found = self._uploads.get(number)
-        if found is not None:
-            await self._in(self._pools.chunks, found[1].abort, failure)
+        if found is not None and await self._in(self._pools.chunks, found[1].abort, failure):
             self._forget(number, found[1].spec.key)
 
     def _forget(self, number: int, key: SampleKey) -> None:
