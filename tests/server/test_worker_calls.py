@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from slotstream.server.arrivals import Arrivals
 from slotstream.server.metrics import Metrics
 from slotstream.server.pools import Pools
-from slotstream.server.processes.primary import WorkerBooks
+from slotstream.server.processes.primary import WorkersService
+from slotstream.server.waiters import Waiters
 from slotstream.store.disk.files import Files
 from slotstream.store.records import SampleKey, State
 from slotstream.store.samples import SampleStore
@@ -71,27 +71,27 @@ class Primary:
         self.files = StuckFiles()
         self.store = SampleStore.open(data_dir, files=self.files)
         self.pools = Pools()
-        self.arrivals = Arrivals()
+        self.waiters = Waiters()
         self.committed: list[str] = []
-        self.calls = WorkerBooks(self.store, self.pools, Metrics(self.store), self.arrivals, self.committed.append)
+        self.calls = WorkersService(self.store, self.pools, Metrics(self.store), self.waiters, self.committed.append)
         self._dies = asyncio.Event()
-        self._attending = asyncio.create_task(self._attend())
+        self._joining = asyncio.create_task(self._follow_orders())
 
-    async def _attend(self) -> None:
+    async def _follow_orders(self) -> None:
         async def reports() -> AsyncIterator[pb.WorkerReport]:
             yield pb.WorkerReport(worker=1)
             await self._dies.wait()
 
-        async for _ in self.calls.Attend(reports(), NO_CONTEXT):
+        async for _ in self.calls.Join(reports(), NO_CONTEXT):
             pass
 
     async def dies(self) -> None:
         self._dies.set()
-        await self._attending
+        await self._joining
 
     async def begin(self) -> tuple[int, Path]:
         """A sample, and the file that its worker has written."""
-        await self.calls.attended(1)
+        await self.calls.joined(1)
         begun = await self.calls.Begin(pb.BeginUpload(worker=1, sample=SAMPLE), NO_CONTEXT)
         assert not begun.failure.code, begun
         partial = KEY.directory(self.store.data_dir) / begun.partial
@@ -143,7 +143,7 @@ def run(data_dir: Path, test: Callable[[Primary], Coroutine[Any, Any, None]]) ->
 def test_a_commit_whose_call_is_cancelled_is_finished_and_counted(tmp_path: Path) -> None:
     async def test(primary: Primary) -> None:
         number, _ = await primary.begin()
-        with primary.arrivals.watch(KEY) as changed:
+        with primary.waiters.watch(KEY) as changed:
             await primary.cancelled_in("rename", primary.publish(number))
             assert not primary.is_idle  # Who drains the server waits for it.
             primary.files.go_on()
@@ -188,8 +188,8 @@ def test_a_sample_that_nobody_waits_for_when_it_is_open_is_failed(tmp_path: Path
     """Its number was never heard: nobody else will ever end it."""
 
     async def test(primary: Primary) -> None:
-        await primary.calls.attended(1)
-        with primary.arrivals.watch(KEY) as changed:
+        await primary.calls.joined(1)
+        with primary.waiters.watch(KEY) as changed:
             await primary.cancelled_in("make_dir", primary.calls.Begin(pb.BeginUpload(worker=1, sample=SAMPLE), NO_CONTEXT))
             primary.files.go_on()
             while primary.store.stat(KEY) is None or primary.state() != (State.FAILED, "INTERRUPTED"):

@@ -240,7 +240,7 @@ def test_when_space_runs_low_the_oldest_that_may_go_do(tmp_path: Path) -> None:
     assert [_left(store, space) for space in ("kept", "x", "y")] == ["a", "", "e"]
     files.total = 0
     last = sweeper.make_room()
-    assert (last.samples, last.starved) == ({Reason.FREE_SPACE: 1}, True)
+    assert (last.samples, last.still_short) == ({Reason.FREE_SPACE: 1}, True)
     assert sweeper.make_room().samples == {}
     assert _left(store, "kept") == "a"
     store.close()

@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Self
 
 from slotstream.client.info import NamespaceUsage, SampleInfo, Usage, Verdict, unix_ns, wire_state
-from slotstream.client.placed import NotInPlaceError
+from slotstream.client.local_file import WrongFileError
 from slotstream.client.reading import RowReader
 from slotstream.client.rpc import Rpc
 from slotstream.client.tensors import Sample, receive_sample, require_torch
@@ -205,7 +205,7 @@ class Client:
             return reader
         try:
             reader.take_from(self.data_dir, functools.partial(self._count_read, reader.info))
-        except NotInPlaceError as error:
+        except WrongFileError as error:
             if not self._said_not_in_place:
                 self._said_not_in_place = True
                 _log.warning("rows come from the server, not out of %s: %s", self.data_dir, error)

@@ -9,6 +9,6 @@ nixl/          rows read over NIXL, by processes of their own
 processes/     the processes of `--workers N`
 housekeeping   what the server does of its own accord
 pools          the threads that wait for the disk
-arrivals       who waits for which sample
+waiters        who waits for which sample
 metrics        the table of what is counted
 """

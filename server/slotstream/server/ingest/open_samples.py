@@ -357,7 +357,7 @@ class OpenSamples:
             if done.slot is not None:
                 freed.append(done.slot)
             if done.opened and done.writer.key is not None:
-                self._shared.arrivals.notify(done.writer.key)
+                self._shared.waiters.notify(done.writer.key)
             if done.ended is not None:
                 self._end_sample(done.writer, done.ended)
         if freed and self._shared.readers is not None:

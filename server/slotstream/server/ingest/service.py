@@ -14,7 +14,6 @@ import grpc
 import grpc.aio
 
 from slotstream.server.access.gate import Gate, Shares
-from slotstream.server.arrivals import Arrivals
 from slotstream.server.config import ServerConfig
 from slotstream.server.ingest.sample_writer import UploadStore
 from slotstream.server.ingest.shared import Shared
@@ -23,6 +22,7 @@ from slotstream.server.metrics import Metrics
 from slotstream.server.nixl.readers import NixlReaders
 from slotstream.server.pools import Pools
 from slotstream.server.status import abort
+from slotstream.server.waiters import Waiters
 from slotstream.wire.errors import InternalFault, ProtocolViolation, ServerDraining, SlotStreamError
 from slotstream.wire.logtext import log_text
 from slotstream.wire.throttle import Throttle
@@ -39,7 +39,7 @@ class IngestService:
         store: UploadStore,
         pools: Pools,
         metrics: Metrics,
-        arrivals: Arrivals,
+        waiters: Waiters,
         gate: Gate,
         committed: Callable[[str], None],
         readers: NixlReaders | None = None,
@@ -47,7 +47,7 @@ class IngestService:
         """`committed` is told the namespace of every sample stored. `readers`: None where chunks come in frames only."""
         self._metrics = metrics
         self._gate = gate
-        self._shared = Shared(config, store, pools, metrics, arrivals, committed, readers)
+        self._shared = Shared(config, store, pools, metrics, waiters, committed, readers)
         self._endings = Throttle(every_s=60.0)  # What is logged of streams that are ended, by code, or class of a fault.
         self._stream_shares = Shares("ingest streams", config.streams_max, config.peer_streams_max)
         self._streams: set[Stream] = set()

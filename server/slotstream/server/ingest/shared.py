@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from slotstream.server.access.gate import Shares
-from slotstream.server.arrivals import Arrivals
 from slotstream.server.config import ServerConfig
 from slotstream.server.ingest.sample_writer import Ended, SampleWriter, UploadStore
 from slotstream.server.metrics import Metrics, code_label
 from slotstream.server.nixl.readers import NixlReaders
 from slotstream.server.pools import Pools
+from slotstream.server.waiters import Waiters
 from slotstream.wire.errors import HashMismatch
 from slotstream.wire.logtext import log_text
 
@@ -30,7 +30,7 @@ class Shared:
         store: UploadStore,
         pools: Pools,
         metrics: Metrics,
-        arrivals: Arrivals,
+        waiters: Waiters,
         committed: Callable[[str], None],
         readers: NixlReaders | None,
     ) -> None:
@@ -39,7 +39,7 @@ class Shared:
         self.store = store
         self.pools = pools
         self.metrics = metrics
-        self.arrivals = arrivals
+        self.waiters = waiters
         self.readers = readers
         self.draining = False  # No more samples are opened.
         self.open_shares = Shares("open samples", sys.maxsize, config.peer_open_samples_max)  # The store limits all of them.
@@ -98,7 +98,7 @@ class Shared:
                 self.metrics.hash_mismatches.inc()
             _log.info("sample %s failed: %s", writer.key, log_text(ended.failure.code, ended.failure.message))
         if writer.key is not None:
-            self.arrivals.notify(writer.key)
+            self.waiters.notify(writer.key)
 
     async def idle(self) -> None:
         """Returns once no sample is open."""

@@ -130,10 +130,10 @@ class Lifetimes:
             raise Leased(f"{record.key} is leased to a reader for another {left_s:.0f} seconds")
         self._deleter.delete(record)
 
-    def delete_unused(self, doomed: Sequence[Candidate]) -> list[Candidate]:
+    def delete_unused(self, candidates: Sequence[Candidate]) -> list[Candidate]:
         """Remove those that nobody reads, holds a lease on, or has replaced; which they were."""
         self._opened.check()
-        return self._deleter.delete_unused(doomed)
+        return self._deleter.delete_unused(candidates)
 
     def finish_deletions(self) -> None:
         """Try again what the disk refused earlier."""
@@ -144,16 +144,16 @@ class Lifetimes:
 
     # Damage.
 
-    def verify(self, record: SampleRecord, paced: Callable[[int], None]) -> Verdict | None:
-        """Check every byte of a committed sample; None when it went away meanwhile. `paced`: told of bytes as they are read."""
+    def verify(self, record: SampleRecord, on_read: Callable[[int], None]) -> Verdict | None:
+        """Check every byte of a committed sample; None when it is gone meanwhile. `on_read`: told of bytes as they are read."""
         self._opened.check()
-        return verifying.verify_current(self._files, self._data_dir, self._catalogue, record, paced)
+        return verifying.verify_current(self._files, self._data_dir, self._catalogue, record, on_read)
 
     def quarantine(self, verdict: Verdict) -> str | None:
         """Take a damaged sample out of service: its file moves to the quarantine and its row says FAILED (DAMAGED).
 
         What became of the file, in words; None when nothing was done: the sample changed meanwhile, or what failed was
-        the disk's word of the moment and not the file's bytes.
+        a read, which may work the next time, and not the file's bytes.
         """
         record = verdict.record
         if not verdict.damage or verdict.transient or record is None:
@@ -175,10 +175,10 @@ class Lifetimes:
         _log.error("sample %s is damaged: %s", record.key, message)
         return done
 
-    def quarantine_census(self) -> tuple[int, int]:
-        """Files in the quarantine and their bytes."""
+    def quarantine_totals(self) -> tuple[int, int]:
+        """Files in the quarantine, and their bytes."""
         try:
-            return self._quarantine.census()
+            return self._quarantine.totals()
         except OSError as error:
             raise store_error(error, "looking at the quarantine") from error
 

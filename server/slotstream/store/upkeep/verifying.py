@@ -59,8 +59,10 @@ class Index(Protocol):
     def scan(self, namespace: str = "") -> Iterator[SampleRecord]: ...
 
 
-def verify_record(files: Files, data_dir: Path, record: SampleRecord, paced: Callable[[int], None] = lambda _: None) -> Verdict:
-    """Reads the whole file of a committed sample and checks every hash. `paced` is told of the bytes of each read."""
+def verify_record(
+    files: Files, data_dir: Path, record: SampleRecord, on_read: Callable[[int], None] = lambda _: None
+) -> Verdict:
+    """Reads the whole file of a committed sample and checks every hash. `on_read` is told of the bytes of each read."""
 
     def damaged(damage: str, message: str, *, transient: bool = False) -> Verdict:
         return Verdict(record.namespace, record.sample_id, damage, message, record=record, transient=transient)
@@ -84,7 +86,7 @@ def verify_record(files: Files, data_dir: Path, record: SampleRecord, paced: Cal
         with SampleReader(files, path, record) as reader:
             try:
                 for group in range(len(reader.file.hashes)):
-                    paced(len(reader.read_group(group)))
+                    on_read(len(reader.read_group(group)))
                 reader.token_ids(0, 0)
             except Damaged as error:
                 return damaged("HASH_MISMATCH", str(error))
@@ -102,11 +104,11 @@ def verify_record(files: Files, data_dir: Path, record: SampleRecord, paced: Cal
 
 
 def verify_current(
-    files: Files, data_dir: Path, index: Index, record: SampleRecord, paced: Callable[[int], None] = lambda _: None
+    files: Files, data_dir: Path, index: Index, record: SampleRecord, on_read: Callable[[int], None] = lambda _: None
 ) -> Verdict | None:
     """`verify_record`, but None when the sample was deleted or replaced while it was being checked."""
     while True:
-        verdict = verify_record(files, data_dir, record, paced)
+        verdict = verify_record(files, data_dir, record, on_read)
         if not verdict.damage:
             return verdict
         current = index.get(record.key)
