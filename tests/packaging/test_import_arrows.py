@@ -55,7 +55,8 @@ WINGS = {
         "logs": {"config"},
     },
     "store": {
-        "samples": {"records", "disk", "sample", "catalogue", "upkeep"},
+        "samples": {"records", "disk", "sample", "catalogue", "publishing", "upkeep"},
+        "publishing": {"records", "disk", "sample", "catalogue"},
         "upkeep": {"records", "disk", "sample", "catalogue"},
         "sample": {"records", "disk"},
         "catalogue": {"records"},

@@ -21,10 +21,10 @@ from slotstream.store.disk.files import Files
 from slotstream.store.records import Failure, SampleKey, State
 from slotstream.store.samples import SampleStore
 from slotstream.store.upkeep import sweeping
-from slotstream.store.upkeep.lifetimes import LEASE_S_MAX
 from slotstream.store.upkeep.retention import Policy, Reason, Rule, forgotten, over_limit, to_free
 from slotstream.store.upkeep.sweeping import Sweeper
 from slotstream.wire.errors import BadParams, ConfigError, Leased, SampleNotFound, StoreFull
+from slotstream.wire.names import LEASE_S_MAX
 
 # Rules.
 

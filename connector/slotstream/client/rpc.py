@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, Final, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import grpc
 
@@ -14,6 +14,8 @@ from slotstream.wire.access import Access
 from slotstream.wire.address import check_address
 from slotstream.wire.channel import COMMON_OPTIONS
 from slotstream.wire.errors import (
+    CODE_KEY,
+    REASON_KEY,
     BadParams,
     DeadlineExceeded,
     InternalFault,
@@ -26,9 +28,6 @@ from slotstream.wire.errors import (
     error_from_code,
 )
 from slotstream.wire.memory import keep_freed_blocks
-
-CODE_KEY: Final = "slotstream-code"
-REASON_KEY: Final = "slotstream-reason"
 
 _HEALTH_CHECK = "/grpc.health.v1.Health/Check"
 _READ = "/slotstream.v1.Samples/Read"

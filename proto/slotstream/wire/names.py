@@ -22,6 +22,10 @@ METADATA_BYTES_MAX = 16 << 10
 ROWS_MAX = 1 << 21  # Tokens in one sample.
 LAYERS_MAX = 1024
 SAMPLE_BYTES_MAX = 1 << 40
+READ_WAIT_S_MAX = 3600.0  # How long a read may wait for its sample.
+LEASE_S_MAX = 86_400.0
+PAGE_SIZE_MAX = 1000  # Samples in a page of a list.
+TAG_FILTERS_MAX = 8  # Tags that a list filters by.
 
 _SAMPLE_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _NAMESPACE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")

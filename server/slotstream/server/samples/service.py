@@ -42,10 +42,9 @@ from slotstream.wire.errors import (
     TooMany,
     TooSlow,
 )
-from slotstream.wire.names import CONTROL_BYTES_MAX, DEFAULT_NAMESPACE, check_namespace
+from slotstream.wire.names import CONTROL_BYTES_MAX, DEFAULT_NAMESPACE, READ_WAIT_S_MAX, check_namespace
 
 _log = logging.getLogger(__name__)
-WAIT_S_MAX = 3600.0
 USAGE_PAGE = 1000
 _WAITING_SHARE = (
     0.75  # Of the reads of one peer: whoever waits for samples that never come must not keep others from those that are there.
@@ -150,8 +149,8 @@ class SamplesService:
         async with self._answering("Read", context) as session, self._one_read():
             request = _parsed(pb.ReadRequest, raw)
             key = _key(session, "read", request)
-            if not 0 <= request.wait_s <= WAIT_S_MAX:
-                raise BadParams(f"wait_s must be 0 to {WAIT_S_MAX:.0f} seconds")
+            if not 0 <= request.wait_s <= READ_WAIT_S_MAX:
+                raise BadParams(f"wait_s must be 0 to {READ_WAIT_S_MAX:.0f} seconds")
             self._waiters.check_open()
             try:
                 reader, frames, header = await self._open(key, request)

@@ -24,11 +24,10 @@ from slotstream.store.upkeep.deleting import Deleter
 from slotstream.store.upkeep.quarantine import Quarantine
 from slotstream.store.upkeep.verifying import Verdict
 from slotstream.wire.errors import BadParams, Leased, SampleNotFound, SlotStreamError, StoreFull
-from slotstream.wire.names import check_holder
+from slotstream.wire.names import LEASE_S_MAX, check_holder
 
 _log = logging.getLogger(__name__)
 LEASES_MAX = 10_000
-LEASE_S_MAX = 86_400.0
 _NS = 1_000_000_000
 
 

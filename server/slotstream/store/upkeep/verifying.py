@@ -27,7 +27,7 @@ from slotstream.store.catalogue.catalogue import FILE_NAME
 from slotstream.store.disk.directory import LOCK_NAME
 from slotstream.store.disk.files import Files, store_error
 from slotstream.store.records import PARTIAL_SUFFIX, SampleKey, SampleRecord, State
-from slotstream.store.sample.file import read_sample_file
+from slotstream.store.sample.file import sample_file_at
 from slotstream.store.sample.reading import SampleReader
 from slotstream.store.upkeep.quarantine import QUARANTINE_NAME
 from slotstream.wire.errors import BadNamespace, BadSampleId, ConfigError, Damaged, SampleNotFound, SlotStreamError, StoreFull
@@ -76,11 +76,7 @@ def verify_record(
             return damaged("TRUNCATED", f"the file is {size} bytes long; it was committed with {record.file_bytes}")
         if size > record.file_bytes:
             return damaged("UNREADABLE", f"the file is {size} bytes long; it was committed with {record.file_bytes}")
-        fd = files.open_read(path)
-        try:
-            file = read_sample_file(files, fd)
-        finally:
-            files.close(fd)
+        file = sample_file_at(files, path)
         if file.key == record.key and file.header_xxh3 != record.header_xxh3:
             return damaged("HASH_MISMATCH", "the file's header is not the one that was committed")
         with SampleReader(files, path, record) as reader:
@@ -192,12 +188,8 @@ def _is_known(files: Files, index: Index, key: SampleKey, path: Path, arriving: 
 def _committed_unix_s(files: Files, path: Path, key: SampleKey) -> float:
     """When the file says it was committed; 0 when it is not the sample that its path names."""
     try:
-        fd = files.open_read(path)
-        try:
-            file = read_sample_file(files, fd)
-            return file.record().committed_unix_ns / 1e9 if file.key == key else 0.0
-        finally:
-            files.close(fd)
+        file = sample_file_at(files, path)
+        return file.record().committed_unix_ns / 1e9 if file.key == key else 0.0
     except (OSError, Damaged):
         return 0.0
 
@@ -283,12 +275,8 @@ def _verify_files_alone(files: Files, data_dir: Path, namespace: str, wanted: Sa
             yield Verdict("", str(path.relative_to(data_dir)), FOREIGN, "not a file of a sample")
             continue
         try:
-            fd = files.open_read(path)
-            try:
-                file = read_sample_file(files, fd)
-                record = file.record()
-            finally:
-                files.close(fd)
+            file = sample_file_at(files, path)
+            record = file.record()
         except FileNotFoundError:
             yield Verdict(key.namespace, key.sample_id, "MISSING", "the file is gone")
         except OSError as error:
