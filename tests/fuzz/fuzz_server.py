@@ -20,13 +20,13 @@ from fuzz_harness import Source, Target
 from google.protobuf.message import DecodeError
 
 from slotstream.server.access.gate import Gate
-from slotstream.server.arrivals import Arrivals
 from slotstream.server.config import ServerConfig
 from slotstream.server.housekeeping import Housekeeping
-from slotstream.server.ingest.sample_writer import Pools
 from slotstream.server.ingest.service import IngestService
 from slotstream.server.metrics import Metrics
+from slotstream.server.pools import Pools
 from slotstream.server.samples.service import SamplesService
+from slotstream.server.waiters import Waiters
 from slotstream.store.catalogue.sql import ListQuery
 from slotstream.store.records import Failure, SampleKey, SampleSpec, State
 from slotstream.store.samples import SampleStore
@@ -98,14 +98,14 @@ class Harness:
         self.loop = asyncio.new_event_loop()
         self.store = SampleStore.open(scratch("server"))
         config = ServerConfig(data_dir=self.store.data_dir, appear_grace_s=0.0, open_samples_max=4)
-        pools, metrics, arrivals, gate = Pools(), Metrics(self.store), Arrivals(), Gate(config)
+        pools, metrics, waiters, gate = Pools(), Metrics(self.store), Waiters(), Gate(config)
         housekeeping = Housekeeping(config, self.store, metrics, lambda healthy: None)
         self.pools = pools
 
         async def services() -> tuple[IngestService, SamplesService]:
             return (
-                IngestService(config, self.store, pools, metrics, arrivals, gate, housekeeping.touch, reader),
-                SamplesService(config, self.store, pools, metrics, arrivals, gate, housekeeping),
+                IngestService(config, self.store, pools, metrics, waiters, gate, housekeeping.touch, reader),
+                SamplesService(config, self.store, pools, metrics, waiters, gate, housekeeping),
             )
 
         self.ingest, self.samples = self.loop.run_until_complete(services())

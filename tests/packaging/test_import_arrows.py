@@ -31,7 +31,7 @@ ARROWS = {
 }
 # Within a half: wing, or module that stands in front of the wings -> what it may import beside itself. docs/design.md draws it.
 _CONNECTOR_BASE = {"options", "vllm_config", "plan", "counters", "faults"}
-_SERVER_BASE = {"config", "metrics", "status", "version", "arrivals", "pools", "logs"}
+_SERVER_BASE = {"config", "metrics", "status", "version", "waiters", "pools", "logs"}
 WINGS = {
     "connector": {
         "facade": _CONNECTOR_BASE | {"hook_guard", "metrics", "planning", "plugin", "reading", "row_sources", "sending"},
@@ -58,7 +58,8 @@ WINGS = {
         "logs": {"config"},
     },
     "store": {
-        "samples": {"records", "disk", "sample", "catalogue", "upkeep"},
+        "samples": {"records", "disk", "sample", "catalogue", "publishing", "upkeep"},
+        "publishing": {"records", "disk", "sample", "catalogue"},
         "upkeep": {"records", "disk", "sample", "catalogue"},
         "sample": {"records", "disk"},
         "catalogue": {"records"},

@@ -145,7 +145,7 @@ def test_the_server_needs_no_model_library(installed: Environment) -> None:
         "slotstream.transport.grpc",
         "slotstream.wire.frames",
         "slotstream.wire.layout",
-        "slotstream.v1.ingest_pb2_grpc",
+        "slotstream.v1.ingest_pb2",
         "slotstream.v1.samples_pb2_grpc",
     ],
 )

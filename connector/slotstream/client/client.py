@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Self
 
 from slotstream.client.info import NamespaceUsage, SampleInfo, Usage, Verdict, unix_ns, wire_state
-from slotstream.client.placed import NotInPlaceError
+from slotstream.client.local_file import WrongFileError
 from slotstream.client.reading import RowReader
 from slotstream.client.rpc import Rpc
 from slotstream.client.tensors import Sample, receive_sample, require_torch
@@ -36,7 +36,11 @@ from slotstream.wire.names import (
     DEFAULT_NAMESPACE,
     FINAL,
     LAYERS_MAX,
+    LEASE_S_MAX,
+    PAGE_SIZE_MAX,
+    READ_WAIT_S_MAX,
     ROWS_MAX,
+    TAG_FILTERS_MAX,
     check_holder,
     check_namespace,
     check_sample_id,
@@ -47,10 +51,6 @@ _log = logging.getLogger(__name__)
 SERVER_VARIABLE = "SLOTSTREAM_SERVER"
 TOKEN_FILE_VARIABLE = "SLOTSTREAM_TOKEN_FILE"
 TLS_VARIABLES = ("SLOTSTREAM_TLS_CA", "SLOTSTREAM_TLS_CERT", "SLOTSTREAM_TLS_KEY")
-WAIT_S_MAX = 3600.0
-PAGE_SIZE_MAX = 1000
-FILTER_TAGS_MAX = 8
-LEASE_S_MAX = 86_400.0
 # Verify answers once a sample, and the largest one takes minutes to hash.
 _VERIFY_STALL_S = 3600.0
 
@@ -188,8 +188,8 @@ class Client:
         BadTokenRange, BadLayers, and Damaged (the file fails its hashes).
         """
         wait_s = float(wait_s)
-        if not 0 <= wait_s <= WAIT_S_MAX:
-            raise BadParams(f"wait_s {wait_s:g} is not between 0 and {WAIT_S_MAX:g} seconds")
+        if not 0 <= wait_s <= READ_WAIT_S_MAX:
+            raise BadParams(f"wait_s {wait_s:g} is not between 0 and {READ_WAIT_S_MAX:g} seconds")
         first, last = _checked_range(start, stop)
         request = samples_pb2.ReadRequest(
             namespace=check_namespace(namespace),
@@ -206,7 +206,7 @@ class Client:
             return reader
         try:
             reader.take_from(self.data_dir, functools.partial(self._count_read, reader.info))
-        except NotInPlaceError as error:
+        except WrongFileError as error:
             if not self._said_not_in_place:
                 self._said_not_in_place = True
                 _log.warning("rows come from the server, not out of %s: %s", self.data_dir, error)
@@ -271,8 +271,8 @@ class Client:
             raise BadPage(f"page_size {page_size} is not between 1 and {PAGE_SIZE_MAX}")
         if limit is not None and limit < 0:
             raise BadPage(f"limit {limit} is negative")
-        if tags and len(tags) > FILTER_TAGS_MAX:
-            raise BadTags(f"a list filters by at most {FILTER_TAGS_MAX} tags, not {len(tags)}")
+        if tags and len(tags) > TAG_FILTERS_MAX:
+            raise BadTags(f"a list filters by at most {TAG_FILTERS_MAX} tags, not {len(tags)}")
         request = samples_pb2.ListRequest(
             namespace="" if namespace is None else check_namespace(namespace),
             model=model or "",

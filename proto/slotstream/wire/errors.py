@@ -49,6 +49,11 @@ __all__ = [
 ]
 
 
+# In the trailing metadata of a call that failed: the code, and of SAMPLE_FAILED the code that the sample failed with.
+CODE_KEY = "slotstream-code"
+REASON_KEY = "slotstream-reason"
+
+
 class ConfigError(ValueError):
     """The operator's mistake: raised at start, in one sentence that says what to change."""
 

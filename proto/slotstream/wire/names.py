@@ -25,6 +25,10 @@ LAYERS_MAX = 1024
 SAMPLE_BYTES_MAX = 1 << 40
 FINAL = "final"  # The layer that is the output of the model's last norm, as people name it; its id is the last one's + 1.
 LAYER_NAMES_KEY = "layer_names"  # In a sample's metadata, where not every name is its id: a JSON list, in the order of the ids.
+READ_WAIT_S_MAX = 3600.0  # How long a read may wait for its sample.
+LEASE_S_MAX = 86_400.0
+PAGE_SIZE_MAX = 1000  # Samples in a page of a list.
+TAG_FILTERS_MAX = 8  # Tags that a list filters by.
 
 _SAMPLE_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _NAMESPACE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
