@@ -20,9 +20,9 @@ from slotstream.connector.faults import Faults, SampleFault
 from slotstream.connector.plan import SampleAbort, SampleFinish, SampleOpen
 from slotstream.connector.sending.inbox import EngineItem, FailSample, Inbox, Segment, StagedBatch, Stop
 from slotstream.connector.sending.outbox import Outbox
-from slotstream.connector.sending.row_check import BadRowCount, count_bad_rows, slot_problem
+from slotstream.connector.sending.row_check import count_bad_rows, slot_problem
 from slotstream.connector.sending.row_hashes import Digests
-from slotstream.connector.sending.sample_state import ChunkState
+from slotstream.connector.sending.sample_state import ChunkState, SampleState
 from slotstream.connector.sending.spool.shelf import Shelf
 from slotstream.connector.sending.spool.spool import Adopted, Appended, Loaded, ReadBack, Spool, SpoolEvent
 from slotstream.connector.sending.staging_pool import StagingPool
@@ -76,7 +76,6 @@ class Pump:
         self._faults = Faults(counters)
         self._shelf = Shelf(self._spool, pool)
         self._outbox = Outbox(config, pool, sink, self._shelf, counters, self._faults, on_end)
-        self._bad_rows: dict[str, BadRowCount] = {}  # by request, while rows come
         self._batches_posted = 0  # Written by the engine's thread only,
         self._batches_done = 0  # and this by ours.
         self._stop: Stop | None = None
@@ -272,7 +271,7 @@ class Pump:
             problem: SlotStreamError | None = None
             if sample is not None:
                 problem = slot_problem(computed, batch.mapping)
-                problem = problem or self._check_rows(sample.opened.sample_id, segment, of_segment)
+                problem = problem or self._check_rows(sample, segment, of_segment)
             yield problem
 
     def _segment(self, segment: Segment, problem: SlotStreamError | None, digest: int, copied_unix_ns: int) -> None:
@@ -286,7 +285,7 @@ class Pump:
         nbytes = segment.rows * self._row_bytes
         self._outbox.add(sample, ChunkState(segment.first_row, segment.rows, nbytes, digest, segment.slot))
 
-    def _check_rows(self, sample_id: str, segment: Segment, peaks: npt.NDArray[np.float32]) -> BadRows | None:
+    def _check_rows(self, sample: SampleState, segment: Segment, peaks: npt.NDArray[np.float32]) -> BadRows | None:
         """Count and note rows of zeros and rows with a NaN or an infinity; why the sample fails, where the option says so."""
         found = count_bad_rows(segment.first_row, peaks)
         if found is None:
@@ -294,21 +293,19 @@ class Pump:
         count, problem = found
         self._counters.add("zero_rows", count.zero)
         self._counters.add("nonfinite_rows", count.nonfinite)
-        before = self._bad_rows.get(segment.req_id)
-        self._bad_rows[segment.req_id] = count if before is None else before + count
+        sample.bad_rows = count if sample.bad_rows is None else sample.bad_rows + count
         if self._fail_bad_rows:
             return problem
         if (unsaid := self._throttle.admit(BadRows.code)) is not None:
             more = f" ({unsaid} more samples were not logged)" if unsaid else ""
-            logger.warning("slotstream: of sample %s, %s%s", sample_id, problem, more)
+            logger.warning("slotstream: of sample %s, %s%s", sample.opened.sample_id, problem, more)
         return None
 
     def _finish(self, item: SampleFinish) -> None:
-        bad_rows = self._bad_rows.pop(item.req_id, None)
         sample = self._outbox.sample(item.req_id)
         if sample is None:
             return
-        metadata = {**item.metadata, **(bad_rows.metadata if bad_rows is not None else {})}
+        metadata = {**item.metadata, **(sample.bad_rows.metadata if sample.bad_rows is not None else {})}
         metadata["last_rows_unix_ns"] = str(sample.rows_unix_ns)  # By this host's clock.
         self._outbox.finish(
             sample,
@@ -320,6 +317,5 @@ class Pump:
 
     def _fail(self, req_id: str, code: str, message: str) -> None:
         """Fail a sample that still takes rows; the server is told."""
-        self._bad_rows.pop(req_id, None)
         if (sample := self._outbox.sample(req_id)) is not None:
             self._outbox.give_up(sample, code, message)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from slotstream.connector.plan import SampleOpen
+from slotstream.connector.sending.row_check import BadRowCount
 from slotstream.connector.sending.spool.files import Place, SpoolFile
 from slotstream.connector.vllm_config import ConnectorConfig
 from slotstream.v1 import ingest_pb2
@@ -57,6 +58,7 @@ class SampleState:
     unspooled: int = 0  # Chunks that are not in the file.
     commit_spooled: bool = False  # Or asked to be.
     rows_unix_ns: int = 0  # When the last rows were computed and in host memory.
+    bad_rows: BadRowCount | None = None  # Those found so far, if any.
     queued: bool = False  # Counts among those that are replayed from the spool now.
 
     def add(self, chunk: ChunkState) -> None:
