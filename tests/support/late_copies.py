@@ -11,7 +11,7 @@ import numpy.typing as npt
 import pytest
 
 from slotstream.connector.reading.gather import Destination, RowGather
-from slotstream.connector.sending.copies import Gathered, Slots
+from slotstream.connector.sending.copies import Gathered, KvSlots
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ def put_off(monkeypatch: pytest.MonkeyPatch) -> dict[int, Copy]:
     pending: dict[int, Copy] = {}
     gather, done = RowGather.gather, [0]
 
-    def slow(self: RowGather, slots: Slots, destinations: Sequence[Destination], scratch: int | None) -> Gathered:
+    def slow(self: RowGather, slots: KvSlots, destinations: Sequence[Destination], scratch: int | None) -> Gathered:
         gathered = gather(self, slots, destinations, scratch)
         done[0] += 1
         copy = pending.get(done[0])

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 
 from slotstream.connector.reading.staging_memory import StagingMemory
-from slotstream.connector.sending.copies import Arrived, Copied, Gathered, Slots, Ticket
+from slotstream.connector.sending.copies import Arrived, Copied, Gathered, KvSlots, Ticket
 
 INDEX_BYTES = 8
 
@@ -69,7 +69,7 @@ class RowGather:
         self.on_cpu = cache.device.type == "cpu"
         self._side = None if self.on_cpu else torch.Stream(device=cache.device)
 
-    def gather(self, slots: Slots, destinations: Sequence[Destination], scratch: int | None) -> Gathered:
+    def gather(self, slots: KvSlots, destinations: Sequence[Destination], scratch: int | None) -> Gathered:
         """Start copying the rows at `slots` [n], in order, to `destinations` (their rows add up to n).
 
         `scratch` is a staging slot of at least n * 8 bytes for the index, and then the peaks, needed on an accelerator; it
@@ -91,7 +91,7 @@ class RowGather:
 
         return _Gathered(peaks, self._on_side(copy, rows))
 
-    def copy_slot_mapping(self, slot_mapping: torch.Tensor, scratch: int | None) -> tuple[Slots, Ticket]:
+    def copy_slot_mapping(self, slot_mapping: torch.Tensor, scratch: int | None) -> tuple[KvSlots, Ticket]:
         """Start copying this step's slot mapping to the host, int64 [tokens]: its buffer is used again in the next step."""
         mapping = slot_mapping.flatten()
         if self._side is None:

@@ -15,7 +15,7 @@ from slotstream.connector.plan import EMPTY_PLAN, RowPlan, SampleAbort, SampleFi
 from slotstream.connector.reading.gather import INDEX_BYTES, Destination, RowGather
 from slotstream.connector.reading.releases import Releases
 from slotstream.connector.reading.staging_memory import StagingMemory
-from slotstream.connector.sending.copies import Gathered, Slots
+from slotstream.connector.sending.copies import Gathered, KvSlots
 from slotstream.connector.sending.inbox import FailSample, Segment, StagedBatch
 from slotstream.connector.sending.row_check import StepMapping
 from slotstream.connector.sending.sender import SenderMaker
@@ -40,8 +40,8 @@ class _Part:
 
     req_id: str
     first_row: int
-    slots: Slots
-    computed: Slots
+    slots: KvSlots
+    computed: KvSlots
 
 
 class WorkerHalf:

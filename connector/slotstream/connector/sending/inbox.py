@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from slotstream.connector.plan import SampleAbort, SampleFinish, SampleOpen
-from slotstream.connector.sending.copies import Gathered, Slots
+from slotstream.connector.sending.copies import Gathered, KvSlots
 from slotstream.connector.sending.row_check import StepMapping
 from slotstream.wire.errors import SlotStreamError
 
@@ -28,20 +28,21 @@ class Segment:
     req_id: str
     first_row: int
     rows: int
-    slot: int
+    staging_slot: int
     computed: int
 
 
 @dataclass(frozen=True, slots=True)
 class StagedBatch:
-    """Segments of one gather. `computed`: the slots in the cache of all their computed rows, in order.
+    """Segments of one gather. `computed`: the KV-cache slots of all their computed rows, in order.
 
-    `mapping` is the step's; None where vLLM ran no extraction in this step. `scratch`: slots that the copies went through.
+    `mapping` is the step's; None where vLLM ran no extraction in this step. `scratch`: staging slots that the copies went
+    through.
     `copied_unix_ns`: when they were over; 0 where that is still to be seen.
     """
 
     segments: tuple[Segment, ...]
-    computed: Slots
+    computed: KvSlots
     gathered: Gathered
     mapping: StepMapping | None
     scratch: tuple[int, ...] = ()
@@ -77,7 +78,7 @@ Event = TypeVar("Event")
 
 
 class Inbox(Generic[Event]):
-    """Anybody puts, one thread gets. Bounded by what the items refer to: leased slots, samples, unacked chunks."""
+    """Anybody puts, one thread gets. Bounded by what the items refer to: leased staging slots, samples, unacked chunks."""
 
     def __init__(self) -> None:
         self._arrived: queue.SimpleQueue[EngineItem | Event] = queue.SimpleQueue()

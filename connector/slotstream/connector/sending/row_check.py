@@ -7,17 +7,17 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from slotstream.connector.sending.copies import Slots, Ticket
+from slotstream.connector.sending.copies import KvSlots, Ticket
 from slotstream.wire.errors import BadRows, RowsNotComputed, SlotMismatch, SlotStreamError
 
 
 class StepMapping:
     """The slots that the device wrote in one step, int64 [tokens]: a copy under way, then memory of its own."""
 
-    def __init__(self, written: Slots, copy: Ticket) -> None:
+    def __init__(self, written: KvSlots, copy: Ticket) -> None:
         self._written = written
         self._copy: Ticket | None = copy
-        self._sorted: Slots | None = None
+        self._sorted: KvSlots | None = None
 
     def load(self) -> None:
         """Wait for the copy and keep what it says; its host memory is free afterwards."""
@@ -25,7 +25,7 @@ class StepMapping:
             self._copy.wait()
             self._written, self._copy = self._written.copy(), None
 
-    def each_once(self, expected: Slots) -> bool:
+    def each_once(self, expected: KvSlots) -> bool:
         """Whether every slot of `expected` was written exactly once."""
         self.load()
         if self._sorted is None:
@@ -36,7 +36,7 @@ class StepMapping:
         return bool(np.all(last - first == 1)) and bool(np.all(wanted[1:] != wanted[:-1]))
 
 
-def slot_problem(computed: Slots, mapping: StepMapping | None) -> SlotStreamError | None:
+def slot_problem(computed: KvSlots, mapping: StepMapping | None) -> SlotStreamError | None:
     """Why rows cannot be trusted; None when the device wrote every slot of `computed`, which the block table names."""
     if computed.size == 0:
         return None
