@@ -223,6 +223,7 @@ def test_answers_to_nothing_do_no_harm(server: FakeIngest, make_sink: MakeSink) 
         peer.ack(7)
     peer.say(committed=ingest_pb2.Committed(sample=9))
     peer.say(draining=ingest_pb2.Draining())
+    peer.say(welcome=ingest_pb2.Welcome(protocol=1, server_version="again", window_bytes=1 << 20))
     for number in (1, 2):  # The window has not grown by what was acked and never sent.
         sink.submit(chunk(number))
     peer.next("chunk")
@@ -231,6 +232,7 @@ def test_answers_to_nothing_do_no_harm(server: FakeIngest, make_sink: MakeSink) 
     peer.ack(1)
     peer.next("chunk")
     assert recorder.wait(Acked, 4)[-1] == Acked((1,))
+    assert recorder.of(LinkUp) == [LinkUp("fake")]
 
 
 # No server yet, or no longer.

@@ -278,7 +278,7 @@ class GrpcSink:
                 self._take(one)
             return
         with self._changed:
-            if self._closed:
+            if self._closed or (kind == "welcome" and self._was_up):  # The second on a stream means nothing.
                 return
             self._progress_at = time.monotonic()
             if kind == "welcome":
