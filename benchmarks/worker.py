@@ -64,7 +64,7 @@ class _Nowhere:
 
     def post(self, item: EnginePost) -> None:
         if isinstance(item, StagedBatch):
-            self.release([segment.slot for segment in item.segments])
+            self.release([segment.staging_slot for segment in item.segments])
 
     def lease(self, count: int, deadline: float) -> list[int]:
         return [self._free.popleft() for _ in range(count)]

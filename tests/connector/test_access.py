@@ -114,7 +114,7 @@ def test_tls_with_a_certificate_and_a_token(tmp_path: Path) -> None:
     with ServerProcess(tmp_path / "data", *server_options, "--tokens", str(tokens), address=address, **files) as server:
         access = Access(os.fspath(trusting), files["tls_cert"], files["tls_key"], token("engine"))
         watch = ServerHealth(server.address, access)
-        rig = make_rig(sink=GrpcSink(server.address, HELLO, access=access, connect_grace_s=0.5))
+        rig = make_rig(sink=GrpcSink(server.address, HELLO, access=access))
         try:
             rig.capture("untrusted", 8)
             _wait(lambda: "handshake" in str(watch.problem()))

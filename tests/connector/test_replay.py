@@ -24,7 +24,7 @@ from slotstream.connector.sending.pump import Pump
 from slotstream.connector.sending.sample_state import SampleState
 from slotstream.connector.sending.spool import files as spool_files
 from slotstream.connector.sending.spool.files import OwnedDir, SpooledSample, SpoolFile
-from slotstream.connector.sending.spool.shelf import Shelf
+from slotstream.connector.sending.spool.writer import SpoolWriter
 from slotstream.transport.base import Acked, Committed, Failed, LinkDown, LinkUp, StagedChunk
 from slotstream.v1 import ingest_pb2
 
@@ -272,7 +272,7 @@ def test_a_short_staging_is_relieved_by_the_spool_and_then_nothing_is_lost(tmp_p
             wait_until(lambda: rig.worker._sender._pool.in_use == 0)
         assert len(files_below(tmp_path / "spool", ".spool")) >= 3
         sink.break_link()
-        wait_until(lambda: not rig.worker._sender._shelf.writing)
+        wait_until(lambda: not rig.worker._sender._spool_writer.writing)
         sink.verdicts = True
         sink.link()
         wait_until(lambda: _is_empty(rig))
@@ -290,24 +290,24 @@ def test_an_engine_waits_for_room_that_the_spool_is_about_to_make(tmp_path: Path
     rig = make_rig(sink=sink, staging_bytes=1 << 20, chunk_bytes=64 << 10, spool_dir=str(tmp_path / "spool"))
     pump = rig.worker._sender
     waiting_makes_sense = []
-    put, batch, go_on = Shelf.put, Pump._batch, threading.Event()
+    put, batch, go_on = SpoolWriter.put, Pump._batch, threading.Event()
 
-    def watched_put(shelf: Shelf, sample: SampleState) -> None:
+    def watched_put(writer: SpoolWriter, sample: SampleState) -> None:
         waiting_makes_sense.append(pump.taking_rows)
-        put(shelf, sample)
+        put(writer, sample)
 
     def late_batch(pump: Pump, staged: StagedBatch) -> None:
         assert go_on.wait(30)
         batch(pump, staged)
 
-    monkeypatch.setattr(Shelf, "put", watched_put)
+    monkeypatch.setattr(SpoolWriter, "put", watched_put)
     monkeypatch.setattr(Pump, "_batch", late_batch)
     try:
         go_on.set()
         rig.capture("a", 4)
         assert sink.acked.acquire(timeout=30)
         sink.break_link()
-        wait_until(lambda: not pump.link_up and not pump._shelf.writing)
+        wait_until(lambda: not pump.link_up and not pump._spool_writer.writing)
         assert waiting_makes_sense == [True]
         assert not pump.taking_rows
         go_on.clear()

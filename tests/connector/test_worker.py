@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import threading
 from collections.abc import Callable, Iterator
@@ -19,6 +20,7 @@ from slotstream.connector.plan import SampleAbort, SampleFinish, StepPlan
 from slotstream.connector.reading import staging_memory
 from slotstream.connector.reading.row_source import CachedRows
 from slotstream.connector.reading.staging_plan import StagingPlan
+from slotstream.connector.sending.row_check import BadRowCount
 from slotstream.connector.sending.staging_pool import default_staging_bytes
 from slotstream.transport.base import Acked, Committed, Failed, LinkDown, LinkUp, StagedChunk
 from slotstream.v1 import ingest_pb2
@@ -153,7 +155,7 @@ def test_slots_that_are_not_the_block_tables_fail_that_sample_and_no_other(
     assert not rig.sink.samples[2].rows
 
 
-def _capture_with_bad_rows(rig: Rig) -> None:
+def _capture_with_bad_rows(rig: Rig, *, finish: bool = True) -> None:
     """30 rows in several chunks: 4 and 5 are zeros, 20 holds a NaN, 29 an infinity."""
     table = rig.table("a", 30)
     slots = rig.slots("a", 0, 30)
@@ -162,7 +164,8 @@ def _capture_with_bad_rows(rig: Rig) -> None:
         rig.cache[slots[row] // BLOCK_SIZE, :, slots[row] % BLOCK_SIZE] = value
     for row, value in ((20, float("nan")), (29, float("-inf"))):
         rig.cache[slots[row] // BLOCK_SIZE, 1, slots[row] % BLOCK_SIZE, 3] = value
-    rig.step(StepPlan((opened("a", 30),), (cached_rows("a", 0, 30, 0, table),), (SampleFinish("a", (0,) * 30),)), slots)
+    finishes = (SampleFinish("a", (0,) * 30),) if finish else ()
+    rig.step(StepPlan((opened("a", 30),), (cached_rows("a", 0, 30, 0, table),), finishes), slots)
 
 
 def test_rows_that_no_healthy_model_writes_are_counted_and_marked() -> None:
@@ -182,6 +185,21 @@ def test_rows_that_no_healthy_model_writes_are_counted_and_marked() -> None:
         assert "zero_rows" not in commit.metadata
     finally:
         rig.worker.close()
+
+
+def test_bad_rows_of_a_sample_that_failed_are_forgotten_with_it(rig: Rig) -> None:
+    """The scheduler drops such a capture: no finish and no abort ever comes for it."""
+    _capture_with_bad_rows(rig, finish=False)
+    wait_until(lambda: rig.sink.samples.keys() == {1} and len(rig.sink.samples[1].rows) == 30)
+    rig.sink._on_event(Failed(1, "IO_ERROR", "the disk is broken"))
+    wait_until(lambda: bool(rig.worker.take_faults()))
+    wait_until(lambda: not [thing for thing in gc.get_objects() if type(thing) is BadRowCount])
+    rig.free("a")
+    rig.capture("a", 8)  # A request of the same name.
+    assert isinstance(rig.sink.verdict(2), Committed)
+    commit = rig.sink.samples[2].committed
+    assert commit is not None
+    assert "zero_rows" not in commit.metadata
 
 
 def test_or_fail_their_sample() -> None:

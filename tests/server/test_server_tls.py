@@ -14,7 +14,8 @@ from support.secure import Authority, entry, health_of, token, write_tokens
 from transport.recorder import WAIT_S, Recorder
 
 from slotstream.client import PermissionDenied, ServerUnavailable, Unauthenticated, connect
-from slotstream.transport.base import LinkDown, LinkUp
+from slotstream.transport.base import LinkUp
+from slotstream.transport.channel import open_channel
 from slotstream.transport.grpc import GrpcSink
 from slotstream.v1 import ingest_pb2
 from slotstream.wire.access import Access
@@ -76,15 +77,17 @@ def test_a_certificates_name_is_its_holders(tmp_path: Path, caplog: pytest.LogCa
     sinks: list[GrpcSink] = []
     with RunningServer(tmp_path / "data", peer_streams_max=1, **options) as running:
         try:
-            for name in ("trainer-7", "trainer-8", "trainer-8"):
+            for name in ("trainer-7", "trainer-8"):
                 access = authority.issue("mine", name).access(authority)
-                sink, recorder = GrpcSink(running.address, HELLO, access=access, connect_grace_s=0), Recorder()
+                sink, recorder = GrpcSink(running.address, HELLO, access=access), Recorder()
                 sinks.append(sink)
                 sink.start(recorder)
-                sink.open_sample(ingest_pb2.OpenSample(sample=1, namespace="default", sample_id=f"s{len(sinks)}"))
-                recorder.wait(LinkUp if len(sinks) < 3 else LinkDown)
-            (down,) = recorder.wait(LinkDown)
-            assert "1 ingest streams at a time" in down.message
+                recorder.wait(LinkUp)
+            third = authority.issue("mine", "trainer-8").access(authority)
+            with open_channel(running.address, third) as channel, pytest.raises(grpc.RpcError) as refused:
+                stream: Any = channel.stream_stream
+                next(stream("/slotstream.v1.Ingest/Stream")(iter(())))
+            assert "1 ingest streams at a time" in str(refused.value)
         finally:
             for sink in sinks:
                 sink.close(WAIT_S)

@@ -49,7 +49,7 @@ class _Sending:
         self._open: set[int] = set()
         self._sent = 0
         hello = ingest_pb2.Hello(protocol=PROTOCOL_VERSION, engine_id="sender")
-        self._sink = GrpcSink(address, hello, connect_grace_s=60.0, plane=NixlPlane(required=True))
+        self._sink = GrpcSink(address, hello, plane=NixlPlane(required=True))
         self._sink.use_staging(self._staging, SLOT_BYTES)
         self._sink.start(self._events.put)
 

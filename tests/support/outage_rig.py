@@ -175,7 +175,9 @@ def _main(address: str, spool_dir: str, seed: int) -> None:
     engine.work(40)
     begin_half(engine)
     pump = engine.rig.worker._sender
-    wait_until(lambda: not pump._inbox and not pump._shelf.writing and all(_is_spooled(s) for s in _held(engine)), "spooling")
+    wait_until(
+        lambda: not pump._inbox and not pump._spool_writer.writing and all(_is_spooled(s) for s in _held(engine)), "spooling"
+    )
     promised = {sample_id: None if rows is None else rows.hex() for sample_id, rows in engine.promised.items()}
     print(json.dumps(promised), flush=True)
     os.kill(os.getpid(), signal.SIGSTOP)  # Until it is killed.

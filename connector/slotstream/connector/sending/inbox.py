@@ -28,7 +28,7 @@ class Segment:
     req_id: str
     first_row: int
     rows: int
-    slot: int
+    staging_slot: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ Event = TypeVar("Event")
 
 
 class Inbox(Generic[Event]):
-    """Anybody puts, one thread gets. Bounded by what the items refer to: leased slots, samples, unacked chunks."""
+    """Anybody puts, one thread gets. Bounded by what the items refer to: leased staging slots, samples, unacked chunks."""
 
     def __init__(self) -> None:
         self._arrived: queue.SimpleQueue[EngineItem | Event] = queue.SimpleQueue()

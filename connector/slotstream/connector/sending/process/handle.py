@@ -316,7 +316,7 @@ class SenderProcess:
                 self._counters.add("hook_faults")
                 logger.exception("slotstream: a copy into staging failed")
                 error = InternalFault("a fault of slotstream's own: the log says which")
-                lender.stock.extend(segment.slot for segment in batch.segments)
+                lender.stock.extend(segment.staging_slot for segment in batch.segments)
             finally:
                 lender.stock.extend(batch.scratch)
         return [FailSample(req_id, error) for req_id in dict.fromkeys(segment.req_id for segment in batch.segments)]
