@@ -84,9 +84,11 @@ def test_a_certificates_name_is_its_holders(tmp_path: Path, caplog: pytest.LogCa
                 sink.start(recorder)
                 recorder.wait(LinkUp)
             third = authority.issue("mine", "trainer-8").access(authority)
-            with open_channel(running.address, third) as channel, pytest.raises(grpc.RpcError) as refused:
+            with open_channel(running.address, third) as channel:
                 stream: Any = channel.stream_stream
-                next(stream("/slotstream.v1.Ingest/Stream")(iter(())))
+                replies = stream("/slotstream.v1.Ingest/Stream")(iter(()))
+                with pytest.raises(grpc.RpcError) as refused:
+                    next(replies)
             assert "1 ingest streams at a time" in str(refused.value)
         finally:
             for sink in sinks:
