@@ -22,7 +22,7 @@ SENDERS = ("thread", "process")
 
 @dataclass(frozen=True, slots=True)
 class ConnectorOptions:
-    """`kv_connector_extra_config`, checked. The README's table of options is made of these fields."""
+    """`kv_connector_extra_config`, checked. The table of options in docs/reference.md is made of these fields."""
 
     server: str = field(default=DEFAULT_ADDRESS, metadata={"help": "storage server: host:port or unix:/path"})
     transport: str = field(
