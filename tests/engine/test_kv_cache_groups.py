@@ -5,11 +5,14 @@ vLLM's own grouping is asked, without an engine: docs/requests.md has the table 
 
 from __future__ import annotations
 
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from vllm.config import VllmConfig
+from vllm.config.attention import HiSparseConfig
 from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
 from vllm.v1.core.single_type_kv_cache_manager import register_all_kvcache_specs
 from vllm.v1.kv_cache_interface import (
@@ -22,6 +25,7 @@ from vllm.v1.kv_cache_interface import (
     MambaSpec,
     MLAAttentionSpec,
     SlidingWindowSpec,
+    SparseCacheRole,
     UniformTypeKVCacheSpecs,
 )
 
@@ -42,9 +46,14 @@ HIDDEN = HiddenStateCacheSpec(block_size=64, num_kv_heads=4, head_size=4096, dty
 BLOCKS_OUTSIDE, LAYERS_OUTSIDE = "BLHNC", "LBHNC"  # The two ways that vLLM lays caches out in memory.
 
 
-def _groups(layers: list[KVCacheSpec], layout: str, *, hybrid_manager: bool = True) -> list[KVCacheGroupSpec]:
+def _groups(
+    layers: list[KVCacheSpec], layout: str, *, hybrid_manager: bool = True, hisparse: bool = False
+) -> list[KVCacheGroupSpec]:
     """vLLM's groups for a model of these layers, its hidden states among them as the layer `hidden`."""
     config = VllmConfig()
+    if hisparse:  # No model is loaded for it: the grouping asks the configuration for one number.
+        config.attention_config.hisparse_config = HiSparseConfig()
+        config.model_config = SimpleNamespace(hf_config=SimpleNamespace(index_topk=2048))
     config.cache_config.kv_cache_layout = layout
     config.scheduler_config.disable_hybrid_kv_cache_manager = not hybrid_manager
     register_all_kvcache_specs(config)
@@ -102,6 +111,12 @@ def test_mla_in_a_hybrid_has_a_group_of_its_own_too_or_vllm_refuses_the_model(ot
     assert groups[_found(groups)].layer_names == ["hidden"]
     with pytest.raises(NotImplementedError, match="page size is not divisible"):
         _groups(layers, LAYERS_OUTSIDE)
+
+
+def test_hisparse_is_refused_by_vllm_together_with_hidden_states() -> None:
+    indexer = replace(INDEXER, cache_role=SparseCacheRole.INDEXER)
+    with pytest.raises(ValueError, match="HiSparse hot-cache groups require one page size"):
+        _groups([MLA, indexer] * 2, BLOCKS_OUTSIDE, hisparse=True)
 
 
 def test_several_groups_none_of_which_is_the_hidden_states_are_refused() -> None:
