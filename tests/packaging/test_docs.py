@@ -36,7 +36,9 @@ def _fences(text: str) -> list[str]:
 
 
 def _inline_code(text: str) -> list[str]:
-    return re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```", "", text, flags=re.M | re.S))
+    """Paragraph by paragraph: code may go on in the next line."""
+    paragraphs = re.sub(r"^```.*?^```", "", text, flags=re.M | re.S).split("\n\n")
+    return [" ".join(code.split()) for paragraph in paragraphs for code in re.findall(r"`([^`]+)`", paragraph)]
 
 
 def _words(text: str) -> Iterator[str]:
@@ -84,7 +86,7 @@ def test_every_path_that_a_page_names_exists(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=_id)
 def test_every_test_that_a_page_names_exists(page: Path) -> None:
-    for file, test in re.findall(r"`([\w/]+\.py)::(\w+)`", page.read_text()):
+    for file, test in re.findall(r"([\w/]+\.py)::(\w+)", page.read_text()):
         source = next(root / file for root in _BELOW if (root / file).exists())
         assert f"def {test}(" in source.read_text(), f"{file}::{test}"
 

@@ -1,4 +1,4 @@
-"""The standard health service, open to everybody. https://github.com/grpc/grpc/blob/master/doc/health-checking.md is its word.
+"""The standard health service, open to everybody: https://github.com/grpc/grpc/blob/master/doc/health-checking.md specifies it.
 
 Not the one of grpcio-health-checking: there, whoever stops watching a service leaves everybody else who watches it without
 news (one condition for all of them is dropped with the first), and nothing bounds how many watch.
