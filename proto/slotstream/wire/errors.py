@@ -115,7 +115,7 @@ class UnsupportedRequest(SlotStreamError):
 
 
 class SlotMismatch(SlotStreamError):
-    """The device wrote other slots than the block table names, so no row of the sample is trusted."""
+    """The device wrote other cache slots than the block table names, so no row of the sample is trusted."""
 
     code, status = "SLOT_MISMATCH", "DATA_LOSS"
 
