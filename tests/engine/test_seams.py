@@ -15,7 +15,7 @@ from slotstream.connector.reading import vllm_seams
 from slotstream.connector.row_pool import slot_group
 from slotstream.wire.errors import ConfigError
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 
 
 class _Runner:

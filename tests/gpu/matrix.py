@@ -44,9 +44,14 @@ def cells(only: Sequence[str]) -> list[Cell]:
         Cell("layers", runner, "full", kinds[1 if special == "preempted" else 2], True, True, special)
         for special, runner in itertools.product((special for special in SPECIALS if special), (2, 1))
     ]
+    both = (True, False)
     every += [
-        Cell("extract_hidden_states", runner, mode, kind, True, True)
-        for kind, mode, runner in itertools.product(kinds, ("graphs", "eager"), (2, 1))
+        Cell("extract_hidden_states", runner, mode, kind, prefix, chunked)
+        for kind, runner, mode, prefix, chunked in itertools.product(kinds, (2, 1), ("graphs", "eager"), both, both)
+    ]
+    every += [
+        Cell("extract_hidden_states", runner, mode, "dense", True, True, "sleep1")
+        for runner, mode in itertools.product((2, 1), ("graphs", "eager"))
     ]
     return [c for c in every if not only or any(text in c.name for text in only)]
 
@@ -117,6 +122,13 @@ _HEAD = """\
 others. Each engine runs the same prompts twice; half of the requests capture output rows too. Every row of every sample is
 compared with the truth model's. *graphs* is the CUDA graph mode that vLLM resolved.
 
+| model | what it is |
+| --- | --- |
+| dense | a Llama: one KV-cache group |
+| swa | a Llama with sliding windows beside full attention: a hybrid |
+| mla | a DeepSeek-V2 shape: multi-head latent attention |
+| gdn | a Qwen3-Next with gated delta nets beside full attention: a hybrid |
+
 With `layers` the last norm's output (`final`) is captured beside three layers. A captured request computes all its tokens,
 also those that the prefix cache holds. *ngram* drafts three tokens a step. *preempted* has room for two long requests.
 *tiny pool* has 12 row pages, so that some samples fail with `ROW_POOL_FULL`. *aborts* ends requests in the middle and captures
@@ -139,6 +151,9 @@ def as_markdown(rows: Mapping[tuple[str, ...], Sequence[str]]) -> str:
     lines += [f"| {' | '.join((*key, *row))} |" for key, row in sorted(rows.items())]
     total, wrong = (sum(int(row[at].replace(",", "")) for row in rows.values()) for at in (1, 3))
     lines += ["", f"{total:,} rows in {len(rows)} engines, {wrong} wrong."]
+    if missing := [cell for cell in cells([]) if key_of(cell) not in rows]:
+        lines += ["", f"Not in this record yet: {len(missing)} engines.", ""]
+        lines += [f"- {', '.join(key_of(cell))}" for cell in missing]
     return "\n".join(lines) + "\n"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -192,3 +193,25 @@ def f():
         "vllm.config",
         "slotstream.server.",
     ]
+
+
+def _drawings() -> list[tuple[set[tuple[str, str]], str]]:
+    """The `flowchart LR` drawings of the design page in their order: their arrows, and what stands in their box `base`."""
+    page = (_ROOT / "docs" / "design.md").read_text()
+    drawn = re.findall(r"```mermaid\nflowchart LR\n(.*?)```", page, re.S)
+    boxes = [re.search(r'^ *base\["(.*)"\]$', text, re.M) for text in drawn]
+    return [
+        (set(re.findall(r"^ *(\w+) --> (\w+)$", text, re.M)), box[1] if box else "")
+        for text, box in zip(drawn, boxes, strict=True)
+    ]
+
+
+def test_the_design_page_draws_these_arrows() -> None:
+    parts, *wings = _drawings()
+    assert parts == ({(part, target) for part, targets in ARROWS.items() for target in targets}, "")
+    for (part, table), base, (arrows, box) in zip(WINGS.items(), (_CONNECTOR_BASE, _SERVER_BASE, set()), wings, strict=True):
+        drawn = {
+            (w, "base" if target in base else target) for w, targets in table.items() if w not in base for target in targets
+        }
+        assert arrows == drawn, part
+        assert set(filter(None, box.split(" · "))) == {m for m in base if f"slotstream.{part}.{m}" in _SOURCES}, part

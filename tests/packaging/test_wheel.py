@@ -118,6 +118,9 @@ def test_the_sdist_can_be_built_and_tested(built: dict[str, Path]) -> None:
     for wanted in (
         "pyproject.toml",
         "README.md",
+        "CHANGELOG.md",
+        "SECURITY.md",
+        "docs/reference.md",
         "LICENSE",
         "Makefile",
         ".pre-commit-config.yaml",

@@ -32,6 +32,7 @@ CODES = {
     "PERMISSION_DENIED": ("PermissionDenied", "PERMISSION_DENIED", False),
     "PROTOCOL": ("ProtocolViolation", "FAILED_PRECONDITION", False),
     "ROWS_NOT_COMPUTED": ("RowsNotComputed", "FAILED_PRECONDITION", False),
+    "ROW_POOL_FULL": ("RowPoolFull", "RESOURCE_EXHAUSTED", True),
     "SAMPLE_FAILED": ("SampleFailed", "FAILED_PRECONDITION", False),
     "SERVER_DRAINING": ("ServerDraining", "UNAVAILABLE", True),
     "SERVER_UNAVAILABLE": ("ServerUnavailable", "UNAVAILABLE", True),

@@ -1,4 +1,4 @@
-"""Rows taken out of a sample's own file, where the server's data directory is at hand: checked, and copied once."""
+"""Reads rows out of a sample's own file, where the server's data directory can be reached: checked, and copied once."""
 
 from __future__ import annotations
 

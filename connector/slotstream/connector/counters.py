@@ -1,4 +1,4 @@
-"""The connector's numbers: one table with a sentence each, and thread-safe counts between two looks at them."""
+"""The connector's metrics: a table with one sentence each, and thread-safe counts of what happened since the last look."""
 
 from __future__ import annotations
 

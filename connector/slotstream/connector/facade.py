@@ -16,7 +16,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from slotstream.connector import plugin
 from slotstream.connector.faults import SampleFault
 from slotstream.connector.hook_guard import HookGuard
 from slotstream.connector.metrics import SlotStreamPromMetrics, SlotStreamStats
@@ -24,6 +23,7 @@ from slotstream.connector.options import ConnectorOptions
 from slotstream.connector.plan import EMPTY_PLAN, StepPlan
 from slotstream.connector.planning.scheduler import SchedulerHalf
 from slotstream.connector.planning.server_health import ServerHealth
+from slotstream.connector.plugin import install
 from slotstream.connector.reading.releases import Releases, every_worker_reports
 from slotstream.connector.reading.staging_plan import StagingPlan, step_tokens_max
 from slotstream.connector.reading.worker import WorkerHalf
@@ -278,7 +278,7 @@ class SlotStreamConnector(KVConnectorBase_V1, SupportsHMA):
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
         # vLLM asks this in its front end, before any model is loaded: the earliest place to refuse wrong options.
         if ConnectorOptions.from_extra(extra_config or {}).layers is not None:
-            plugin.install()  # Where the worker is in this very process, vLLM has asked for plug-ins too early.
+            install()  # Where the worker is in this very process, vLLM has asked for plug-ins too early.
         return False
 
     def shutdown(self) -> None:

@@ -1,4 +1,4 @@
-"""Samples that failed: for the scheduler half, which may still tell the caller, for the metrics and for the log."""
+"""Samples that failed in the worker. The scheduler half tells the caller, where it still can; metrics and log hear of them."""
 
 from __future__ import annotations
 

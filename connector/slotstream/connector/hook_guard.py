@@ -1,4 +1,4 @@
-"""The fence around the connector's hooks: nothing raises into the engine after start-up."""
+"""Guards the connector's hooks: after start-up, no exception of ours reaches the engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The connector's numbers as vLLM takes them: stats that cross its processes, Prometheus metrics, a line in its log."""
+"""The connector's metrics in the forms that vLLM takes: stats that cross its processes, Prometheus metrics, a log line."""
 
 from __future__ import annotations
 

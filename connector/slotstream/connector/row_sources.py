@@ -71,16 +71,21 @@ def row_source(
 
 
 def _hidden_state_group(kv_cache_config: KVCacheConfig) -> int:
-    """The KV-cache group that holds the hidden states. Raises ConfigError when it cannot be told."""
+    """The KV-cache group that holds the hidden states. Raises ConfigError when it cannot be told.
+
+    Models whose layers all keep every token (full attention, MLA, sparse MLA) have one group, which the hidden states share.
+    Hybrids (sliding windows, chunked local attention, states) give the hidden states a group of their own. vLLM 0.32
+    makes no other layout, or refuses the model itself: docs/requests.md, "Models".
+    """
     from vllm.v1.kv_cache_interface import HiddenStateCacheSpec
 
     groups = kv_cache_config.kv_cache_groups
     found = [i for i, group in enumerate(groups) if isinstance(group.kv_cache_spec, HiddenStateCacheSpec)]
     if len(found) == 1:
         return found[0]
-    if len(groups) == 1:  # A dense model's one group holds attention layers and hidden states alike.
+    if len(groups) == 1:
         return 0
     raise ConfigError(
-        f"the hidden-state layer has no KV-cache group of its own among {len(groups)}: "
-        "this model cannot be captured with extract_hidden_states (connector option layers may)"
+        f"none of this model's {len(groups)} KV-cache groups is the hidden states' own, so nothing says which block table "
+        "their rows are in: this model cannot be captured with this version of vLLM's extraction (option layers may)"
     )

@@ -1,6 +1,7 @@
 """Every expected failure: one class, one stable code, whether a retry can help, and the gRPC status it travels as.
 
-A code never changes its meaning: users, dashboards and other languages match on it.
+A code never changes its meaning: users, dashboards and other languages match on it. The table in docs/reference.md is made of
+these classes; the docstring of a class says what its code means.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ __all__ = [
     "MissingRows",
     "PermissionDenied",
     "ProtocolViolation",
+    "RowPoolFull",
     "RowsNotComputed",
     "SampleFailed",
     "SampleNotFound",
@@ -67,26 +69,36 @@ class SlotStreamError(Exception):
 
 
 class InternalFault(SlotStreamError):
-    """A fault of slotstream's own, caught where it could do no harm."""
+    """A fault of slotstream's own, caught where it does no harm. The log has the traceback."""
 
 
 class BadSampleId(SlotStreamError):
+    """The sample id is not 1 to 128 characters of `[A-Za-z0-9._-]`, or does not begin with a letter or a digit."""
+
     code, status = "BAD_SAMPLE_ID", "INVALID_ARGUMENT"
 
 
 class BadNamespace(SlotStreamError):
+    """The namespace is not 1 to 64 characters of `[A-Za-z0-9._-]`, or does not begin with a letter or a digit."""
+
     code, status = "BAD_NAMESPACE", "INVALID_ARGUMENT"
 
 
 class BadTokenRange(SlotStreamError):
+    """The token positions or rows that were asked for are malformed, or hold no row of this request or sample."""
+
     code, status = "BAD_TOKEN_RANGE", "INVALID_ARGUMENT"
 
 
 class BadLayers(SlotStreamError):
+    """The layer ids are malformed, named twice, too many, or not layers of the sample."""
+
     code, status = "BAD_LAYERS", "INVALID_ARGUMENT"
 
 
 class BadTags(SlotStreamError):
+    """There are too many tags, or a key or value is malformed or too long."""
+
     code, status = "BAD_TAGS", "INVALID_ARGUMENT"
 
 
@@ -97,34 +109,38 @@ class BadParams(SlotStreamError):
 
 
 class BadPage(SlotStreamError):
+    """The page token, page size or limit of a listing cannot be used."""
+
     code, status = "BAD_PAGE", "INVALID_ARGUMENT"
 
 
 class UnsupportedRequest(SlotStreamError):
-    """A kind of vLLM request whose rows cannot be captured."""
+    """Rows of this kind of vLLM request cannot be captured."""
 
     code, status = "UNSUPPORTED_REQUEST", "UNIMPLEMENTED"
 
 
 class SlotMismatch(SlotStreamError):
-    """The slots that the device wrote are not the ones that the block table names: no row of the sample is trusted."""
+    """The device wrote other cache slots than the block table names, so no row of the sample is trusted."""
 
     code, status = "SLOT_MISMATCH", "DATA_LOSS"
 
 
 class RowsNotComputed(SlotStreamError):
-    """Rows of tokens that this engine never computed (loaded by another connector, or skipped by the extraction)."""
+    """This engine never computed some of the rows: another connector loaded their tokens, or vLLM skipped the extraction."""
 
     code, status = "ROWS_NOT_COMPUTED", "FAILED_PRECONDITION"
 
 
 class BadRows(SlotStreamError):
-    """A row holds only zeros, a NaN or an infinity, and the connector was told to refuse such samples."""
+    """A row holds only zeros, a NaN or an infinity, and the connector option `bad_rows` is `fail`."""
 
     code, status = "BAD_ROWS", "DATA_LOSS"
 
 
 class StagingFull(SlotStreamError):
+    """The engine's staging memory has no room: the server, the network or the sender takes rows too slowly."""
+
     code, status, retryable = "STAGING_FULL", "RESOURCE_EXHAUSTED", True
 
 
@@ -135,10 +151,14 @@ class RowPoolFull(SlotStreamError):
 
 
 class ServerUnavailable(SlotStreamError):
+    """The storage server does not answer, and nothing on this side can hold the rows until it does."""
+
     code, status, retryable = "SERVER_UNAVAILABLE", "UNAVAILABLE", True
 
 
 class ServerDraining(SlotStreamError):
+    """The server is shutting down and takes nothing new."""
+
     code, status, retryable = "SERVER_DRAINING", "UNAVAILABLE", True
 
 
@@ -155,12 +175,14 @@ class Interrupted(SlotStreamError):
 
 
 class AlreadyExists(SlotStreamError):
-    """The id is stored with other content."""
+    """The id is stored already, with other content."""
 
     code, status = "ALREADY_EXISTS", "ALREADY_EXISTS"
 
 
 class StoreFull(SlotStreamError):
+    """The server's disk has no room, or as many samples or leases are open as the server allows."""
+
     code, status, retryable = "STORE_FULL", "RESOURCE_EXHAUSTED", True
 
 
@@ -171,52 +193,62 @@ class StoreGone(SlotStreamError):
 
 
 class TooLarge(SlotStreamError):
-    """Something a peer sent is past its limit."""
+    """A peer sent more than a limit allows: docs/security.md has the limits."""
 
     code, status = "TOO_LARGE", "INVALID_ARGUMENT"
 
 
 class TooMany(SlotStreamError):
-    """More at a time than the server allows: streams, calls, samples of one peer."""
+    """One peer, or all peers together, have more streams, calls or samples open than the server allows."""
 
     code, status, retryable = "TOO_MANY", "RESOURCE_EXHAUSTED", True
 
 
 class TooSlow(SlotStreamError):
-    """A peer took longer than it may: to say Hello, to go on with a sample, to take what it asked to read."""
+    """A peer took too long to say Hello, to go on with a sample, or to take the rows that it asked for."""
 
     code, status, retryable = "TOO_SLOW", "DEADLINE_EXCEEDED", True
 
 
 class Unauthenticated(SlotStreamError):
-    """The server wants a bearer token, and got none or one that it does not know."""
+    """The server wants a bearer token, and got none, or one that it does not know."""
 
     code, status = "UNAUTHENTICATED", "UNAUTHENTICATED"
 
 
 class PermissionDenied(SlotStreamError):
-    """The token is known and lacks the right, or does not cover the namespace. Says nothing of what is stored there."""
+    """The token lacks the right, or does not cover the namespace. The answer is the same whatever is stored there."""
 
     code, status = "PERMISSION_DENIED", "PERMISSION_DENIED"
 
 
 class BadChunk(SlotStreamError):
+    """A chunk does not hold the rows that its header names, or these rows cannot belong to the sample."""
+
     code, status = "BAD_CHUNK", "INVALID_ARGUMENT"
 
 
 class HashMismatch(SlotStreamError):
+    """A chunk's bytes do not match the hash that they were sent with."""
+
     code, status, retryable = "HASH_MISMATCH", "DATA_LOSS", True
 
 
 class MissingRows(SlotStreamError):
+    """The sample was committed before all of its rows had arrived."""
+
     code, status = "MISSING_ROWS", "FAILED_PRECONDITION"
 
 
 class ProtocolViolation(SlotStreamError):
+    """A peer broke the protocol. Its stream or call ends."""
+
     code, status = "PROTOCOL", "FAILED_PRECONDITION"
 
 
 class StillArriving(SlotStreamError):
+    """The sample is still arriving: it cannot be deleted yet."""
+
     code, status, retryable = "STILL_ARRIVING", "FAILED_PRECONDITION", True
 
 
@@ -227,23 +259,25 @@ class Leased(SlotStreamError):
 
 
 class Damaged(SlotStreamError):
-    """A stored file is missing, unreadable, of the wrong size, or fails its hashes."""
+    """A stored file is missing, unreadable or of the wrong size, or its bytes fail their hashes."""
 
     code, status = "DAMAGED", "DATA_LOSS"
 
 
 class SampleNotFound(SlotStreamError):
+    """There is no sample of this id, and none appeared while the call waited."""
+
     code, status = "NOT_FOUND", "NOT_FOUND"
 
 
 class DeadlineExceeded(SlotStreamError):
-    """The wait passed and the sample was still arriving."""
+    """The sample was still arriving when the wait was over, or the server went silent."""
 
     code, status, retryable = "DEADLINE_EXCEEDED", "DEADLINE_EXCEEDED", True
 
 
 class SampleFailed(SlotStreamError):
-    """The sample failed for good; `reason` is the stable code of why."""
+    """The sample failed for good. The exception's `reason` is the stable code that says why."""
 
     code, status = "SAMPLE_FAILED", "FAILED_PRECONDITION"
 

@@ -1,4 +1,4 @@
-"""What a log says of a failure. Its code always; its message only where no peer or user can have put words into it."""
+"""What a log line says of a failure: always its code, and its message only where no peer or user can have written it."""
 
 from __future__ import annotations
 

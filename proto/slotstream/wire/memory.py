@@ -1,4 +1,4 @@
-"""Large pieces of memory: in huge pages where the kernel gives them, and kept where they come and go."""
+"""Large memory: in huge pages where the kernel gives them, and kept by glibc where blocks are freed and taken again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Names and limits: what a sample id, a namespace and tags may look like, and the bounds both ends hold each other to."""
+"""Names and limits: what sample ids, namespaces and tags may look like, and the bounds that both ends check."""
 
 from __future__ import annotations
 

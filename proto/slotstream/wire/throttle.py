@@ -1,4 +1,4 @@
-"""Log lines that come once in a while, and say how many did not come."""
+"""Limits how often a log line is written, and counts the lines that were left out."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`slotstream get`: a sample's rows, or some of them, as a safetensors file of one's own. Needs no torch."""
+"""`slotstream get`: writes a sample's rows, or some of them, into a safetensors file. Needs no torch."""
 
 from __future__ import annotations
 

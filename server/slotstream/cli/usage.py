@@ -1,4 +1,4 @@
-"""`slotstream stat` without an id: what the server holds, by namespace, and how it looks after it."""
+"""`slotstream stat` without an id: what the server holds by namespace, its rules, free space, quarantine and scrubbing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a server can be told, checked once at start."""
+"""The server's configuration, checked once at start."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the server does of its own accord: applying retention, scrubbing, and watching that its disk is still there.
+"""What the server does without being asked: it applies retention, scrubs, and watches that its disk is still there.
 
 Two threads. One ticks: each second it looks at the directory, at free space and at namespaces in which something happened,
 every half minute at all of them. The other scrubs, which is mostly sleeping. Neither ever touches an arriving sample.

@@ -190,10 +190,14 @@ class SchedulerHalf:
     def fail_all(self) -> None:
         """After a fault in `plan`: no capture that it touched, and none that is live, can be trusted to be whole."""
         error = InternalFault("a fault of slotstream's own: the log says which")
-        self._places.reset()
         lost, self._undelivered = self._undelivered, EMPTY_PLAN
+        if self._places.computes_all:  # Rows that the next plan would read are not to be had any more, either.
+            self._places.reset()
+            waiting, self._pending.rows, self._pending.finishes = self._pending.finishes, [], []
+        else:
+            waiting = []
         self._pending.releases.extend(lost.releases)
-        for finish in lost.finishes:
+        for finish in (*waiting, *lost.finishes):
             self._pending.aborts.append(SampleAbort(finish.req_id, error.code, str(error)))
             if finish.req_id in self._captures:
                 self._refused[finish.req_id] = error

@@ -1,4 +1,4 @@
-"""Who is calling, and what they may: every call of Ingest and Samples passes here before anything else is looked at."""
+"""Every call of Ingest and Samples passes here first: who is calling, and how much may they have at a time?"""
 
 from __future__ import annotations
 

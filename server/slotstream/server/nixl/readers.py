@@ -1,4 +1,4 @@
-"""Several readers as one: each reads over NIXL in a process, and a pool, of its own.
+"""Several NIXL readers behind one interface. Each has a process and a pool of its own.
 
 On one host a read is a copy that the kernel makes in the reading process: a core does 4 to 5 GB/s (H200's host; two do twice
 that), and a GPU captures more. So where there are cores the samples of each sender are dealt out; the chunks of one sample stay
