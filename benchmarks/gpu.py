@@ -2,9 +2,11 @@
 
     python benchmarks/gpu.py [--layers 2,18,33,36] [--json FILE]
 
-Several engines share the GPU, and take turns, so that the ratios come from one run: no extraction; vLLM's example connector
-writing to memory; slotstream, whose requests say `"capture": false` in one turn ("nothing copied") and are captured and
-stored in the next. benchmarks/README.md says more. Needs vLLM and a GPU (or `--shape tiny`, which a CPU can do).
+Several engines share the GPU and take turns, so that the ratios come from one run: one without capture ("none"); slotstream
+with `layers`, whose requests say `"capture": false` in one turn ("nothing captured") and are captured, output rows too, and
+stored in the next; slotstream with `extract_hidden_states`; vLLM's example connector writing to memory; and slotstream with
+rows that are read into staging and dropped there. Prefix caching is on in all of them, and no prompt ever hits.
+benchmarks/README.md says more. Needs vLLM and a GPU (or `--shape tiny`, which a CPU can do).
 """
 
 from __future__ import annotations
@@ -54,14 +56,23 @@ _SHAPES: dict[str, dict[str, int]] = {
         "head_dim": 32,
     },
 }
-_TRANSPORTS: dict[str, dict[str, Any]] = {
-    "grpc": {"unix": False, "connector": {"transport": "grpc"}},
-    "grpc-unix": {"unix": True, "connector": {"transport": "grpc"}},
-    "nixl": {"unix": False, "connector": {"transport": "nixl"}},
-    "grpc-process": {"unix": False, "connector": {"transport": "grpc", "sender": "process"}},
-    "nixl-process": {"unix": False, "connector": {"transport": "nixl", "sender": "process"}},
+# Engine -> what gpu_engine.py is told of it.
+_ENGINES: dict[str, dict[str, Any]] = {
+    "none": {"kind": "none"},
+    "nixl": {"kind": "direct", "connector": {"transport": "nixl"}},
+    "grpc": {"kind": "direct", "connector": {"transport": "grpc"}},
+    "grpc-unix": {"kind": "direct", "unix": True, "connector": {"transport": "grpc"}},
+    "nixl-thread": {"kind": "direct", "connector": {"transport": "nixl", "sender": "thread"}},
+    "grpc-thread": {"kind": "direct", "connector": {"transport": "grpc", "sender": "thread"}},
+    "dropped": {"kind": "dropped", "connector": {"sender": "thread"}},
+    "extraction": {"kind": "extraction", "connector": {"transport": "nixl"}},
+    "example": {"kind": "example"},
 }
-_TARGETS = {4: 0.99, 16: 0.97}  # Layers -> tokens/s with everything stored, in parts of nothing copied.
+# Layers -> load -> tokens/s with everything stored, in parts of an engine without capture.
+_TARGETS = {4: {"prefill": 0.98, "decode of 64": 0.98, "decode of 8": 0.98}, 16: {"decode of 64": 0.95}}
+_STORES = ("direct", "extraction")
+_IDLE_TARGET = 0.99  # With nothing captured.
+_DROPPED_TARGET = 0.95  # A prefill of 16 layers whose rows are dropped in staging.
 _READABLE_MS = 20.0
 _PAUSE_MS = 100  # Between prompts that run one at a time: the sample before is stored by then.
 
@@ -77,9 +88,18 @@ class Engine:
         self.name = name
         self._log = log
         command = [sys.executable, str(Path(__file__).with_name("gpu_engine.py")), json.dumps(options)]
+        path = os.pathsep.join(
+            [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+        )  # dropping_connector
         with log.open("w") as err:
             self._process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=err, text=True, start_new_session=True
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=err,
+                text=True,
+                start_new_session=True,
+                env={**os.environ, "PYTHONPATH": path},
             )
 
     def answer(self) -> dict[str, Any]:
@@ -117,12 +137,11 @@ class Row:
     name: str
     engine: Engine
     capture: bool
-    base: str  # The row that this one is compared with.
     rounds: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def tokens_per_s(self) -> float:
-        return statistics.median(one["tokens_per_s"] for one in self.rounds)
+        return float(statistics.median(one["tokens_per_s"] for one in self.rounds))
 
 
 def make_model(directory: Path, shape: str) -> Path:
@@ -181,22 +200,17 @@ def all_rows(options: argparse.Namespace, work: Path, data: Path) -> Iterator[li
         }
         (data / "example").mkdir()
 
-        def start(name: str, kind: str, unix: bool = False, connector: dict[str, Any] | None = None) -> Engine:
-            more = {"kind": kind, "server": at[unix], "connector": connector or {}}
-            engine = Engine(name, {**shared, **more}, work / f"{name}.log")
-            return stack.enter_context(closing(engine))
+        def start(name: str) -> Engine:
+            told = _ENGINES[name]
+            more = {"kind": told["kind"], "server": at[told.get("unix", False)], "connector": told.get("connector", {})}
+            return stack.enter_context(closing(Engine(name, {**shared, **more}, work / f"{name}.log")))
 
         rows = []
         for name in options.engines:
-            if name in ("none", "example"):
-                rows.append(Row(name, start(name, name), True, ""))
-            else:
-                engine = start(name, "slotstream", **_TRANSPORTS[name])
-                rows.append(Row(f"{name}: nothing copied", engine, False, ""))
-                rows.append(Row(f"{name}: stored", engine, True, f"{name}: nothing copied"))
-        first = next((row.name for row in rows if not row.capture), "")
-        for row in rows:
-            row.base = row.base or ("" if row.name in ("none", first) else first)
+            engine = start(name)
+            if _ENGINES[name]["kind"] == "direct":
+                rows.append(Row(f"{name}: nothing captured", engine, False))
+            rows.append(Row(f"{name}: stored" if _ENGINES[name]["kind"] in _STORES else name, engine, True))
         engines = list(dict.fromkeys(row.engine for row in rows))
         with ThreadPoolExecutor(len(engines)) as pool:
             list(pool.map(Engine.answer, engines))
@@ -214,23 +228,30 @@ def measure(options: argparse.Namespace, rows: Sequence[Row], load: dict[str, in
             row.rounds.append(row.engine.ask(what="run", capture=row.capture, **load))
             _progress(f"  {row.name} {row.rounds[-1]['tokens_per_s']:.0f}")
         _progress("\n")
-    return [{"name": row.name, "base": row.base, "rounds": list(row.rounds)} for row in rows]
+    return [{"name": row.name, "rounds": list(row.rounds)} for row in rows]
 
 
 def _progress(text: str) -> None:
     print(text, end="", file=sys.stderr, flush=True)
 
 
+def ratios(row: Row, rows: Sequence[Row]) -> list[float]:
+    """Its tokens a second in parts of the engine without capture, round by round; nothing where there is no such engine."""
+    base = next((one for one in rows if one.name == "none"), None)
+    if base is None or row is base:
+        return []
+    return [ours["tokens_per_s"] / none["tokens_per_s"] for ours, none in zip(row.rounds, base.rounds, strict=True)]
+
+
 def report(title: str, rows: Sequence[Row]) -> str:
     """The table of one load."""
-    by_name = {row.name: row for row in rows}
-    head = f"{'tokens/s':>10}{'ratio':>8}{'stored/s':>10}{'durable ms p50':>16}{'p99':>9}{'readable p50':>14}{'failed':>8}"
+    head = f"{'tokens/s':>10}{'ratio':>8}{'(least to most)':>18}{'stored/s':>10}"
+    head += f"{'durable ms p50':>16}{'readable p50':>14}{'failed':>8}"
     lines = [title, f"{'':28}{head}"]
     for row in rows:
-        ratio = "-"
-        if row.base:
-            pairs = zip(row.rounds, by_name[row.base].rounds, strict=True)
-            ratio = f"{statistics.median(ours['tokens_per_s'] / base['tokens_per_s'] for ours, base in pairs):.3f}"
+        found = ratios(row, rows)
+        ratio = f"{statistics.median(found):.3f}" if found else "-"
+        spread = f"({min(found):.3f} to {max(found):.3f})" if found else ""
         stored = statistics.median(one["all_stored_tokens_per_s"] for one in row.rounds)
         waits = [one for one in row.rounds if one.get("durable_ms")]
 
@@ -240,8 +261,8 @@ def report(title: str, rows: Sequence[Row]) -> str:
 
         failed = sum(len(one.get("failed", [])) for one in row.rounds)
         lines.append(
-            f"{row.name:28}{row.tokens_per_s:>10.0f}{ratio:>8}{stored:>10.0f}{median('durable_ms', 'p50'):>16}"
-            f"{median('durable_ms', 'p99'):>9}{median('readable_ms', 'p50'):>14}{failed:>8}"
+            f"{row.name:28}{row.tokens_per_s:>10.0f}{ratio:>8}{spread:>18}{stored:>10.0f}{median('durable_ms', 'p50'):>16}"
+            f"{median('readable_ms', 'p50'):>14}{failed:>8}"
         )
     return "\n".join(lines)
 
@@ -259,14 +280,14 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add(
         "--engines",
         type=lambda text: text.split(","),
-        default=["none", "example", "grpc", "nixl"],
+        default=["none", "nixl", "grpc", "extraction", "example"],
         metavar="NAMES",
-        help=f"of none, example, {', '.join(_TRANSPORTS)} (default: none,example,grpc,nixl)",
+        help=f"of {', '.join(_ENGINES)} (default: none,nixl,grpc,extraction,example)",
     )
     add("--prompts", type=int, default=192, metavar="N", help="prompts of a run (default: %(default)s)")
     add("--prompt-tokens", type=int, default=1024, metavar="N", help="tokens of a prompt (default: %(default)s)")
     add(
-        "--output-tokens", type=int, default=128, metavar="N", help="of the decode load; 0: leave it out (default: %(default)s)"
+        "--output-tokens", type=int, default=192, metavar="N", help="of the decode load; 0: leave it out (default: %(default)s)"
     )
     add(
         "--alone",
@@ -276,7 +297,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="prompts of the load that runs one at a time; 0: leave it out (default: %(default)s)",
     )
     add("--step-tokens", type=int, default=8192, metavar="N", help="tokens of a step (default: %(default)s)")
-    add("--rounds", type=int, default=5, metavar="N", help="interleaved rounds to take medians of (default: %(default)s)")
+    add("--rounds", type=int, default=7, metavar="N", help="interleaved rounds to take medians of (default: %(default)s)")
     add("--staging-mib", type=int, default=0, metavar="N", help="the connector's staging (default: its own)")
     add("--kv-cache-gib", type=int, default=8, metavar="N", help="KV cache of each engine (default: %(default)s)")
     add("--serve", default="", metavar="OPTIONS", help="more options of `slotstream serve`, in one string")
@@ -285,7 +306,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--logs", type=Path, metavar="DIR", help="keep the logs there")
     add("--json", type=Path, metavar="FILE", help="also write every figure there")
     options = parser.parse_args(arguments)
-    if unknown := set(options.engines) - {"none", "example", *_TRANSPORTS}:
+    if unknown := set(options.engines) - set(_ENGINES):
         parser.error(f"--engines: unknown {sorted(unknown)}")
     return options
 
@@ -298,12 +319,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # As Ctrl-C: no process and no sample stays behind.
     prefill = {"prompts": options.prompts, "tokens": options.prompt_tokens, "output": 1}
-    decode = {"prompts": min(options.prompts, 64), "tokens": 64, "output": options.output_tokens}
+    decode = {"tokens": 64, "output": options.output_tokens}
     alone = {"prompts": options.alone, "tokens": options.prompt_tokens, "output": 1, "pause_ms": _PAUSE_MS}
     loads = {
         "prefill": prefill,
         **({"alone": alone} if options.alone else {}),
-        **({"decode": decode} if options.output_tokens else {}),
+        **({f"decode of {n}": {"prompts": n, **decode} for n in (64, 8)} if options.output_tokens else {}),
     }
     figures: dict[str, Any] = {
         "date": f"{datetime.now(UTC):%Y-%m-%d}",
@@ -320,8 +341,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 for name, load in loads.items():
                     figures[name] = measure(options, rows, load)
                     print(report(f"{name}: {load}, layers {options.layers}", rows), flush=True)
-                    if name != "decode":
-                        print(verdict(options, rows, speed=name == "prefill"), flush=True)
+                    print(verdict(options, rows, name), flush=True)
         except EngineFailed as error:
             print(f"gpu benchmark: {error}", file=sys.stderr)
             return 1
@@ -332,20 +352,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def verdict(options: argparse.Namespace, rows: Sequence[Row], *, speed: bool) -> str:
-    """How slotstream stands to its targets; to that of tokens a second where `speed` says so."""
-    by_name = {row.name: row for row in rows}
-    target = _TARGETS.get(len(options.layers)) if speed else None
+def verdict(options: argparse.Namespace, rows: Sequence[Row], load: str) -> str:
+    """How slotstream stands to its targets in this load."""
     lines = []
+    target = _TARGETS.get(len(options.layers), {}).get(load)
     for row in rows:
-        if not row.capture or not row.base.endswith("nothing copied") or row.name == "example":
-            continue
-        pairs = zip(row.rounds, by_name[row.base].rounds, strict=True)
-        ratio = statistics.median(ours["tokens_per_s"] / base["tokens_per_s"] for ours, base in pairs)
+        found = ratios(row, rows)
+        wanted = target if _ENGINES[row.engine.name]["kind"] == "direct" else None
+        if not row.capture and _ENGINES[row.engine.name]["kind"] == "direct":
+            wanted = _IDLE_TARGET
+        if row.name == "dropped" and load == "prefill":
+            wanted = _DROPPED_TARGET
+        if found and wanted is not None and load != "alone":
+            ratio = statistics.median(found)
+            lines.append(f"{row.name}: {ratio:.3f} of no capture; target {wanted}: {_met(ratio >= wanted)}")
         readable = [one["readable_ms"]["p50"] for one in row.rounds if one.get("readable_ms")]
-        if target is not None:
-            lines.append(f"{row.name}: {ratio:.3f} of nothing copied; target {target}: {_met(ratio >= target)}")
-        if readable:
+        if readable and load in ("prefill", "alone"):
             middle = statistics.median(readable)
             lines.append(
                 f"{row.name}: readable {middle:.1f} ms after its last rows; "

@@ -22,6 +22,7 @@ from gpu_readers import WAIT_S, Readers
 
 from slotstream.client import Client, SampleInfo, SampleNotFound, SampleState, connect
 
+_OURS = ("direct", "extraction", "dropped")
 _WATCHED_EVERY = 8  # One sample in so many has a reader that waits for it from the start.
 
 
@@ -31,23 +32,29 @@ def make_engine(options: dict[str, Any]) -> Any:
 
     kind = options["kind"]
     more: dict[str, Any] = {}
-    if kind != "none":
+    if kind in ("extraction", "example"):
         more["speculative_config"] = {
             "method": "extract_hidden_states",
             "num_speculative_tokens": 1,
             "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": options["layers"]}},
         }
+    if kind == "example":
+        more["kv_transfer_config"] = {
+            "kv_connector": "ExampleHiddenStatesConnector",
+            "kv_role": "kv_producer",
+            "kv_connector_extra_config": {"shared_storage_path": options["shared"]},
+        }
+    elif kind != "none":
         ours = {"server": options["server"], "staging_bytes": options["staging_bytes"], "capture": False}
         ours["chunk_bytes"] = options["chunk_bytes"]
-        ours |= options["connector"]
-        example = {"shared_storage_path": options["shared"]}
+        if kind != "extraction":
+            ours["layers"] = options["layers"]
         more["kv_transfer_config"] = {
-            "kv_connector": "ExampleHiddenStatesConnector" if kind == "example" else "SlotStreamConnector",
+            "kv_connector": "DroppingConnector" if kind == "dropped" else "SlotStreamConnector",
+            "kv_connector_module_path": "dropping_connector" if kind == "dropped" else "slotstream.connector",
             "kv_role": "kv_producer",
-            "kv_connector_extra_config": example if kind == "example" else ours,
+            "kv_connector_extra_config": ours | options["connector"],
         }
-        if kind != "example":
-            more["kv_transfer_config"]["kv_connector_module_path"] = "slotstream.connector"
     return LLM(
         options["model"],
         load_format="dummy",
@@ -56,7 +63,7 @@ def make_engine(options: dict[str, Any]) -> Any:
         max_model_len=4096,
         max_num_batched_tokens=options["step_tokens"],
         max_num_seqs=128,
-        enable_prefix_caching=False,
+        enable_prefix_caching=True,  # A KV connector makes vLLM hash blocks with it and without; no prompt here ever hits.
         **more,
         **options["engine"],
     )
@@ -93,12 +100,12 @@ class Runner:
                 temperature=1.0 if output > 1 else 0.0,
                 ignore_eos=True,
                 detokenize=False,
-                extra_args={"kv_transfer_params": {"slotstream": want}} if self._options["kind"] == "slotstream" else None,
+                extra_args={"kv_transfer_params": {"slotstream": want}} if self._options["kind"] in _OURS else None,
             )
             for want in wants
         ]
         texts = [{"prompt_token_ids": [self._rng.randrange(1, 8000) for _ in range(tokens)]} for _ in names]
-        ours = capture and self._options["kind"] == "slotstream"
+        ours = capture and self._options["kind"] in ("direct", "extraction")
         if ours:
             self._readers.watch(names[:: 1 if pause_ms else _WATCHED_EVERY])
         began = time.perf_counter()
@@ -136,7 +143,9 @@ class Runner:
     def _stored(self, names: Sequence[str]) -> dict[str, Any]:
         """What became of the samples, and how long after its last rows each was durable, and readable."""
         rows_at: dict[str, int] = {}  # of those committed
-        failed, durable_ms, nbytes = [], [], 0
+        failed: list[str] = []
+        durable_ms: list[float] = []
+        nbytes = 0
         with connect(self._options["server"]) as client:
             for name in names:
                 info = client.stat(name)
@@ -144,6 +153,8 @@ class Runner:
                     failed.append(info.error_code or str(info.state))
                 else:
                     rows_at[name] = int(info.metadata["last_rows_unix_ns"])
+                    assert info.committed_unix_ns is not None
+                    assert info.file_bytes is not None
                     nbytes += info.file_bytes
                     durable_ms.append((info.committed_unix_ns - rows_at[name]) / 1e6)
             readable_ms = [(at - rows_at[name]) / 1e6 for name, at in self._readers.seen(rows_at).items()]
@@ -163,8 +174,8 @@ class Runner:
             with Path(path + ".lock").open() as lock:
                 fcntl.flock(lock, fcntl.LOCK_SH)
         written_at = time.perf_counter()
-        for path in Path(self._options["shared"]).iterdir():
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        for left in Path(self._options["shared"]).iterdir():
+            shutil.rmtree(left) if left.is_dir() else left.unlink()
         return written_at
 
 

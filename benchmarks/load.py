@@ -82,7 +82,7 @@ def slots(memory: memoryview, chunk_bytes: int) -> list[memoryview]:
     return [memory[at : at + chunk_bytes] for at in range(0, len(memory) - chunk_bytes + 1, chunk_bytes)]
 
 
-def serve_stream(connection: Connection, make: Callable[..., Stream], *arguments: Any) -> None:
+def serve_stream(connection: Connection, make: Callable[..., object], *arguments: Any) -> None:
     """Main function of a sender: answers (method, arguments...) with when that began and ended, and what it returned."""
     stream = make(*arguments)
     connection.send("ready")
@@ -95,7 +95,7 @@ def serve_stream(connection: Connection, make: Callable[..., Stream], *arguments
 class Senders:
     """As many sender processes as a load wants, started when first wanted."""
 
-    def __init__(self, name: str, make: Callable[..., Stream], *arguments: Any, environment: Mapping[str, str]) -> None:
+    def __init__(self, name: str, make: Callable[..., object], *arguments: Any, environment: Mapping[str, str]) -> None:
         self._name = name
         self._arguments = (make, *arguments)
         self._environment = environment

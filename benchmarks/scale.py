@@ -220,7 +220,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(report(figures[part]))
     print(flatness(figures["catalogue"]))
     if options.json is not None:
-        said = {"benchmark": "scale", "date": date, "machine": {**host, "file_system": disk}, **figures}
+        said: dict[str, Any] = {"benchmark": "scale", "date": date, "machine": {**host, "file_system": disk}, **figures}
         options.json.write_text(json.dumps(said, indent=2) + "\n")
     return 0
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import signal
+import sqlite3
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from random import Random
 from time import perf_counter, time_ns
@@ -16,7 +18,8 @@ from transport_ours import SinkStream
 
 from slotstream.client import connect
 from slotstream.client.client import Client
-from slotstream.store.catalogue.catalogue import FILE_NAME, Catalogue, sql
+from slotstream.store.catalogue import sql
+from slotstream.store.catalogue.catalogue import FILE_NAME, Catalogue
 from slotstream.store.records import SampleRecord, State
 from slotstream.store.samples import SampleStore
 
@@ -34,7 +37,7 @@ def fill(data: Path, count: int) -> None:
     made: set[Path] = set()
     for first in range(0, count, _BATCH):
         records = [_record(number, now) for number in range(first, min(first + _BATCH, count))]
-        catalogue.submit(lambda db, records=records: [sql.put(db, record) for record in records]).result()
+        catalogue.submit(partial(_put, records=records)).result()
         for record in records:
             path = record.key.path(data)
             if path.parent not in made:
@@ -42,6 +45,11 @@ def fill(data: Path, count: int) -> None:
                 made.add(path.parent)
             path.touch()
     catalogue.close(clean=True)
+
+
+def _put(db: sqlite3.Connection, records: Sequence[SampleRecord]) -> None:
+    for record in records:
+        sql.put(db, record)
 
 
 def _record(number: int, now_ns: int) -> SampleRecord:

@@ -22,6 +22,7 @@ from slotstream.connector.reading.staging_memory import StagingMemory
 from slotstream.connector.sending.copies import Arrived
 from slotstream.connector.sending.inbox import Segment, StagedBatch
 from slotstream.connector.sending.pump import Pump
+from slotstream.connector.sending.row_check import MappingEvidence
 from slotstream.connector.sending.staging_pool import StagingPool, StagingShape
 from slotstream.connector.vllm_config import ConnectorConfig
 from slotstream.transport.base import Committed, Failed, LinkDown, LinkUp, SinkEvent
@@ -29,7 +30,7 @@ from slotstream.transport.grpc import Frames, GrpcSink
 from slotstream.v1 import ingest_pb2
 from slotstream.wire.names import PROTOCOL_VERSION
 
-_NOTHING_COMPUTED = np.empty(0, dtype=np.int64)
+_NOTHING_COMPUTED = MappingEvidence(np.zeros(0, dtype=np.int64), None)
 _BATCH_SLOTS = 16  # Frames that one gather would stage.
 _CHECKED = 4  # Samples of a run that are read back and compared.
 
@@ -130,12 +131,12 @@ class Sender:
             if slots is None:
                 raise RuntimeError(self._outcome.problem or "staging did not come free within a minute")
             segments = tuple(
-                Segment(sample_id, first_row, count, slot, 0) for (first_row, count), slot in zip(part, slots, strict=True)
+                Segment(sample_id, first_row, count, slot) for (first_row, count), slot in zip(part, slots, strict=True)
             )
             sent += [(slot, count * self._shape.row_bytes) for (_, count), slot in zip(part, slots, strict=True)]
             # A device would have written the slots, and found the rows' peaks, without this CPU.
             arrived = Arrived(np.ones(sum(rows for _, rows in part), dtype=np.float32))
-            self._pump.post(StagedBatch(segments, _NOTHING_COMPUTED, arrived, None))
+            self._pump.post(StagedBatch(segments, arrived, _NOTHING_COMPUTED))
         self._pump.post(SampleFinish(sample_id, tuple(range(rows)), {}))
 
     def check(self) -> None:

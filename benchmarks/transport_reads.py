@@ -83,7 +83,7 @@ class FileReader(Reader):
         rows = np.empty((stop - start) * ROW_BYTES, dtype=np.uint8)
         with self._path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
             at = self._at + start * ROW_BYTES
-            memoryview(rows)[:] = memoryview(mapped)[at : at + len(rows)]
+            rows.data[:] = memoryview(mapped)[at : at + len(rows)]
         return rows
 
 
@@ -113,7 +113,7 @@ class FlightReader(Reader):
         from pyarrow import flight
 
         rows = np.empty((stop - start) * ROW_BYTES, dtype=np.uint8)
-        target, at = memoryview(rows), 0
+        target, at = rows.data, 0
         ticket = f"{self._path}:{self._at + start * ROW_BYTES}:{len(rows)}:{_FLIGHT_CHUNK}"
         for chunk in self._client.do_get(flight.Ticket(ticket.encode())):
             data = chunk.data.column(0).buffers()[1]

@@ -33,13 +33,14 @@ from slotstream.client import connect
 from slotstream.connector.counters import Counters
 from slotstream.connector.faults import SampleFault
 from slotstream.connector.options import ConnectorOptions
-from slotstream.connector.plan import RowPlan, SampleFinish, SampleOpen, StepPlan
-from slotstream.connector.reading.staging_memory import StagingMemory
+from slotstream.connector.plan import BlockPlace, RowPlan, SampleFinish, SampleOpen, StepPlan
+from slotstream.connector.reading.row_source import CachedRows
+from slotstream.connector.reading.staging_plan import StagingPlan
 from slotstream.connector.reading.worker import WorkerHalf
 from slotstream.connector.sending.inbox import StagedBatch
 from slotstream.connector.sending.process.handle import sender_for
 from slotstream.connector.sending.sender import EnginePost, Sender
-from slotstream.connector.sending.staging_pool import StagingShape
+from slotstream.connector.sending.staging_pool import HostMemory, StagingShape
 from slotstream.connector.vllm_config import ConnectorConfig
 from slotstream.v1 import ingest_pb2
 from slotstream.wire.errors import SlotStreamError
@@ -63,7 +64,7 @@ class _Nowhere:
 
     def post(self, item: EnginePost) -> None:
         if isinstance(item, StagedBatch):
-            self.release([segment.slot for segment in item.segments])
+            self.release([segment.staging_slot for segment in item.segments])
 
     def lease(self, count: int, deadline: float) -> list[int]:
         return [self._free.popleft() for _ in range(count)]
@@ -84,7 +85,7 @@ class _Nowhere:
         return
 
 
-def _nowhere(memory: StagingMemory, shape: StagingShape, counters: Counters) -> Sender:
+def _nowhere(memory: HostMemory, shape: StagingShape, counters: Counters) -> Sender:
     return _Nowhere(shape.num_slots)
 
 
@@ -113,7 +114,9 @@ class Engine:
         hello = ingest_pb2.Hello(protocol=PROTOCOL_VERSION, engine_id="benchmark")
         make = _nowhere if address is None else sender_for(config, hello)
         cache = torch.randn(self._samples * blocks, LAYERS, BLOCK, HIDDEN).to(torch.bfloat16)
-        self._worker = WorkerHalf(config, cache, make, self._samples * self._rows)
+        self._worker = WorkerHalf(
+            config, CachedRows(cache, LAYERS, HIDDEN), make, StagingPlan.of(config, self._samples * self._rows)
+        )
         if address is not None:
             self._committed(self._step(), time.monotonic() + _LINK_S)
 
@@ -136,7 +139,7 @@ class Engine:
         tokens = tuple(range(self._rows))
         plan = StepPlan(
             tuple(SampleOpen(i, "default", i, 0, self._rows, True) for i in ids),
-            tuple(RowPlan(i, 0, self._rows, 0, table) for i, table in zip(ids, self._tables, strict=True)),
+            tuple(RowPlan(i, 0, self._rows, 0, BlockPlace(table, 0)) for i, table in zip(ids, self._tables, strict=True)),
             tuple(SampleFinish(i, tokens) for i in ids),
         )
         self._worker.bind(plan)
@@ -182,7 +185,8 @@ def _engine(connection: Connection, *arguments: Any) -> None:
 def calibrate(engine: Child, work_ms: float) -> int:
     """Units of work that take the engine's thread so long while it has nothing else to do."""
     engine.ask(20, 100)
-    return max(1, round(work_ms / 1e3 / ((engine.ask(50, 100)["own"] - engine.ask(50, 0)["own"]) / 100)))
+    unit_s: float = (engine.ask(50, 100)["own"] - engine.ask(50, 0)["own"]) / 100
+    return max(1, round(work_ms / 1e3 / unit_s))
 
 
 def report(rounds: dict[str, list[dict[str, float]]]) -> str:
@@ -211,6 +215,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--work-ms", type=float, default=13.0, metavar="N", help="other work of the engine's thread (default: %(default)s)")
     add("--steps", type=int, default=150, metavar="N", help="steps of each run (default: %(default)s)")
     add("--rounds", type=int, default=5, metavar="N", help="interleaved rounds to take medians of (default: %(default)s)")
+    add("--work-dir", type=Path, default=Path("/dev/shm"), metavar="DIR", help="put the data here (default: %(default)s)")
     add("--json", type=Path, metavar="FILE", help="also write every figure there")
     options = parser.parse_args(arguments)
     if min(options.samples, options.chunks, options.steps, options.rounds) < 1 or options.rows // options.chunks < 4:
@@ -229,8 +234,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rounds: dict[str, list[dict[str, float]]] = {}
     try:
         with ExitStack() as stack:
-            work_dir = stack.enter_context(tempfile.TemporaryDirectory(prefix="slotstream-bench-", dir="/dev/shm"))
-            engines = {"nothing sent": (None, "grpc", "thread")}
+            work_dir = stack.enter_context(tempfile.TemporaryDirectory(prefix="slotstream-bench-", dir=options.work_dir))
+            engines: dict[str, tuple[str | None, str, str]] = {"nothing sent": (None, "grpc", "thread")}
             for transport, sender in itertools.product(_TRANSPORTS, ("thread", "process")):
                 name = f"{'gRPC' if transport == 'grpc' else 'NIXL'}, a {sender}"
                 server = stack.enter_context(closing(Server("127.0.0.1:0", Path(work_dir, name))))

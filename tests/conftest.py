@@ -1,19 +1,13 @@
-"""For every test directory: `tests/support` importable as `support`, and one real server a session to send to and read from."""
+"""For every test directory: one real server a session to send to and read from."""
 
 from __future__ import annotations
 
 import itertools
 import logging
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-
-_HERE = str(Path(__file__).parent)
-if _HERE not in sys.path:
-    sys.path.insert(0, _HERE)
 
 if TYPE_CHECKING:
     from support.ingest_client import IngestClient

@@ -11,17 +11,22 @@ from grpc_tools import protoc
 
 PROTO_ROOT = Path(__file__).resolve().parent.parent / "proto"
 PACKAGE = Path("slotstream/v1")
+# What is called through stubs: the client's calls, and those between a server's processes. Ingest is raw bytes on both ends.
+WITH_STUBS = ("samples.proto", "workers.proto")
 
 
 def generate(out: Path) -> list[Path]:
     """Write the generated modules below `out`; returns their paths relative to it. Raises RuntimeError."""
     sources = sorted(str(p.relative_to(PROTO_ROOT)) for p in (PROTO_ROOT / PACKAGE).glob("*.proto"))
-    status = protoc.main(
-        ["protoc", f"-I{PROTO_ROOT}", f"--python_out={out}", f"--pyi_out={out}", f"--grpc_python_out={out}", *sources]
-    )
+    _run_protoc(f"--python_out={out}", f"--pyi_out={out}", *sources)
+    _run_protoc(f"--grpc_python_out={out}", *(str(PACKAGE / name) for name in WITH_STUBS))
+    return sorted(p.relative_to(out) for p in (out / PACKAGE).iterdir() if p.suffix in (".py", ".pyi"))
+
+
+def _run_protoc(*arguments: str) -> None:
+    status = protoc.main(["protoc", f"-I{PROTO_ROOT}", *arguments])
     if status != 0:
         raise RuntimeError(f"protoc exited with {status}")
-    return sorted(p.relative_to(out) for p in (out / PACKAGE).iterdir() if p.suffix in (".py", ".pyi"))
 
 
 def main() -> int:

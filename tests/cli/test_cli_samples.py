@@ -224,6 +224,21 @@ def test_get_writes_a_part(stored: SyntheticSample, server: ServerProcess, tmp_p
     assert (json.loads(metadata["layer_ids"]), metadata["first_row"], metadata["sample_rows"]) == ([4, 2], "5", "40")
 
 
+def test_the_last_norms_output_is_shown_and_fetched_by_its_name(
+    ingest: IngestClient, namespace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = {"layer_names": '["1", "2", "final"]'}
+    ingest.store(SyntheticSample("f", namespace=namespace, layer_ids=(1, 2, 7), metadata=names))
+    output = tmp_path / "f.safetensors"
+    assert cli.main(["get", "f", "--namespace", namespace, "--layers", "final,2", "-o", str(output)]) == 0
+    assert "of layers final,2:" in capsys.readouterr().out
+    with safe_open(output, framework="pt") as file:
+        assert file.metadata()["layer_ids"] == "[7,2]"
+        assert json.loads(file.metadata()["layer_names"]) == ["final", "2"]
+    assert cli.main(["stat", "f", "--namespace", namespace]) == 0
+    assert "1,2,final" in capsys.readouterr().out
+
+
 def test_get_overwrites_only_when_forced(stored: SyntheticSample, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "kept"
     path.write_text("mine")

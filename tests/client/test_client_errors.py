@@ -49,8 +49,9 @@ def test_a_malformed_address_is_one_sentence(address: str) -> None:
 @pytest.mark.parametrize("option", ["connect_timeout_s", "call_timeout_s", "stall_timeout_s"])
 @pytest.mark.parametrize("value", [-1.0, math.inf, math.nan])
 def test_a_time_out_must_be_a_number_of_seconds(option: str, value: float) -> None:
+    options: dict[str, Any] = {option: value}
     with pytest.raises(ConfigError, match="seconds"):
-        connect("127.0.0.1:1", **{option: value})
+        connect("127.0.0.1:1", **options)
 
 
 @pytest.mark.parametrize("connect_timeout_s", [0, 0.2])

@@ -30,6 +30,7 @@ from slotstream.client import (
     StillArriving,
     connect,
 )
+from slotstream.wire.names import layer_names
 
 TORCH_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 
@@ -51,6 +52,30 @@ def expected(sample: SyntheticSample, start: int, stop: int, layers: tuple[int, 
     """By the definition of a synthetic sample, without its byte encoder."""
     values = [[[sample.value(r, i, k) for k in range(sample.hidden_size)] for i in layers] for r in range(start, stop)]
     return torch.tensor(values).to(TORCH_DTYPES[sample.dtype]).reshape(-1, len(layers), sample.hidden_size)
+
+
+def test_the_last_norms_output_goes_by_its_name(client: Client, ingest: IngestClient, namespace: str) -> None:
+    names = {"layer_names": '["1", "2", "final"]'}
+    sent = SyntheticSample("f", namespace=namespace, layer_ids=(1, 2, 7), metadata=names)
+    ingest.store(sent)
+    assert client.stat("f", namespace=namespace).layer_names == ("1", "2", "final")
+    got = client.get("f", namespace=namespace, layers=["final", 1])
+    assert (got.layer_ids, got.layer_names) == ((7, 1), ("final", "1"))
+    assert torch.equal(got.hidden_states, expected(sent, 0, sent.num_tokens, (7, 1)))
+    assert client.get("f", namespace=namespace, layers=[7]).layer_names == ("final",)
+    with pytest.raises(BadLayers, match="not a sequence of layer ids"):
+        client.get("f", namespace=namespace, layers=["last"])
+
+
+def test_a_sample_without_the_last_norms_output_has_no_final(client: Client, stored: SyntheticSample) -> None:
+    assert client.stat("stored", namespace=stored.namespace).layer_names == tuple(map(str, stored.layer_ids))
+    with pytest.raises(BadLayers, match="'stored' has no layer 'final': its layers are"):
+        client.get("stored", namespace=stored.namespace, layers=["final"])
+
+
+@pytest.mark.parametrize("said", ["", "[", '["final"]', '["1", "1"]', '["x", "final"]', '{"1": 2}', "[1, 2, 3]"])
+def test_layer_names_that_do_not_fit_are_not_heard(said: str) -> None:
+    assert layer_names((1, 7), {"layer_names": said}) == ("1", "7")
 
 
 @pytest.mark.parametrize("dtype", sorted(TORCH_DTYPES))

@@ -5,19 +5,20 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.secure import Authority, entry, token, write_tokens
 from support.server import ServerProcess
-from support.worker_rig import Rig, make_rig
+from support.worker_rig import Rig, cached_rows, make_rig
 from transport.recorder import WAIT_S
 
 from slotstream.client import connect
 from slotstream.connector.faults import SampleFault
 from slotstream.connector.options import ConnectorOptions
-from slotstream.connector.plan import RowPlan, SampleFinish, SampleOpen, StepPlan
+from slotstream.connector.plan import SampleFinish, SampleOpen, StepPlan
 from slotstream.connector.planning.server_health import ServerHealth
 from slotstream.demo.processes import free_port
 from slotstream.transport.grpc import GrpcSink
@@ -34,7 +35,7 @@ def logged() -> Iterator[list[logging.LogRecord]]:
     """What the connector logs, at every level."""
     records: list[logging.LogRecord] = []
     handler = logging.Handler(logging.DEBUG)
-    handler.emit = records.append  # type: ignore[method-assign]
+    handler.emit = records.append  # type: ignore[method-assign, assignment]
     logger = logging.getLogger("vllm.slotstream")
     before = logger.level
     logger.addHandler(handler)
@@ -47,15 +48,20 @@ def logged() -> Iterator[list[logging.LogRecord]]:
 def _until(rig: Rig, faults: int) -> list[SampleFault]:
     """The next `faults` failures."""
     found: list[SampleFault] = []
-    _wait(lambda: found.extend(rig.worker.take_faults()) or len(found) >= faults)  # type: ignore[func-returns-value]
+
+    def heard() -> bool:
+        found.extend(rig.worker.take_faults())
+        return len(found) >= faults
+
+    _wait(heard)
     return found
 
 
-def _wait(condition: object) -> None:
+def _wait(condition: Callable[[], bool]) -> None:
     import time
 
     deadline = time.monotonic() + WAIT_S
-    while not condition():  # type: ignore[operator]
+    while not condition():
         assert time.monotonic() < deadline, "it never happened"
         time.sleep(0.01)
 
@@ -65,7 +71,7 @@ def test_samples_wait_for_a_token_that_is_right(tmp_path: Path, logged: list[log
     mine = tmp_path / "engine.token"
     mine.write_text(token("wrong") + "\n")
     with ServerProcess(tmp_path / "data", "--tokens", str(tokens)) as server:
-        rig = make_rig(sink=GrpcSink(server.address, HELLO, access=Access(token_file=os.fspath(mine))))  # type: ignore[arg-type]
+        rig = make_rig(sink=GrpcSink(server.address, HELLO, access=Access(token_file=os.fspath(mine))))
         try:
             for number in range(4):
                 rig.capture(f"s{number}", 8)
@@ -96,7 +102,11 @@ def test_tls_with_a_certificate_and_a_token(tmp_path: Path) -> None:
     authority, others = Authority(tmp_path / "ca"), Authority(tmp_path / "others")
     pair, mine = authority.issue("server"), authority.issue("mine")
     tokens = write_tokens(tmp_path / "tokens.toml", entry("engine", ["default"], "ingest", "read"))
-    files = {"tls_ca": os.fspath(authority.path), "tls_cert": os.fspath(mine.cert), "tls_key": os.fspath(mine.key)}
+    files: dict[str, Any] = {
+        "tls_ca": os.fspath(authority.path),
+        "tls_cert": os.fspath(mine.cert),
+        "tls_key": os.fspath(mine.key),
+    }
     server_options = ("--tls-cert", str(pair.cert), "--tls-key", str(pair.key), "--tls-client-ca", str(authority.path))
     address = f"127.0.0.1:{free_port()}"
     trusting = tmp_path / "trusting.pem"
@@ -104,7 +114,7 @@ def test_tls_with_a_certificate_and_a_token(tmp_path: Path) -> None:
     with ServerProcess(tmp_path / "data", *server_options, "--tokens", str(tokens), address=address, **files) as server:
         access = Access(os.fspath(trusting), files["tls_cert"], files["tls_key"], token("engine"))
         watch = ServerHealth(server.address, access)
-        rig = make_rig(sink=GrpcSink(server.address, HELLO, access=access, connect_grace_s=0.5))  # type: ignore[arg-type]
+        rig = make_rig(sink=GrpcSink(server.address, HELLO, access=access))
         try:
             rig.capture("untrusted", 8)
             _wait(lambda: "handshake" in str(watch.problem()))
@@ -126,7 +136,7 @@ def test_the_logs_of_both_ends_hold_no_prompt_id_or_secret(tmp_path: Path, logge
     marks = {"prompt": "PROMPTMARK"}
     ids = (9_871_230_000_000, 9_871_230_000_001)
     with ServerProcess(tmp_path / "data", "--tokens", str(tokens), "--log-level", "debug") as server:
-        rig = make_rig(sink=GrpcSink(server.address, HELLO, access=Access(token=token("engine"))))  # type: ignore[arg-type]
+        rig = make_rig(sink=GrpcSink(server.address, HELLO, access=Access(token=token("engine"))))
         try:
             # Stored; the same id with other content; more ids than rows; tags that the server refuses.
             for number, (token_ids, tags) in enumerate(
@@ -136,7 +146,7 @@ def test_the_logs_of_both_ends_hold_no_prompt_id_or_secret(tmp_path: Path, logge
                 rig.write(rig.slots(f"r{number}", 0, 2))
                 plan = StepPlan(
                     (SampleOpen(f"r{number}", "default", f"s{number // 2}", 0, 2, True, tags, {"text": "PROMPTMARK"}),),
-                    (RowPlan(f"r{number}", 0, 2, 0, table),),
+                    (cached_rows(f"r{number}", 0, 2, 0, table),),
                     (SampleFinish(f"r{number}", token_ids, {"more": "PROMPTMARK"}),),
                 )
                 rig.step(plan, rig.slots(f"r{number}", 0, 2))

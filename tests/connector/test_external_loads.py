@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +20,9 @@ def blocks(*ids: int) -> Any:
     return SimpleNamespace(blocks=([], [SimpleNamespace(block_id=i) for i in ids]))
 
 
-def step(*, sync: bool = False, running: dict[str, Sequence[int]] | None = None, copies: Sequence[tuple[int, int]] = ()) -> Any:
+def step(
+    *, sync: bool = False, running: Mapping[str, Sequence[int]] | None = None, copies: Sequence[tuple[int, int]] = ()
+) -> Any:
     """A scheduler output; `running` are requests with the blocks that they got in this step."""
     running = running or {}
     cached = SimpleNamespace(req_ids=list(running), new_block_ids=[([], list(ids)) for ids in running.values()])

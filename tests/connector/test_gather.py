@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from slotstream.connector.reading.gather import Destination, RowGather
+from slotstream.connector.reading.gather import Destination, Index, RowGather
+from slotstream.connector.reading.row_source import CachedRows
 from slotstream.connector.reading.staging_memory import StagingMemory
+from slotstream.connector.sending.copies import Gathered
 from slotstream.connector.sending.staging_pool import StagingShape
 
 
@@ -19,6 +21,12 @@ def _bits(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     count = int(np.prod(shape)) * dtype.itemsize
     raw = np.random.default_rng(0).integers(0, 256, count, dtype=np.uint8)
     return torch.from_numpy(raw).view(dtype).view(shape)
+
+
+def _gather(cache: torch.Tensor, memory: StagingMemory, index: Index, into: list[Destination]) -> Gathered:
+    source = CachedRows(cache, cache.shape[1], cache.shape[3])
+    row_bytes = cache.shape[1] * cache.shape[3] * cache.element_size()
+    return RowGather(cache.device, row_bytes, memory).gather(source._select, index, into, None)[0]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -40,7 +48,7 @@ def test_rows_are_copied_bit_for_bit(dtype: torch.dtype, hidden: int, layout: st
     row_bytes = layers * hidden * dtype.itemsize
     memory = StagingMemory(StagingShape(4, 0, 4096, row_bytes), torch.device("cpu"))
     slots = np.array([35, 0, 7, 7, 18, 4], dtype=np.int64)
-    gathered = RowGather(cache, memory).gather(slots, [Destination(2, 4), Destination(0, 2)], None)
+    gathered = _gather(cache, memory, slots, [Destination(2, 4), Destination(0, 2)])
     gathered.wait()
     rows = [cache[slot // block_size, :, slot % block_size].contiguous().view(torch.uint8) for slot in slots.tolist()]
     assert bytes(memory.tensor(2, 4 * row_bytes).numpy()) == b"".join(bytes(row.numpy()) for row in rows[:4])
@@ -60,11 +68,11 @@ def test_slots_next_to_each_other_get_their_own_rows(seed: int) -> None:
     if seed % 5 == 0:
         rng.shuffle(destinations)
     slots = np.array([rng.randrange(64) for _ in range(sum(to.rows for to in destinations))])
-    RowGather(cache, memory).gather(slots, destinations, None).wait()
+    _gather(cache, memory, slots, destinations).wait()
     wanted = bytearray(memory.view.nbytes)
     rows = iter(slots.tolist())
     for to in destinations:
-        for at in range(to.slot * rows_a_slot, to.slot * rows_a_slot + to.rows):
+        for at in range(to.staging_slot * rows_a_slot, to.staging_slot * rows_a_slot + to.rows):
             slot = next(rows)
             wanted[at * row_bytes : (at + 1) * row_bytes] = bytes(cache[slot // 4, 0, slot % 4].view(torch.uint8).numpy())
     assert bytes(memory.view) == wanted
@@ -91,5 +99,5 @@ def test_slots_that_are_filled_in_a_row_are_one_copy(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(memory, "tensor", note)
     into = [Destination(slot, rows) for slot, rows in ((1, 3), (2, 3), (3, 2), (4, 3), (6, 3), (7, 1))]
-    RowGather(cache, memory).gather(np.arange(15), into, None).wait()
+    _gather(cache, memory, np.arange(15), into).wait()
     assert copied == [(1, 64), (4, 24), (6, 32)]

@@ -36,7 +36,7 @@ class _LateSink(WatchedSink):
 
 
 def _in_use(rig: Rig) -> int:
-    return rig.worker._sender._pool.in_use
+    return int(rig.worker._sender._pool.in_use)
 
 
 def test_answers_of_the_server_free_staging_while_rows_do_not_exist_yet(copies: dict[int, Copy]) -> None:

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.files import files_below
@@ -121,7 +122,7 @@ def test_a_spool_that_takes_no_more_is_as_none(server: Restarting, tmp_path: Pat
     spool = tmp_path / "spool"
     if how == "unwritable":
         spool.write_text("a file in its place")
-    options = {**SMALL, "spool_bytes_max": 1 << 16, "spool_dir": str(spool)}
+    options: dict[str, Any] = {**SMALL, "spool_bytes_max": 1 << 16, "spool_dir": str(spool)}
     engine = Engine.start(server.address, seed=6, **options)
     try:
         server.stop()
@@ -266,7 +267,7 @@ def _cycle(server: Restarting, engine: Engine, rng: random.Random) -> None:
 _UNLUCKY = {"INTERRUPTED", "SERVER_DRAINING", "STAGING_FULL", "SERVER_UNAVAILABLE"}
 
 
-def _outage_cycles(server: Restarting, tmp_path: Path, cycles: int, **options: object) -> None:
+def _outage_cycles(server: Restarting, tmp_path: Path, cycles: int, **options: Any) -> None:
     rng = random.Random(cycles)
     engine = Engine.start(server.address, seed=9, ack_timeout_s=0.2, **SMALL, **options)
     try:

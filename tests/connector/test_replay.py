@@ -14,17 +14,17 @@ from typing import Any
 import pytest
 from support.files import files_below
 from support.waiting import WAIT_S, wait_until
-from support.worker_rig import BLOCKS, Rig, WatchedSink, make_rig, opened
+from support.worker_rig import BLOCKS, Rig, WatchedSink, cached_rows, make_rig, opened
 
 from slotstream.connector.faults import SampleFault
-from slotstream.connector.plan import RowPlan, SampleAbort, SampleFinish, StepPlan
+from slotstream.connector.plan import SampleAbort, SampleFinish, StepPlan
 from slotstream.connector.sending import failure_reports as reports
 from slotstream.connector.sending.inbox import StagedBatch
 from slotstream.connector.sending.pump import Pump
 from slotstream.connector.sending.sample_state import SampleState
 from slotstream.connector.sending.spool import files as spool_files
 from slotstream.connector.sending.spool.files import OwnedDir, SpooledSample, SpoolFile
-from slotstream.connector.sending.spool.shelf import Shelf
+from slotstream.connector.sending.spool.writer import SpoolWriter
 from slotstream.transport.base import Acked, Committed, Failed, LinkDown, LinkUp, StagedChunk
 from slotstream.v1 import ingest_pb2
 
@@ -109,13 +109,13 @@ def test_a_lost_answer_is_asked_for_again(rig: Rig) -> None:
 def test_a_sample_may_go_on_while_the_link_is_down_and_after(rig: Rig) -> None:
     table = rig.table("a", 30)
     rig.write(rig.slots("a", 0, 30))
-    rig.step(StepPlan((opened("a", 30),), (RowPlan("a", 0, 10, 0, table),)), rig.slots("a", 0, 10))
+    rig.step(StepPlan((opened("a", 30),), (cached_rows("a", 0, 10, 0, table),)), rig.slots("a", 0, 10))
     rig.sink.break_link()
-    rig.step(StepPlan((), (RowPlan("a", 10, 20, 10, table),)), rig.slots("a", 10, 20))
+    rig.step(StepPlan((), (cached_rows("a", 10, 20, 10, table),)), rig.slots("a", 10, 20))
     wait_until(lambda: [len(sample.chunks) for sample in rig.worker._sender._outbox._held.values()] == [2])
     rig.sink.link()
     finish = SampleFinish("a", tuple(range(30)))
-    rig.step(StepPlan((), (RowPlan("a", 20, 30, 20, table),), (finish,)), rig.slots("a", 20, 30))
+    rig.step(StepPlan((), (cached_rows("a", 20, 30, 20, table),), (finish,)), rig.slots("a", 20, 30))
     wait_until(lambda: _is_empty(rig))
     assert _committed(rig, "a") == rig.rows("a", 0, 30)
 
@@ -123,7 +123,7 @@ def test_a_sample_may_go_on_while_the_link_is_down_and_after(rig: Rig) -> None:
 def test_an_abort_whose_answer_was_lost_is_told_again(rig: Rig) -> None:
     table = rig.table("a", 8)
     rig.sink.break_link()
-    rig.step(StepPlan((opened("a", 8),), (RowPlan("a", 0, 4, 0, table),)), rig.slots("a", 0, 4))
+    rig.step(StepPlan((opened("a", 8),), (cached_rows("a", 0, 4, 0, table),)), rig.slots("a", 0, 4))
     rig.step(StepPlan(aborts=(SampleAbort("a", "ABORTED", "it ended"),)), None)
     wait_until(lambda: _is_over(rig))
     rig.sink.link()
@@ -140,7 +140,7 @@ def test_a_failure_that_a_leaving_server_did_not_take_is_the_next_engines_to_tel
     sink.draining = True
     first = make_rig(sink=sink, spool_dir=str(tmp_path / "spool"))
     try:
-        first.step(StepPlan((opened("a", 8),), (RowPlan("a", 0, 4, 0, first.table("a", 8)),)), first.slots("a", 0, 4))
+        first.step(StepPlan((opened("a", 8),), (cached_rows("a", 0, 4, 0, first.table("a", 8)),)), first.slots("a", 0, 4))
         first.step(StepPlan(aborts=(SampleAbort("a", "ABORTED", "it ended"),)), None)
         wait_until(lambda: len(first.worker._sender._outbox._reports) == 1)
         sink.break_link()
@@ -212,10 +212,15 @@ def _draining_rig(spool_dir: Path) -> Iterator[Rig]:
 
 def _fail_a_sample(rig: Rig) -> list[SampleFault]:
     """Aborts a sample half way; what the engine hears of it, once it does."""
-    rig.step(StepPlan((opened("a", 8),), (RowPlan("a", 0, 4, 0, rig.table("a", 8)),)), rig.slots("a", 0, 4))
+    rig.step(StepPlan((opened("a", 8),), (cached_rows("a", 0, 4, 0, rig.table("a", 8)),)), rig.slots("a", 0, 4))
     rig.step(StepPlan(aborts=(SampleAbort("a", "ABORTED", "it ended"),)), None)
     faults: list[SampleFault] = []
-    wait_until(lambda: faults.extend(rig.worker.take_faults()) or bool(faults))
+
+    def heard() -> bool:
+        faults.extend(rig.worker.take_faults())
+        return bool(faults)
+
+    wait_until(heard)
     return faults
 
 
@@ -267,7 +272,7 @@ def test_a_short_staging_is_relieved_by_the_spool_and_then_nothing_is_lost(tmp_p
             wait_until(lambda: rig.worker._sender._pool.in_use == 0)
         assert len(files_below(tmp_path / "spool", ".spool")) >= 3
         sink.break_link()
-        wait_until(lambda: not rig.worker._sender._shelf.writing)
+        wait_until(lambda: not rig.worker._sender._spool_writer.writing)
         sink.verdicts = True
         sink.link()
         wait_until(lambda: _is_empty(rig))
@@ -285,24 +290,24 @@ def test_an_engine_waits_for_room_that_the_spool_is_about_to_make(tmp_path: Path
     rig = make_rig(sink=sink, staging_bytes=1 << 20, chunk_bytes=64 << 10, spool_dir=str(tmp_path / "spool"))
     pump = rig.worker._sender
     waiting_makes_sense = []
-    put, batch, go_on = Shelf.put, Pump._batch, threading.Event()
+    put, batch, go_on = SpoolWriter.put, Pump._batch, threading.Event()
 
-    def watched_put(shelf: Shelf, sample: SampleState) -> None:
+    def watched_put(writer: SpoolWriter, sample: SampleState) -> None:
         waiting_makes_sense.append(pump.taking_rows)
-        put(shelf, sample)
+        put(writer, sample)
 
     def late_batch(pump: Pump, staged: StagedBatch) -> None:
         assert go_on.wait(30)
         batch(pump, staged)
 
-    monkeypatch.setattr(Shelf, "put", watched_put)
+    monkeypatch.setattr(SpoolWriter, "put", watched_put)
     monkeypatch.setattr(Pump, "_batch", late_batch)
     try:
         go_on.set()
         rig.capture("a", 4)
         assert sink.acked.acquire(timeout=30)
         sink.break_link()
-        wait_until(lambda: not pump.link_up and not pump._shelf.writing)
+        wait_until(lambda: not pump.link_up and not pump._spool_writer.writing)
         assert waiting_makes_sense == [True]
         assert not pump.taking_rows
         go_on.clear()
@@ -329,7 +334,7 @@ def test_a_full_disk_is_tried_again_until_it_has_room(rig: Rig) -> None:
 
 def test_an_abort_that_a_full_disk_did_not_take_is_told_again(rig: Rig) -> None:
     table = rig.table("a", 8)
-    rig.step(StepPlan((opened("a", 8),), (RowPlan("a", 0, 4, 0, table),)), rig.slots("a", 0, 4))
+    rig.step(StepPlan((opened("a", 8),), (cached_rows("a", 0, 4, 0, table),)), rig.slots("a", 0, 4))
     assert rig.sink.acked.acquire(timeout=30)
     abort = rig.sink.abort
     rig.sink.abort = lambda request: rig.sink._on_event(Failed(request.sample, "STORE_FULL", "no room"))
@@ -358,7 +363,7 @@ def test_more_failures_than_can_be_remembered_are_counted(rig: Rig, monkeypatch:
 
 
 def test_a_step_that_fails_before_its_samples_were_opened_still_tells_the_server(rig: Rig) -> None:
-    plan = StepPlan((opened("a", 8),), (RowPlan("a", 0, 8, 0, rig.table("a", 8)),))
+    plan = StepPlan((opened("a", 8),), (cached_rows("a", 0, 8, 0, rig.table("a", 8)),))
     rig.worker.fail_plan(plan)
     verdict = rig.sink.verdict(1)
     assert isinstance(verdict, Failed)

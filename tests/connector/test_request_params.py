@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,8 +19,8 @@ def _parse(params: object, *, req_id: str = "cmpl-1", **outer: object) -> Captur
     return _of_engine({"slotstream": params, **outer}, req_id=req_id)
 
 
-def _of_engine(params: dict[str, object] | None, *, req_id: str = "cmpl-1", **defaults: object) -> CaptureParams:
-    chosen = {"namespace": "default", "capture": True, "include_output_tokens": False, **defaults}
+def _of_engine(params: Mapping[str, Any] | None, *, req_id: str = "cmpl-1", **defaults: object) -> CaptureParams:
+    chosen: dict[str, Any] = {"namespace": "default", "capture": True, "include_output_tokens": False, **defaults}
     return parse_params(params, req_id=req_id, **chosen)
 
 
@@ -87,8 +90,6 @@ def test_request_ids_that_only_differ_in_what_is_replaced_stay_apart() -> None:
         ({"server": 7}, "address 7 is neither host:port"),
         ({"server": "unix:relative"}, "must be unix: and an absolute, printable path"),
         ({"namespace": "../x"}, "connector option namespace"),
-        ({"staging": "device"}, 'connector option staging must be "host": UCX would emulate'),
-        ({"staging": "disk"}, "connector option staging must be one of ['host'], not 'disk'"),
         ({"staging_bytes": "1G"}, "connector option staging_bytes must be a whole number from"),
         ({"staging_bytes": True}, "connector option staging_bytes must be a whole number from"),
         ({"wait_s_max": -1}, "connector option wait_s_max must be a number from"),
@@ -100,7 +101,18 @@ def test_request_ids_that_only_differ_in_what_is_replaced_stay_apart() -> None:
         ({"spool_bytes_max": 0}, "connector option spool_bytes_max must be a whole number from"),
         ({"capture": "yes"}, "connector option capture must be true or false"),
         ({"include_output_tokens": 1}, "connector option include_output_tokens must be true or false"),
-        ({"chunk_bytes": 1 << 20, "staging_bytes": 2 << 20}, "staging_bytes must be at least four times chunk_bytes"),
+        ({"chunk_bytes": 1 << 20, "staging_bytes": 7 << 20}, "staging_bytes must be at least eight times chunk_bytes"),
+        ({"staging": "host"}, "unknown connector options ['staging']"),
+        ({"layers": 3}, 'layers must be a list of whole numbers from 0 on and "final", not 3'),
+        ({"layers": []}, 'layers must be a list of whole numbers from 0 on and "final", not []'),
+        ({"layers": [1, "last"]}, "layers must be a list of whole numbers from 0 on and \"final\", not [1, 'last']"),
+        ({"layers": [True]}, "layers must be a list of whole numbers from 0 on"),
+        ({"layers": [-1]}, "layers must be a list of whole numbers from 0 on"),
+        ({"layers": [2, 2]}, "layers must not name a layer twice: [2, 2]"),
+        ({"layers": list(range(1025))}, "layers names 1025 layers, more than the 1024 allowed"),
+        ({"layers": [1], "row_pool_bytes": 10}, "row_pool_bytes must be a whole number from"),
+        ({"row_pool_bytes": 1 << 30}, "row_pool_bytes needs layers"),
+        ({"sender": "both"}, "sender must be one of ['auto', 'thread', 'process']"),
     ],
 )
 def test_a_wrong_option_is_named(options: dict[str, object], sentence: str) -> None:

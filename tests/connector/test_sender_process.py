@@ -22,11 +22,11 @@ from support.files import files_below
 from support.late_copies import Copy, put_off
 from support.outage_rig import SMALL, Engine, Restarting, account, own_descriptors, own_threads
 from support.waiting import WAIT_S, wait_until
-from support.worker_rig import ROW_BYTES, opened
+from support.worker_rig import ROW_BYTES, cached_rows, opened
 
 from slotstream.client import SampleState, connect
 from slotstream.connector.counters import Counters
-from slotstream.connector.plan import RowPlan, StepPlan
+from slotstream.connector.plan import StepPlan
 from slotstream.connector.sending.process.main import _News
 from slotstream.connector.sending.process.messages import hear
 from slotstream.wire import nixl
@@ -44,7 +44,7 @@ def server(tmp_path: Path) -> Iterator[Restarting]:
 class _Engine:
     """An engine whose pump is a process, and what it counted."""
 
-    def __init__(self, address: str, seed: int = 0, name: str = "e", **options: object) -> None:
+    def __init__(self, address: str, seed: int = 0, name: str = "e", **options: Any) -> None:
         self.engine = Engine.start(address, seed, name, sender="process", **options)
         self.rig = self.engine.rig
         self.counts: Counter[str] = Counter()
@@ -97,7 +97,7 @@ def start(server: Restarting) -> Iterator[Callable[..., _Engine]]:
     """Starts an engine towards `server`; closed in the end."""
     running: list[_Engine] = []
 
-    def start(**options: object) -> _Engine:
+    def start(**options: Any) -> _Engine:
         running.append(_Engine(server.address, **options))
         return running[-1]
 
@@ -200,11 +200,11 @@ def test_samples_that_got_rows_when_the_process_died_fail_for_the_engine_too(
     rig = engine.rig
     table = rig.table("half", 40)
     rig.write(rig.slots("half", 0, 40))
-    rig.step(StepPlan((opened("half", 40),), (RowPlan("half", 0, 20, 0, table),)), rig.slots("half", 0, 20))
+    rig.step(StepPlan((opened("half", 40),), (cached_rows("half", 0, 20, 0, table),)), rig.slots("half", 0, 20))
     before = engine.pid
     os.kill(before, signal.SIGKILL)
     wait_until(lambda: engine.rig.worker._sender._child is not None and engine.pid != before)
-    rig.step(StepPlan((), (RowPlan("half", 20, 40, 20, table),)), rig.slots("half", 20, 40))  # Not known here any more.
+    rig.step(StepPlan((), (cached_rows("half", 20, 40, 20, table),)), rig.slots("half", 20, 40))  # Not known here any more.
     wait_until(lambda: engine.engine.failed() == {"half": "INTERNAL"})
     assert _account(server.address, {"half": None}) == {"half": "INTERNAL"}
     wait_until(lambda: rig.worker._sender.gauges()["staging_bytes_in_use"] == 0)

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.waiting import wait_until
-from support.worker_rig import BLOCK_SIZE, BLOCKS, ROW_BYTES, Rig, WatchedSink, config, make_rig, opened
+from support.worker_rig import BLOCK_SIZE, BLOCKS, ROW_BYTES, Rig, WatchedSink, cached_rows, config, make_rig, opened
 
 from slotstream.connector.faults import SampleFault
-from slotstream.connector.plan import RowPlan, SampleAbort, SampleFinish, StepPlan
+from slotstream.connector.plan import SampleAbort, SampleFinish, StepPlan
 from slotstream.connector.reading import staging_memory
-from slotstream.connector.reading.worker import WorkerHalf
-from slotstream.connector.sending.sender import in_thread
+from slotstream.connector.reading.row_source import CachedRows
+from slotstream.connector.reading.staging_plan import StagingPlan
+from slotstream.connector.sending.row_check import BadRowCount
 from slotstream.connector.sending.staging_pool import default_staging_bytes
 from slotstream.transport.base import Acked, Committed, Failed, LinkDown, LinkUp, StagedChunk
 from slotstream.v1 import ingest_pb2
@@ -66,7 +69,7 @@ def test_any_steps_of_any_requests_give_exactly_their_rows(data: st.DataObject) 
                     continue
                 stop = done[req_id] + scheduled
                 mapping += rig.slots(req_id, done[req_id], stop)
-                rows.append(RowPlan(req_id, sent[req_id], stop, done[req_id], rig.tables[req_id]))
+                rows.append(cached_rows(req_id, sent[req_id], stop, done[req_id], rig.tables[req_id]))
                 if stop == tokens:
                     finishes.append(SampleFinish(req_id, tuple(range(tokens))))
                 sent[req_id] = done[req_id] = stop
@@ -99,15 +102,15 @@ class _OrderSink(WatchedSink):
 
 
 def test_a_sample_is_committed_behind_its_own_rows_and_not_behind_all_of_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("slotstream.connector.reading.worker._BATCH_BYTES_MAX", 10 * ROW_BYTES)
     rig = make_rig(sink=_OrderSink())
+    monkeypatch.setattr(rig.worker, "_staging", replace(rig.worker._staging, rows_per_batch=10))
     tokens = {"one": 8, "spread": 30, "open": 8, "last": 8}
     tables = {req_id: rig.table(req_id, count) for req_id, count in tokens.items()}
     mapping = [slot for req_id, count in tokens.items() for slot in rig.slots(req_id, 0, count)]
     rig.write(mapping)
     plan = StepPlan(
         tuple(opened(req_id, count) for req_id, count in tokens.items()),
-        tuple(RowPlan(req_id, 0, tokens[req_id], 0, table) for req_id, table in tables.items()),
+        tuple(cached_rows(req_id, 0, tokens[req_id], 0, table) for req_id, table in tables.items()),
         tuple(SampleFinish(req_id, tuple(range(tokens[req_id]))) for req_id in ("last", "spread", "one")),
     )
     rig.step(plan, mapping)
@@ -140,7 +143,7 @@ def test_slots_that_are_not_the_block_tables_fail_that_sample_and_no_other(
     tables = {req_id: rig.table(req_id, 6) for req_id in ("good", "bad")}
     plan = StepPlan(
         tuple(opened(req_id, 6) for req_id in tables),
-        tuple(RowPlan(req_id, 0, 6, 0, table) for req_id, table in tables.items()),
+        tuple(cached_rows(req_id, 0, 6, 0, table) for req_id, table in tables.items()),
         tuple(SampleFinish(req_id, (0,) * 6) for req_id in tables),
     )
     good, bad = rig.slots("good", 0, 6), rig.slots("bad", 0, 6)
@@ -152,7 +155,7 @@ def test_slots_that_are_not_the_block_tables_fail_that_sample_and_no_other(
     assert not rig.sink.samples[2].rows
 
 
-def _capture_with_bad_rows(rig: Rig) -> None:
+def _capture_with_bad_rows(rig: Rig, *, finish: bool = True) -> None:
     """30 rows in several chunks: 4 and 5 are zeros, 20 holds a NaN, 29 an infinity."""
     table = rig.table("a", 30)
     slots = rig.slots("a", 0, 30)
@@ -161,7 +164,8 @@ def _capture_with_bad_rows(rig: Rig) -> None:
         rig.cache[slots[row] // BLOCK_SIZE, :, slots[row] % BLOCK_SIZE] = value
     for row, value in ((20, float("nan")), (29, float("-inf"))):
         rig.cache[slots[row] // BLOCK_SIZE, 1, slots[row] % BLOCK_SIZE, 3] = value
-    rig.step(StepPlan((opened("a", 30),), (RowPlan("a", 0, 30, 0, table),), (SampleFinish("a", (0,) * 30),)), slots)
+    finishes = (SampleFinish("a", (0,) * 30),) if finish else ()
+    rig.step(StepPlan((opened("a", 30),), (cached_rows("a", 0, 30, 0, table),), finishes), slots)
 
 
 def test_rows_that_no_healthy_model_writes_are_counted_and_marked() -> None:
@@ -183,6 +187,21 @@ def test_rows_that_no_healthy_model_writes_are_counted_and_marked() -> None:
         rig.worker.close()
 
 
+def test_bad_rows_of_a_sample_that_failed_are_forgotten_with_it(rig: Rig) -> None:
+    """The scheduler drops such a capture: no finish and no abort ever comes for it."""
+    _capture_with_bad_rows(rig, finish=False)
+    wait_until(lambda: rig.sink.samples.keys() == {1} and len(rig.sink.samples[1].rows) == 30)
+    rig.sink._on_event(Failed(1, "IO_ERROR", "the disk is broken"))
+    wait_until(lambda: bool(rig.worker.take_faults()))
+    wait_until(lambda: not [thing for thing in gc.get_objects() if type(thing) is BadRowCount])
+    rig.free("a")
+    rig.capture("a", 8)  # A request of the same name.
+    assert isinstance(rig.sink.verdict(2), Committed)
+    commit = rig.sink.samples[2].committed
+    assert commit is not None
+    assert "zero_rows" not in commit.metadata
+
+
 def test_or_fail_their_sample() -> None:
     rig = make_rig(bad_rows="fail")
     try:
@@ -194,7 +213,7 @@ def test_or_fail_their_sample() -> None:
 
 def test_a_step_without_extraction_fails_its_samples(rig: Rig) -> None:
     table = rig.table("a", 5)
-    rig.step(StepPlan((opened("a", 5),), (RowPlan("a", 0, 5, 0, table),)), None)
+    rig.step(StepPlan((opened("a", 5),), (cached_rows("a", 0, 5, 0, table),)), None)
     verdict = rig.sink.verdict(1)
     assert isinstance(verdict, Failed)
     assert verdict.code == "ROWS_NOT_COMPUTED"
@@ -202,7 +221,7 @@ def test_a_step_without_extraction_fails_its_samples(rig: Rig) -> None:
 
 def test_a_block_table_that_is_too_short_fails_the_sample(rig: Rig) -> None:
     table = rig.table("a", 4)
-    rig.step(StepPlan((opened("a", 9),), (RowPlan("a", 0, 9, 0, table),)), [0])
+    rig.step(StepPlan((opened("a", 9),), (cached_rows("a", 0, 9, 0, table),)), [0])
     verdict = rig.sink.verdict(1)
     assert isinstance(verdict, Failed)
     assert verdict.code == "SLOT_MISMATCH"
@@ -210,9 +229,9 @@ def test_a_block_table_that_is_too_short_fails_the_sample(rig: Rig) -> None:
 
 def test_an_abort_reaches_the_server_and_later_rows_do_not(rig: Rig) -> None:
     table = rig.table("a", 8)
-    rig.step(StepPlan((opened("a", 8),), (RowPlan("a", 0, 4, 0, table),)), rig.slots("a", 0, 4))
+    rig.step(StepPlan((opened("a", 8),), (cached_rows("a", 0, 4, 0, table),)), rig.slots("a", 0, 4))
     rig.step(StepPlan(aborts=(SampleAbort("a", "ABORTED", "it ended"),)), None)
-    rig.step(StepPlan(rows=(RowPlan("a", 4, 8, 4, table),)), rig.slots("a", 4, 8))
+    rig.step(StepPlan(rows=(cached_rows("a", 4, 8, 4, table),)), rig.slots("a", 4, 8))
     assert rig.sink.verdict(1) == Failed(1, "ABORTED", "it ended")
     assert sorted(rig.sink.samples[1].rows) == [0, 1, 2, 3]
 
@@ -312,13 +331,20 @@ def test_a_server_that_hangs_is_waited_for_once() -> None:
         rig.worker.close()
 
 
-@pytest.mark.parametrize(
-    "options", [{"staging_bytes": 1 << 20, "chunk_bytes": 256 << 10}], ids=["fewer than eight slots of staging"]
-)
-def test_options_that_do_not_fit_the_model_stop_the_start(options: dict[str, object]) -> None:
-    cache = torch.zeros(4, 3, 4, 8, dtype=torch.bfloat16)
-    with pytest.raises(ConfigError, match="staging_bytes must be at least"):
-        WorkerHalf(config(**options), cache, in_thread(config(**options), WatchedSink()), 16)
+def test_options_that_do_not_fit_the_model_are_known_before_there_is_one() -> None:
+    """A slot also holds a step's slot mapping: of 32,768 tokens, eight of them are more than the option gives."""
+    with pytest.raises(ConfigError, match="staging_bytes must be at least 2097152: 8 chunks of 262144 bytes"):
+        StagingPlan.of(config(staging_bytes=1 << 20, chunk_bytes=4096), 1 << 15)
+    with pytest.raises(ConfigError, match="a row takes 9437184 bytes, and a message 8388608: capture fewer layers"):
+        StagingPlan.of(replace(config(), hidden_size=3 << 19), 16)
+
+
+@pytest.mark.parametrize("chunk_bytes", [4096, 5000, 64 << 10, 1 << 20])
+@pytest.mark.parametrize("tokens", [16, 4096, 65536])
+def test_no_staging_is_wasted_whatever_a_message_carries(chunk_bytes: int, tokens: int) -> None:
+    plan = StagingPlan.of(config(staging_bytes=16 << 20, chunk_bytes=chunk_bytes), tokens)
+    assert plan.shape.slot_bytes - plan.rows_per_slot * ROW_BYTES < ROW_BYTES + 8
+    assert plan.rows_per_slot * ROW_BYTES <= max(chunk_bytes, 8 * tokens)
 
 
 def test_staging_holds_a_few_steps_unless_an_option_says_how_much() -> None:
@@ -342,10 +368,10 @@ def test_memory_that_is_not_to_be_had_stops_the_start(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(staging_memory, "_private", no_memory)
     with pytest.raises(ConfigError, match=r"4 MiB of host memory .*: CUDA error: out of memory; set .* staging_bytes lower"):
-        WorkerHalf(config(), torch.zeros(4, 3, 4, 8, dtype=torch.bfloat16), in_thread(config(), WatchedSink()), 16)
+        make_rig()
 
 
 def test_a_cache_of_another_shape_stops_the_start() -> None:
     with pytest.raises(ConfigError, match="hidden-state cache has shape"):
-        WorkerHalf(config(), torch.zeros(4, 2, 4, 8, dtype=torch.bfloat16), in_thread(config(), WatchedSink()), 16)
+        CachedRows(torch.zeros(4, 2, 4, 8, dtype=torch.bfloat16), 3, 8)
     assert ROW_BYTES == 48

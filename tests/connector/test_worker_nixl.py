@@ -22,7 +22,7 @@ def test_rows_reach_the_server_out_of_staging(tmp_path: Path) -> None:
     with ServerProcess(tmp_path, "--metrics", "127.0.0.1:0") as server:
         hello = ingest_pb2.Hello(protocol=PROTOCOL_VERSION, engine_id="rig")
         sink = GrpcSink(server.address, hello, plane=NixlPlane(required=True))
-        rig = make_rig(sink=sink)  # type: ignore[arg-type]
+        rig = make_rig(sink=sink)
         try:
             for tokens in (40, 3, 60):
                 rig.capture(f"r{tokens}", tokens)

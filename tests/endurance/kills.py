@@ -59,10 +59,10 @@ def run_rounds(
 def _strike(world: World, victim: Process, action: signal.Signals, rng: random.Random) -> None:
     pause_s = rng.random() * _MOMENT_S
     if action is signal.SIGSTOP:
-        victim.signal(signal.SIGSTOP)
+        victim.send(signal.SIGSTOP)
         # Now and then for so long that the other end gives the stream up.
         time.sleep(pause_s if rng.random() < 0.85 else 7.0)
-        victim.signal(signal.SIGCONT)
+        victim.send(signal.SIGCONT)
         return
     allowed = world.may_end_with(victim)
     code = victim.end(action)

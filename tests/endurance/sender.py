@@ -26,8 +26,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 from ledger import HIDDEN, LAYER_IDS, NAMESPACE, Ledger, row_data, token_ids
 
 from slotstream.connector.options import ConnectorOptions
-from slotstream.connector.plan import RowPlan, SampleAbort, SampleFinish, SampleOpen, StepPlan
+from slotstream.connector.plan import BlockPlace, RowPlan, SampleAbort, SampleFinish, SampleOpen, StepPlan
 from slotstream.connector.planning.server_health import ServerHealth
+from slotstream.connector.reading.row_source import CachedRows
+from slotstream.connector.reading.staging_plan import StagingPlan
 from slotstream.connector.reading.worker import WorkerHalf
 from slotstream.connector.sending.sender import in_thread
 from slotstream.connector.vllm_config import ConnectorConfig
@@ -105,7 +107,8 @@ class Sender:
         hello = ingest_pb2.Hello(protocol=PROTOCOL_VERSION, engine_id=self._prefix)
         self._watch = ServerHealth(address, patient=spool is not None)
         sink = _Sink(options, hello, transport, lambda sample_id: self._ended(sample_id, "committed"))
-        self._worker = WorkerHalf(config, self._cache, in_thread(config, sink), _STEP_TOKENS_MAX)
+        source = CachedRows(self._cache, len(LAYER_IDS), HIDDEN)
+        self._worker = WorkerHalf(config, source, in_thread(config, sink), StagingPlan.of(config, _STEP_TOKENS_MAX))
 
     def step(self) -> None:
         """One engine step: some requests begin, some go on, some are aborted."""
@@ -123,7 +126,8 @@ class Sender:
                 continue
             stop = min(request.rows, request.done + self._rng.randint(1, 200))
             slots += self._write(request, stop)
-            rows.append(RowPlan(request.sample_id, request.done, stop, request.done, request.table))
+            place = BlockPlace(request.table, request.done)
+            rows.append(RowPlan(request.sample_id, request.done, stop, request.done, place))
             request.done = stop
             if stop == request.rows:
                 finishes.append(SampleFinish(request.sample_id, tuple(token_ids(request.sample_id, request.rows))))
@@ -199,8 +203,12 @@ def main() -> None:
     arguments = parser.parse_args()
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
-    # Without a parent nobody would end us.
-    threading.Thread(target=lambda: (sys.stdin.read(), stop.set()), daemon=True).start()
+
+    def end_with_parent() -> None:  # Nobody else would end us.
+        sys.stdin.read()
+        stop.set()
+
+    threading.Thread(target=end_with_parent, daemon=True).start()
     torch.set_num_threads(1)
     ledger = Ledger(arguments.ledger)
     ledger.write("started", seed=arguments.seed, pid=os.getpid())  # From here on SIGTERM ends us in order.

@@ -153,9 +153,9 @@ class Soak:
         """Stops a process for less than it takes the other end to give up: nothing may be lost by that."""
         self._stop.wait(1 + rng.random() * 3)
         victim = rng.choice((self.world.server, *self.world.senders))
-        victim.signal(signal.SIGSTOP)
+        victim.send(signal.SIGSTOP)
         time.sleep(rng.random())
-        victim.signal(signal.SIGCONT)
+        victim.send(signal.SIGCONT)
         self.done["interruptions"] += 1
 
     # The end.

@@ -41,15 +41,15 @@ class Process:
             self.process = subprocess.Popen(self._command(), stdin=subprocess.PIPE, stdout=log, stderr=log)
         self.stopped = False
 
-    def signal(self, number: signal.Signals) -> None:
+    def send(self, number: signal.Signals) -> None:
         self.process.send_signal(number)
 
     def end(self, number: signal.Signals, timeout_s: float = 60.0) -> int:
         """Signals the process and waits until it is gone; its status."""
         if self.stopped:
-            self.signal(signal.SIGCONT)
+            self.send(signal.SIGCONT)
             self.stopped = False
-        self.signal(number)
+        self.send(number)
         return self.process.wait(timeout_s)
 
     @property

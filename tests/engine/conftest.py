@@ -17,18 +17,19 @@ from slotstream.demo import truth_model
 def truth_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """The truth checkpoints that run on a CPU, by kind."""
     root = tmp_path_factory.mktemp("models")
-    return {kind: truth_model.make(root / kind, kind) for kind in ("dense", "swa")}
+    return {kind: truth_model.make(root / kind, kind) for kind in ("dense", "swa", "mla")}
 
 
 @pytest.fixture(scope="module")
 def dense(truth_models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    with stack(tmp_path_factory.mktemp("dense"), truth_models["dense"], LAYER_IDS, outage_s_max=0) as running:
+    with stack(tmp_path_factory.mktemp("dense"), truth_models["dense"], LAYER_IDS, extract=True, outage_s_max=0) as running:
         yield running
 
 
 @pytest.fixture(scope="module")
 def swa(truth_models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    with stack(tmp_path_factory.mktemp("swa"), truth_models["swa"], LAYER_IDS, serve=False, sender="process") as running:
+    work = tmp_path_factory.mktemp("swa")
+    with stack(work, truth_models["swa"], LAYER_IDS, serve=False, extract=True, sender="process") as running:
         yield running
 
 

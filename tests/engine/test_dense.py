@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 from support.outage import capture_is_refused, capture_works, metric, scrape
 from support.stack import Stack
+from support.waiting import wait_until
 from support.workload import LAYER_IDS, MODEL_NAME, Ask, assert_rows_are_true, check_exact, random_prompts, send, text_tokens
 
 from slotstream.client import Client
@@ -159,6 +160,14 @@ def test_standard_tools_see_standard_things(dense: Stack, client: Client) -> Non
         row = catalogue.execute("SELECT state, num_tokens FROM samples WHERE sample_id='s' AND namespace='plain'").fetchone()
     assert row == ("committed", len(prompt))
     assert "# TYPE" in scrape(dense.metrics_port)
+
+
+def test_vllm_counts_the_tokens_that_an_alert_asks_for(dense: Stack) -> None:
+    """`vllm:generation_tokens_total`, of deploy/prometheus/rules.yaml."""
+    ask = Ask(text_tokens(random.Random(9), 20), {"capture": False}, max_tokens=7)
+    before = metric(scrape(dense.vllm_port), "vllm:generation_tokens_total")
+    send(dense.vllm_port, [ask])
+    wait_until(lambda: metric(scrape(dense.vllm_port), "vllm:generation_tokens_total") >= before + 7)
 
 
 def test_an_outage_fails_captures_and_nothing_else_and_ends_by_itself(dense: Stack) -> None:

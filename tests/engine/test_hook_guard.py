@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.faulty_connector import HOOKS
@@ -24,15 +25,18 @@ def _asks(seed: int, namespace: str) -> list[Ask]:
     ]
 
 
+@pytest.mark.parametrize("extract", [False, True], ids=["direct", "extraction"])
 @pytest.mark.parametrize(
     "probability", [1.0, pytest.param(0.2, marks=pytest.mark.extended)], ids=["every call of every hook", "one call in five"]
 )
-def test_the_engine_serves_on_whatever_the_hooks_do(probability: float, truth_models: dict[str, Path], tmp_path: Path) -> None:
+def test_the_engine_serves_on_whatever_the_hooks_do(
+    probability: float, extract: bool, truth_models: dict[str, Path], tmp_path: Path
+) -> None:
     faults = dict.fromkeys(HOOKS, probability)
     env = support_importable() | {"SLOTSTREAM_TEST_FAULTS": json.dumps(faults)}
-    connector = {"name": "FaultyConnector", "module": "support.faulty_connector"}
+    connector: dict[str, Any] = {"name": "FaultyConnector", "module": "support.faulty_connector"}
     with (
-        stack(tmp_path, truth_models["dense"], LAYER_IDS, env=env, **connector) as running,
+        stack(tmp_path, truth_models["dense"], LAYER_IDS, env=env, extract=extract, **connector) as running,
         connect(running.address) as client,
     ):
         asks = _asks(31, "faulty")

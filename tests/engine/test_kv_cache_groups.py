@@ -29,7 +29,7 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
-from slotstream.connector.facade import _hidden_state_group
+from slotstream.connector.row_sources import _hidden_state_group
 from slotstream.wire.errors import ConfigError
 
 pytestmark = pytest.mark.vllm

@@ -31,7 +31,7 @@ def managed(truth_models: dict[str, Path], tmp_path_factory: pytest.TempPathFact
     """An engine that takes orders over HTTP. Asynchronous scheduling: a step is under way when an order comes."""
     env = {"VLLM_SERVER_DEV_MODE": "1"}
     work = tmp_path_factory.mktemp("managed")
-    with stack(work, truth_models["dense"], LAYER_IDS, "--async-scheduling", env=env) as running:
+    with stack(work, truth_models["dense"], LAYER_IDS, "--async-scheduling", env=env, extract=True) as running:
         yield running
 
 

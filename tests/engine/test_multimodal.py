@@ -39,7 +39,7 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def engine(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     """Steps of 64 tokens, as long as an image, which therefore nearly always takes two."""
     work, env = tmp_path_factory.mktemp("multimodal"), tiny_llava.loadable()
-    with stack(work, model_path, LAYER_IDS, '--limit-mm-per-prompt={"image": 4}', env=env) as running:
+    with stack(work, model_path, LAYER_IDS, '--limit-mm-per-prompt={"image": 4}', env=env, extract=True) as running:
         yield running
 
 
@@ -146,7 +146,8 @@ def _residual_streams(reference: Any, model_path: Path, sample: Sample, parts: S
 
 def _error(rows: torch.Tensor, truth: torch.Tensor) -> torch.Tensor:
     """How far each row is from the one it should be, relative to it: [tokens, layers]."""
-    return (rows.float() - truth.float()).norm(dim=-1) / truth.float().norm(dim=-1)
+    error: torch.Tensor = (rows.float() - truth.float()).norm(dim=-1) / truth.float().norm(dim=-1)
+    return error
 
 
 def _assert_right(reference: Any, model_path: Path, sample: Sample, parts: Sequence[Part]) -> None:
@@ -210,7 +211,7 @@ def test_two_images_under_the_same_text_are_two_prompts(
 
 
 def test_a_window_inside_an_image(engine: Stack, client: Client) -> None:
-    parts = [_text(random.Random(3), 20), 20, "end"]
+    parts: list[Part] = [_text(random.Random(3), 20), 20, "end"]
     whole = _capture(engine, client, parts)
     answer = _chat(engine, parts, {"sample_id": "window", "tokens": [30, 60]})
     assert answer["kv_transfer_params"]["slotstream"]["num_tokens"] == 30

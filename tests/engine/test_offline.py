@@ -7,6 +7,7 @@ import random
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.workload import LAYER_IDS, MODEL_NAME, assert_rows_are_true, text_tokens
@@ -62,7 +63,7 @@ def test_every_sample_of_a_batch_is_there_when_the_process_has_ended(truth_model
     prompts = [text_tokens(rng, n) for n in (1, 64, 65, 300, 900)]
     (tmp_path / "offline.py").write_text(_SCRIPT)
     port = free_port()
-    asked = {
+    asked: dict[str, Any] = {
         "model": str(truth_models["dense"]),
         "name": MODEL_NAME,
         "layer_ids": LAYER_IDS,

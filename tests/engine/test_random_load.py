@@ -9,6 +9,7 @@ import os
 import random
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.idle import assert_idle
@@ -17,6 +18,7 @@ from support.stack import stack
 from support.workload import LAYER_IDS
 
 from slotstream.client import connect
+from slotstream.demo.truth_model import Kind
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
@@ -25,12 +27,23 @@ REQUESTS = int(os.environ.get("SLOTSTREAM_LOAD_REQUESTS", "100"))
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("mode", ["sync-dense", pytest.param("async-swa", marks=pytest.mark.extended)])
+@pytest.mark.parametrize(
+    "mode",
+    [
+        "sync-dense-direct",
+        "sync-dense-extraction",
+        *(
+            pytest.param(mode, marks=pytest.mark.extended)
+            for mode in ("async-swa-direct", "async-swa-extraction", "async-mla-direct", "async-dense-drafts")
+        ),
+    ],
+)
 def test_every_stored_row_is_right_and_every_missing_one_explained(
     seed: int, mode: str, truth_models: dict[str, Path], tmp_path: Path
 ) -> None:
     rng = random.Random(f"{seed}{mode}")
-    scheduling, kind = mode.split("-")
+    scheduling, name, source = mode.split("-")
+    kind: Kind = "swa" if name == "swa" else "mla" if name == "mla" else "dense"
     options = [
         f"--max-num-batched-tokens={rng.choice([64, 96, 256])}",
         "--async-scheduling" if scheduling == "async" else "--no-async-scheduling",
@@ -38,16 +51,19 @@ def test_every_stored_row_is_right_and_every_missing_one_explained(
         f"--num-gpu-blocks-override={rng.choice([100, 160]) * (6 if kind == 'swa' else 1)}",
         rng.choice(["--enable-prefix-caching", "--no-enable-prefix-caching"]),
     ]
+    if source == "drafts":  # A real drafter beside the capture: what is stored are the rows of accepted tokens.
+        options += ["--speculative-config", '{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2}']
     # Few rows a slot: most samples have several, and rows for slots next to each other are copied at once.
-    small = {"chunk_bytes": rng.choice([4096, 1 << 16]), "sender": rng.choice(["thread", "process"])}
-    with stack(tmp_path, truth_models[kind], LAYER_IDS, *options, **small) as running, connect(running.address) as client:
+    small: dict[str, Any] = {"chunk_bytes": rng.choice([4096, 1 << 16]), "sender": rng.choice(["thread", "process"])}
+    extract = source == "extraction"
+    with (
+        stack(tmp_path, truth_models[kind], LAYER_IDS, *options, extract=extract, **small) as running,
+        connect(running.address) as client,
+    ):
         requests = random_requests(seed, REQUESTS, "load")
         outcomes = run(running.vllm_port, requests, at_once=24)
         assert_idle(running)
-        states = Counter(
-            check(client, request, outcome, "swa" if kind == "swa" else "dense")
-            for request, outcome in zip(requests, outcomes, strict=True)
-        )
+        states = Counter(check(client, request, outcome, kind) for request, outcome in zip(requests, outcomes, strict=True))
         assert states["committed"] >= REQUESTS // 2, states
         asked = {r.sample_id for r in requests if r.params.get("capture", True)}
         assert {info.sample_id for info in client.list(namespace="load")} <= asked

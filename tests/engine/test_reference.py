@@ -17,7 +17,8 @@ from slotstream.demo.processes import SMALL_ENGINE, free_port, start_vllm
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
-LAYER_IDS = [0, 1, 3, tiny_qwen3.LAYERS]
+RESIDUAL_IDS = [0, 1, 3, tiny_qwen3.LAYERS]
+FINAL_ID = tiny_qwen3.LAYERS + 1
 # bf16 keeps 8 bits of mantissa: four layers in another order of operations stay below this; another layer's rows do not.
 RELATIVE_ERROR_MAX = 0.06
 OTHER_LAYER_ERROR_MIN = 0.3
@@ -34,11 +35,13 @@ def prompts() -> list[list[int]]:
     return [text_tokens(rng, n) for n in (1, 5, 64, 65, 200, 411)]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", params=["direct", "extraction"])
 def captured(
-    model_path: Path, prompts: list[list[int]], tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest, model_path: Path, prompts: list[list[int]], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[list[Answer], list[Sample]]]:
-    with stack(tmp_path_factory.mktemp("reference"), model_path, LAYER_IDS) as running:
+    extract = request.param == "extraction"
+    layers: list[int | str] = [*RESIDUAL_IDS] if extract else [*RESIDUAL_IDS, "final"]
+    with stack(tmp_path_factory.mktemp("reference"), model_path, layers, extract=extract) as running:
         asks = [Ask(p, {"sample_id": f"p{i}"}, max_tokens=40) for i, p in enumerate(prompts)]
         answers = send(running.vllm_port, asks)
         with connect(running.address) as client:
@@ -46,7 +49,7 @@ def captured(
 
 
 def _residual_streams(model_path: Path, prompt: list[int]) -> torch.Tensor:
-    """transformers' residual stream after each of LAYER_IDS layers, float32 [tokens, layers, hidden]."""
+    """transformers' residual stream after each of RESIDUAL_IDS layers, and its last norm: float32 [tokens, 5, hidden]."""
     from transformers import Qwen3ForCausalLM
 
     model = Qwen3ForCausalLM.from_pretrained(model_path, dtype=torch.bfloat16).eval()
@@ -60,29 +63,37 @@ def _residual_streams(model_path: Path, prompt: list[int]) -> torch.Tensor:
     model.model.embed_tokens.register_forward_hook(lambda module, args, output: keep(0, output))
     for i, layer in enumerate(model.model.layers):
         layer.register_forward_hook(lambda module, args, output, i=i: keep(i + 1, output))
+    model.model.norm.register_forward_hook(lambda module, args, output: keep(FINAL_ID, output))
     with torch.no_grad():
         model(torch.tensor([prompt]))
-    return torch.stack([streams[i] for i in LAYER_IDS], dim=1)
+    return torch.stack([streams[i] for i in (*RESIDUAL_IDS, FINAL_ID)], dim=1)
 
 
 def test_rows_are_the_residual_streams_of_transformers(
     captured: tuple[list[Answer], list[Sample]], prompts: list[list[int]], model_path: Path
 ) -> None:
     for prompt, sample in zip(prompts, captured[1], strict=True):
-        truth = _residual_streams(model_path, prompt)
+        ids = list(sample.layer_ids)
+        assert ids[: len(RESIDUAL_IDS)] == RESIDUAL_IDS
+        truth = _residual_streams(model_path, prompt)[:, : len(ids)]
         rows = sample.hidden_states.float()
         assert rows.shape == truth.shape
         # error[token, i, j]: how far the row captured as layer i is from transformers' row after layer j.
         error = (rows[:, :, None] - truth[:, None]).norm(dim=-1) / truth[:, None].norm(dim=-1)
-        same = torch.eye(len(LAYER_IDS), dtype=torch.bool)
+        same = torch.eye(len(ids), dtype=torch.bool)
         assert float(error[:, same].max()) < RELATIVE_ERROR_MAX
         assert float(error[:, ~same].min()) > OTHER_LAYER_ERROR_MIN
 
 
-def test_text_is_the_same_without_extraction_and_connector(
-    captured: tuple[list[Answer], list[Sample]], prompts: list[list[int]], model_path: Path, tmp_path: Path
+@pytest.fixture(scope="module")
+def plain(model_path: Path, prompts: list[list[int]], tmp_path_factory: pytest.TempPathFactory) -> list[Answer]:
+    """The texts of an engine without a connector."""
+    port, log = free_port(), tmp_path_factory.mktemp("plain") / "vllm.log"
+    with start_vllm(model_path, log, port, *SMALL_ENGINE, f"--served-model-name={MODEL_NAME}"):
+        return send(port, [Ask(p, max_tokens=40) for p in prompts])
+
+
+def test_text_is_the_same_without_capture_and_connector(
+    captured: tuple[list[Answer], list[Sample]], plain: list[Answer]
 ) -> None:
-    port = free_port()
-    with start_vllm(model_path, tmp_path / "plain.log", port, *SMALL_ENGINE, f"--served-model-name={MODEL_NAME}"):
-        plain = send(port, [Ask(p, max_tokens=40) for p in prompts])
     assert [a.tokens for a in plain] == [a.tokens for a in captured[0]]

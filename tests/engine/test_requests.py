@@ -46,7 +46,7 @@ def engine(truth_models: dict[str, Path], tmp_path_factory: pytest.TempPathFacto
         "--enable-lora",
         f"--lora-modules=tuned={_adapter(work / 'adapter')}",
     ]
-    with stack(work, truth_models["dense"], LAYER_IDS, *options) as running:
+    with stack(work, truth_models["dense"], LAYER_IDS, *options, extract=True) as running:
         yield running
 
 
@@ -169,7 +169,7 @@ _MESSAGES = [{"role": "user", "content": _TEXT}]
 def test_a_streamed_answer_leaves_its_sample_under_the_chosen_id(
     engine: Stack, stored: Client, path: str, body: dict[str, Any]
 ) -> None:
-    params = {"namespace": "sse", "sample_id": path.strip("/").replace("/", "."), "include_output_tokens": True}
+    params: dict[str, Any] = {"namespace": "sse", "sample_id": path.strip("/").replace("/", "."), "include_output_tokens": True}
     events = _post(engine, path, {**body, "stream": True, "kv_transfer_params": {"slotstream": params}})
     assert len(events) > 5
     said = [event["type"] for event in events if "slotstream" in json.dumps(event)]

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.descendants import descendants
@@ -26,7 +27,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 @pytest.fixture(scope="module")
 def running(truth_models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     work = tmp_path_factory.mktemp("process")
-    options = {"sender": "process", "chunk_bytes": 16 << 10, "include_output_tokens": False}
+    options: dict[str, Any] = {"sender": "process", "chunk_bytes": 16 << 10, "include_output_tokens": False}
     with stack(work, truth_models["dense"], LAYER_IDS, "--async-scheduling", **options) as started:
         yield started
 

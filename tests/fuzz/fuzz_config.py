@@ -35,7 +35,7 @@ def _value(source: Source, depth: int = 0) -> Any:
         case 4:
             return source.below(1 << 32)
         case 5:
-            return source.bytes(8).decode("utf-8", "surrogateescape")
+            return source.take(8).decode("utf-8", "surrogateescape")
         case 6:
             return [_value(source, depth + 1) for _ in range(source.below(4))]
         case 7:

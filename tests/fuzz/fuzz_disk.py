@@ -101,7 +101,7 @@ def _as_others_read_it(raw: bytes, file_bytes: int, shape: tuple[int, ...]) -> N
         from safetensors import deserialize
     except ImportError:
         return
-    tensors = dict(deserialize(raw + bytes(file_bytes - len(raw))))
+    tensors = dict(deserialize(raw + bytes(file_bytes - len(raw))))  # type: ignore[no-untyped-call]
     assert tuple(tensors["hidden_states"]["shape"]) == shape
     assert tuple(tensors["token_ids"]["shape"]) == shape[:1]
 
@@ -127,7 +127,7 @@ def _header_seeds() -> Iterator[bytes]:
 def check_sample_files(data: bytes) -> None:
     """A file that is taken can be catalogued, shown and read, whatever its header claims."""
     source = Source(data)
-    changes = source.bytes(source.below(64))
+    changes = source.take(source.below(64))
     file = _with_metadata(source) + _stored()[0][_header_bytes() :]
     file = damaged(file, Source(changes))
     fd = os.memfd_create("sample")
@@ -262,7 +262,7 @@ def check_catalogues(data: bytes) -> None:
     for name in (source.pick(_CATALOGUE_FILES), source.pick(_CATALOGUE_FILES)):
         path = directory / name
         before = path.read_bytes() if path.exists() else b""
-        path.write_bytes(damaged(before, Source(source.bytes(source.below(48)))))
+        path.write_bytes(damaged(before, Source(source.take(source.below(48)))))
     if source.below(2):
         _rewrite(directory / FILE_NAME, source)
     _opens(directory)

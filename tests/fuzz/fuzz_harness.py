@@ -50,26 +50,26 @@ class Source:
     def left(self) -> int:
         return len(self._data) - self._at
 
-    def bytes(self, count: int) -> bytes:
+    def take(self, count: int) -> bytes:
         """The next `count` bytes; fewer at the end."""
         part = self._data[self._at : self._at + count]
         self._at += len(part)
         return part
 
     def rest(self) -> bytes:
-        return self.bytes(self.left)
+        return self.take(self.left)
 
     def below(self, limit: int) -> int:
         """A number from 0 to limit - 1."""
         width = max(1, ((limit - 1).bit_length() + 7) // 8)
-        return int.from_bytes(self.bytes(width), "little") % limit
+        return int.from_bytes(self.take(width), "little") % limit
 
     def pick(self, choices: Sequence[_T]) -> _T:
         return choices[self.below(len(choices))]
 
     def text(self, count: int) -> str:
         """Up to `count` characters, any byte a code point."""
-        return self.bytes(self.below(count + 1)).decode("latin-1")
+        return self.take(self.below(count + 1)).decode("latin-1")
 
 
 def damaged(data: bytes, source: Source) -> bytes:
@@ -87,7 +87,7 @@ def damaged(data: bytes, source: Source) -> bytes:
         elif action == 3:
             out[at : at + 64] = bytes(len(out[at : at + 64]))
         else:
-            patch = source.bytes(source.below(16) + 1)
+            patch = source.take(source.below(16) + 1)
             out[at : at + len(patch)] = patch
     return bytes(out)
 

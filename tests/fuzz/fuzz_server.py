@@ -20,13 +20,13 @@ from fuzz_harness import Source, Target
 from google.protobuf.message import DecodeError
 
 from slotstream.server.access.gate import Gate
-from slotstream.server.arrivals import Arrivals
 from slotstream.server.config import ServerConfig
 from slotstream.server.housekeeping import Housekeeping
-from slotstream.server.ingest.sample_writer import Pools
 from slotstream.server.ingest.service import IngestService
 from slotstream.server.metrics import Metrics
+from slotstream.server.pools import Pools
 from slotstream.server.samples.service import SamplesService
+from slotstream.server.waiters import Waiters
 from slotstream.store.catalogue.sql import ListQuery
 from slotstream.store.records import Failure, SampleKey, SampleSpec, State
 from slotstream.store.samples import SampleStore
@@ -98,14 +98,14 @@ class Harness:
         self.loop = asyncio.new_event_loop()
         self.store = SampleStore.open(scratch("server"))
         config = ServerConfig(data_dir=self.store.data_dir, appear_grace_s=0.0, open_samples_max=4)
-        pools, metrics, arrivals, gate = Pools(), Metrics(self.store), Arrivals(), Gate(config)
+        pools, metrics, waiters, gate = Pools(), Metrics(self.store), Waiters(), Gate(config)
         housekeeping = Housekeeping(config, self.store, metrics, lambda healthy: None)
         self.pools = pools
 
         async def services() -> tuple[IngestService, SamplesService]:
             return (
-                IngestService(config, self.store, pools, metrics, arrivals, gate, housekeeping.touch, reader),
-                SamplesService(config, self.store, pools, metrics, arrivals, gate, housekeeping),
+                IngestService(config, self.store, pools, metrics, waiters, gate, housekeeping.touch, reader),
+                SamplesService(config, self.store, pools, metrics, waiters, gate, housekeeping),
             )
 
         self.ingest, self.samples = self.loop.run_until_complete(services())
@@ -113,7 +113,8 @@ class Harness:
 
     def method(self, service: str, name: str) -> Any:
         handler = (self.ingest if service == "Ingest" else self.samples).handler()
-        found = handler.service(SimpleNamespace(method=f"/slotstream.v1.{service}/{name}", invocation_metadata=()))
+        call: Any = SimpleNamespace(method=f"/slotstream.v1.{service}/{name}", invocation_metadata=())
+        found = handler.service(call)
         assert found is not None
         return found
 
@@ -185,7 +186,7 @@ def _chunk(source: Source, number: int) -> bytes:
         case 4:
             data = data[:-1]
         case 5:
-            return pb.IngestRequest(chunk=header, data=data).SerializeToString() + source.bytes(4)
+            return pb.IngestRequest(chunk=header, data=data).SerializeToString() + source.take(4)
     return encode_chunk(header, data)
 
 
@@ -244,7 +245,7 @@ def say_frames(source: Source, stream: Stream, number: int) -> None:
             )
             frame = pb.IngestRequest(abort=abort).SerializeToString()
         case 13:
-            frame = source.bytes(source.below(40))
+            frame = source.take(source.below(40))
         case 14 if stream.requests:
             spoilt = bytearray(stream.requests.pop())
             if spoilt:
@@ -451,7 +452,7 @@ def _reads_harness() -> Harness:
     return harness
 
 
-_METHODS = {
+_METHODS: dict[str, Any] = {
     "Read": samples_pb2.ReadRequest,
     "Stat": samples_pb2.StatRequest,
     "List": samples_pb2.ListRequest,
@@ -467,7 +468,7 @@ _METHODS = {
 def _request(source: Source, name: str) -> bytes:
     """A request of known fields with likely and unlikely values, or raw bytes."""
     if source.below(4) == 3:
-        return source.bytes(60)
+        return source.take(60)
     request = _METHODS[name]()
     if name not in ("List", "Usage"):
         request.sample_id = source.pick(("read", "arriving", "failed", "nothing", "", "../x"))

@@ -71,10 +71,10 @@ def check_long_frames(data: bytes) -> None:
     parts: list[bytes] = []
     while source.left and len(parts) < 16:
         tag = source.pick((2, 3, 4, 5, 15, 1, 99))
-        head = source.bytes(source.below(24))
+        head = source.take(source.below(24))
         body = head + source.pick((b"\x1a\x01a", b"\x80", b"\x01", b"\x08\x00", b"\x0a")) * source.below(1 << 16)
         if source.below(2):
-            body = _long(3, body) + source.bytes(source.below(8))
+            body = _long(3, body) + source.take(source.below(8))
         parts.append(_long(tag, body))
     frame = b"".join(parts)
     try:
@@ -141,7 +141,7 @@ def check_replies(data: bytes) -> None:
     while source.left:
         action = source.below(4)
         if action == 0:
-            replies.append(source.bytes(source.below(64)))
+            replies.append(source.take(source.below(64)))
         elif action == 1:
             changed = samples_pb2.ReadHeader()
             changed.CopyFrom(header)
@@ -211,7 +211,7 @@ def check_page_tokens(data: bytes) -> None:
     """A token that is accepted is the one that this server would have given out, and only for its own listing."""
     source = Source(data)
     fingerprint = source.below(1 << 32)
-    position = [int.from_bytes(source.bytes(8).ljust(8, b"\0"), "big", signed=True) for _ in range(2)]
+    position = [int.from_bytes(source.take(8).ljust(8, b"\0"), "big", signed=True) for _ in range(2)]
     true = seal(_PAGE_KEY, position[0], position[1], fingerprint)
     raw = bytearray(base64.urlsafe_b64decode(true))
     if source.left:

@@ -200,7 +200,7 @@ def _arcs(target: Target, data: bytes) -> set[tuple[str, int, int]]:
         target.check(data)
     finally:
         sys.settrace(None)
-        threading.settrace(None)  # type: ignore[arg-type]
+        threading.settrace(None)
     return found
 
 

@@ -112,7 +112,7 @@ def test_an_unknown_target_is_named(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_source_ends_in_first_choices() -> None:
     source = Source(b"\x05\x01\x00")
-    assert [source.below(4), source.below(1 << 16), source.below(9), source.pick("abc"), source.bytes(3)] == [1, 1, 0, "a", b""]
+    assert [source.below(4), source.below(1 << 16), source.below(9), source.pick("abc"), source.take(3)] == [1, 1, 0, "a", b""]
 
 
 def test_damage_is_what_was_asked_for() -> None:

@@ -172,7 +172,10 @@ def compare(server: str, model: Path, runner: int) -> bool:
     from slotstream.client import connect
 
     hit, fresh = f"hit-v{runner}", f"fresh-v{runner}"
-    after, before, wrong, theirs = [], [], [], []
+    after: list[torch.Tensor] = []
+    before: list[torch.Tensor] = []
+    wrong: list[torch.Tensor] = []
+    theirs: list[torch.Tensor] = []
     hits = 0
     bad = []
     with connect(server) as client:
@@ -220,7 +223,7 @@ def main() -> int:
     arguments = parser.parse_args()
     if arguments.child is not None:
         what, *rest = json.loads(arguments.child)
-        {"converse": converse, "recompute": recompute}[what](*rest)
+        (converse if what == "converse" else recompute)(*rest)
         return 0
     import torch
 

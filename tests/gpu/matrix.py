@@ -24,20 +24,30 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from cell import Cell
+from cell import SPECIALS, Cell
+
+from slotstream.demo import truth_model
 
 CELL_TIMEOUT_S = 420
 
 
 def cells(only: Sequence[str]) -> list[Cell]:
-    """The slowest kind first, so that the last ones to run are short."""
+    """The slowest kinds first, so that the last ones to run are short."""
+    kinds: tuple[truth_model.Kind, ...] = ("gdn", "swa", "dense")
+    plain = ((True, True), (False, False))  # Prefix caching and chunked prompts: both, or neither.
     every = [
-        Cell(runner, eager, kind, prefix, chunked)
-        for kind, runner, eager, prefix, chunked in itertools.product(
-            ("gdn", "swa", "dense"), (2, 1), (False, True), (True, False), (True, False)
-        )
+        Cell("layers", runner, mode, kind, prefix, chunked)
+        for kind, mode, runner, (prefix, chunked) in itertools.product(kinds, ("full", "piecewise", "eager"), (2, 1), plain)
     ]
-    every += [Cell(runner, eager, "dense", True, True, sleeps=True) for runner in (2, 1) for eager in (False, True)]
+    every += [Cell("layers", 2, "full", "mla", prefix, chunked) for prefix, chunked in plain]
+    every += [
+        Cell("layers", runner, "full", kinds[1 if special == "preempted" else 2], True, True, special)
+        for special, runner in itertools.product((special for special in SPECIALS if special), (2, 1))
+    ]
+    every += [
+        Cell("extract_hidden_states", runner, mode, kind, True, True)
+        for kind, mode, runner in itertools.product(kinds, ("graphs", "eager"), (2, 1))
+    ]
     return [c for c in every if not only or any(text in c.name for text in only)]
 
 
@@ -80,53 +90,54 @@ def is_green(found: dict[str, Any]) -> bool:
 
 def key_of(cell: Cell) -> tuple[str, ...]:
     """What tells its row of the table from others: the first columns."""
-    prompts = ("chunked" if cell.chunked else "whole") + (", asleep in between" if cell.sleeps else "")
-    return cell.kind, f"V{cell.runner}", "eager" if cell.eager else "graphs", "on" if cell.prefix_caching else "off", prompts
+    prompts = ("chunked" if cell.chunked else "whole") + (f", {cell.special}" if cell.special else "")
+    return cell.source, cell.kind, f"V{cell.runner}", cell.mode, "on" if cell.prefix_caching else "off", prompts
 
 
 def row_of(found: dict[str, Any], device: str) -> list[str]:
     """The other columns."""
     verdict = "right" if is_green(found) else "; ".join(found["problems"]) or "wrong rows"
+    if found.get("explained"):
+        verdict += f", {found['explained']} samples explained"
     run = f"{datetime.date.today().isoformat()}, {device}, vLLM {found.get('vllm', '?')}, torch {found.get('torch', '?')}"
-    return [f"{found['rows']:,}", f"{found.get('output_rows', 0):,}", str(found["wrong"]), verdict.replace("|", "/"), run]
+    rows = [f"{found['rows']:,}", f"{found.get('output_rows', 0):,}", str(found["wrong"])]
+    return [found.get("graphs", "?"), *rows, verdict.replace("|", "/"), run]
 
 
 def rows_in(text: str) -> dict[tuple[str, ...], list[str]]:
     """The rows of a table that an earlier run wrote."""
     lines = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ")]
-    return {tuple(line[:5]): line[5:] for line in lines if len(line) == 10 and line[1] in ("V1", "V2")}
+    return {tuple(line[:6]): line[6:] for line in lines if len(line) == 12 and line[2] in ("V1", "V2")}
+
+
+_HEAD = """\
+# Compatibility
+
+`python tests/gpu/matrix.py --write docs/compatibility.md` writes this page. A run of some engines leaves the rows of the
+others. Each engine runs the same prompts twice; half of the requests capture output rows too. Every row of every sample is
+compared with the truth model's. *graphs* is the CUDA graph mode that vLLM resolved.
+
+With `layers` the last norm's output (`final`) is captured beside three layers. A captured request computes all its tokens,
+also those that the prefix cache holds. *ngram* drafts three tokens a step. *preempted* has room for two long requests.
+*tiny pool* has 12 row pages, so that some samples fail with `ROW_POOL_FULL`. *aborts* ends requests in the middle and captures
+windows of prompts. *sleep1* and *sleep2* sleep between the two passes.
+
+With `extract_hidden_states`, model runner V1 needs `--no-async-scheduling`, and on a GPU the connector refuses to start
+without it: with both, vLLM 0.33 loses track of the text after an accepted draft token
+([vLLM issue 56417](https://github.com/vllm-project/vllm/issues/56417)). `tests/gpu/decode.py` shows it, with vLLM's own
+example connector too. `tests/gpu/hybrid.py` compares rows of a gated-delta-net hybrid with transformers'.
+`tests/gpu/multi.py` compares slotstream's rows with those that `ExampleHiddenStatesConnector` wrote in the same engine.
+
+| source | model | runner | mode | prefix caching | prompts | graphs | rows | output rows | wrong | verdict | run |
+| --- | --- | --- | --- | --- | --- | --- | ---: | ---: | ---: | --- | --- |
+"""
 
 
 def as_markdown(rows: Mapping[tuple[str, ...], Sequence[str]]) -> str:
     """docs/compatibility.md."""
-    lines = [
-        "# Compatibility",
-        "",
-        "`python tests/gpu/matrix.py --write docs/compatibility.md` writes this page. A run of some engines leaves the rows of",
-        "the others. Each engine ran the same prompts twice; with prefix caching, the second pass finds most of them cached.",
-        "Every other request captured its output rows too. Every row of every sample was compared with the row that the truth",
-        "model must give. [requests.md](requests.md) says what is captured of other models, and what is not.",
-        "",
-        "| model | what it is |",
-        "| --- | --- |",
-        "| dense | a Llama: one KV-cache group |",
-        "| swa | a Llama with sliding windows beside full attention: a hybrid |",
-        "| gdn | a Qwen3-Next with gated delta nets beside full attention: a hybrid |",
-        "",
-        "Model runner V1 runs with `--no-async-scheduling` here. On a GPU the connector refuses to start without it, because",
-        "vLLM 0.33 then loses track of the text after an accepted draft token, and its text and rows are wrong from there on",
-        "([vLLM issue 56417](https://github.com/vllm-project/vllm/issues/56417)). The truth models cannot show that.",
-        "`tests/gpu/decode.py` shows it with random weights, also with vLLM's example connector in slotstream's place.",
-        "",
-        "Two more comparisons run beside this table. `tests/gpu/hybrid.py` takes rows after prefix hits on a gated-delta-net",
-        "hybrid, and compares them with the same rows computed afresh, and with transformers'. `tests/gpu/multi.py` compares",
-        "slotstream's rows with those that `ExampleHiddenStatesConnector` wrote in the same engine.",
-        "",
-        "| model | runner | mode | prefix caching | prompts | rows | of them output | wrong | verdict | run |",
-        "| --- | --- | --- | --- | --- | ---: | ---: | ---: | --- | --- |",
-    ]
+    lines = _HEAD.splitlines()
     lines += [f"| {' | '.join((*key, *row))} |" for key, row in sorted(rows.items())]
-    total, wrong = (sum(int(row[at].replace(",", "")) for row in rows.values()) for at in (0, 2))
+    total, wrong = (sum(int(row[at].replace(",", "")) for row in rows.values()) for at in (1, 3))
     lines += ["", f"{total:,} rows in {len(rows)} engines, {wrong} wrong."]
     return "\n".join(lines) + "\n"
 

@@ -1,8 +1,9 @@
-"""The benchmarks run: at sizes that say nothing of speed."""
+"""The benchmarks run, at sizes that say nothing of speed; each has its `make` target and its section in their README."""
 
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,8 +11,37 @@ from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.extended
-_BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+_ROOT = Path(__file__).parents[2]
+_BENCHMARKS = _ROOT / "benchmarks"
+# What `make` calls them; the others are parts of these.
+_TARGETS = {
+    "ingest": "bench",
+    "transport": "bench-transport",
+    "worker": "bench-worker",
+    "workers": "bench-workers",
+    "scale": "bench-scale",
+    "gpu": "bench-gpu",
+}
+
+
+def test_each_benchmark_has_one_target_and_one_section_with_one_table() -> None:
+    programs = {path.stem for path in _BENCHMARKS.glob("*.py") if "argparse.ArgumentParser" in path.read_text()}
+    assert programs == {*_TARGETS, "plot"}
+    called = re.findall(r"^(bench[a-z-]*):.*\n\t\$\(call BENCH,(\w+)\)$", (_ROOT / "Makefile").read_text(), re.M)
+    assert {name: target for target, name in called} == _TARGETS
+    assert len(called) == len(_TARGETS)
+    _, *sections = re.split(r"^## ", (_BENCHMARKS / "README.md").read_text(), flags=re.M)
+    tables = {section.partition("\n")[0]: len(re.findall(r"^\| *-", section, re.M)) for section in sections}
+    of_benchmarks = {title: count for title, count in tables.items() if title.startswith("`make bench")}
+    assert of_benchmarks == {f"`make {target}`": 1 for target in _TARGETS.values()}
+
+
+@pytest.mark.parametrize("name", [*_TARGETS])
+def test_each_says_what_can_be_chosen(name: str) -> None:
+    command = [sys.executable, str(_BENCHMARKS / f"{name}.py"), "--help"]
+    said = subprocess.run(command, check=True, capture_output=True, text=True, timeout=120).stdout
+    assert "--json FILE" in said
+    assert f"benchmarks/{name}.py" in said
 
 
 def _figures(tmp_path: Path, script: str, *options: str) -> dict[str, Any]:
@@ -22,6 +52,7 @@ def _figures(tmp_path: Path, script: str, *options: str) -> dict[str, Any]:
     return figures
 
 
+@pytest.mark.extended
 def test_transport(tmp_path: Path) -> None:
     names = "raw TCP,gRPC TCP,gRPC unix,NIXL CMA,write + fdatasync,gRPC TCP stored,gRPC unix stored"
     figures = _figures(tmp_path, "transport.py", "--only", names, "--streams", "2", "--mib", "32", "--rounds", "1")
@@ -34,6 +65,7 @@ def test_transport(tmp_path: Path) -> None:
     assert "get, TCP / mmap + copy, whole samples" in judged
 
 
+@pytest.mark.extended
 def test_scale(tmp_path: Path) -> None:
     options = ["--connectors", "1,8", "--catalogue", "1000,2000", "--mib", "16", "--rounds", "1"]
     figures = _figures(tmp_path, "scale.py", *options)
@@ -42,7 +74,29 @@ def test_scale(tmp_path: Path) -> None:
     assert len(figures["sizes"]) == 4
 
 
+@pytest.mark.extended
 def test_ingest(tmp_path: Path) -> None:
     figures = _figures(tmp_path, "ingest.py", "--samples", "2", "--rounds", "1")
     assert {verdict["name"] for verdict in figures["verdicts"]} == {"slotstream, gRPC", "slotstream, NIXL"}
     assert all(verdict["ratio"] > 0 for verdict in figures["verdicts"])
+
+
+@pytest.mark.extended
+def test_worker(tmp_path: Path) -> None:
+    small = ["--samples", "2", "--rows", "64", "--chunks", "2", "--work-ms", "1", "--steps", "5", "--rounds", "1"]
+    figures = _figures(tmp_path, "worker.py", *small)
+    assert {"nothing sent", "gRPC, a thread", "gRPC, a process"} <= figures["rounds"].keys()
+    for name, (figure,) in figures["rounds"].items():
+        assert figure["wall"] > 0, name
+        assert figure["own"] > 0, name
+
+
+@pytest.mark.extended
+def test_workers(tmp_path: Path) -> None:
+    figures = _figures(tmp_path, "workers.py", "--workers", "2", "--streams", "1,2", "--mib", "32", "--rounds", "1")
+    pairs = {(pair["transport"], pair["streams"]): pair for pair in figures["pairs"]}
+    assert {("grpc", 1), ("grpc", 2)} <= pairs.keys()
+    for pair in pairs.values():
+        (one,), (many,) = pair["one"], pair["many"]
+        assert pair["ratios"] == [many["gb_per_s"] / one["gb_per_s"]]
+    assert not list(tmp_path.glob("slotstream-bench-*"))

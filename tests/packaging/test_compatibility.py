@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
+import matrix
+
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "tests" / "gpu"))
-
-import matrix  # noqa: E402
-
 TABLE = (ROOT / "docs" / "compatibility.md").read_text()
 
 

@@ -32,13 +32,16 @@ ARROWS = {
 }
 # Within a half: wing, or module that stands in front of the wings -> what it may import beside itself. docs/design.md draws it.
 _CONNECTOR_BASE = {"options", "vllm_config", "plan", "counters", "faults"}
-_SERVER_BASE = {"config", "metrics", "status", "version", "arrivals", "pools", "logs"}
+_SERVER_BASE = {"config", "metrics", "status", "version", "waiters", "pools", "logs"}
 WINGS = {
     "connector": {
-        "facade": _CONNECTOR_BASE | {"hook_guard", "metrics", "planning", "reading", "sending"},
-        "planning": _CONNECTOR_BASE,
-        "reading": _CONNECTOR_BASE | {"sending"},
+        "facade": _CONNECTOR_BASE | {"hook_guard", "metrics", "planning", "plugin", "reading", "row_sources", "sending"},
+        "planning": _CONNECTOR_BASE | {"row_pool"},
+        "reading": _CONNECTOR_BASE | {"row_pool", "sending"},
         "sending": _CONNECTOR_BASE,
+        "row_sources": _CONNECTOR_BASE | {"planning", "reading", "row_pool"},
+        "row_pool": {"vllm_config"},
+        "plugin": {"reading", "vllm_config"},
         "vllm_config": {"options"},
         "metrics": {"counters"},
         "faults": {"counters"},
@@ -56,7 +59,8 @@ WINGS = {
         "logs": {"config"},
     },
     "store": {
-        "samples": {"records", "disk", "sample", "catalogue", "upkeep"},
+        "samples": {"records", "disk", "sample", "catalogue", "publishing", "upkeep"},
+        "publishing": {"records", "disk", "sample", "catalogue"},
         "upkeep": {"records", "disk", "sample", "catalogue"},
         "sample": {"records", "disk"},
         "catalogue": {"records"},

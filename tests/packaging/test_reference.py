@@ -14,7 +14,7 @@ import regenerate_reference as script
 
 from slotstream.connector.counters import METRICS
 from slotstream.connector.options import ConnectorOptions
-from slotstream.connector.planning.captured_request import Capture
+from slotstream.connector.planning.captured_request import CapturedRequest
 from slotstream.connector.planning.request_params import parse_params
 from slotstream.connector.planning.scheduler import SchedulerHalf
 from slotstream.connector.vllm_config import ConnectorConfig
@@ -61,7 +61,7 @@ def test_answers_have_the_keys_that_the_page_names() -> None:
     half = SchedulerHalf(config, 0, 16, 1024, lambda longer_than_s: None)
     params = parse_params(None, req_id="r", namespace="default", capture=True, include_output_tokens=False)
     request: Any = SimpleNamespace(request_id="r")
-    answer = half._response("r", Capture(request, params, 0, 4, next=0), BadParams("no"))["slotstream"]
+    answer = half._response("r", CapturedRequest(request, params, 0, 4, next=0), BadParams("no"))["slotstream"]
     assert answer.keys() == script.ANSWER.keys()
 
 

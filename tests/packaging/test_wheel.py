@@ -123,6 +123,7 @@ def test_the_sdist_can_be_built_and_tested(built: dict[str, Path]) -> None:
         "docs/reference.md",
         "LICENSE",
         "Makefile",
+        ".pre-commit-config.yaml",
         "proto/slotstream/v1/ingest.proto",
         "tests/conftest.py",
         "deploy/Dockerfile",
@@ -147,7 +148,7 @@ def test_the_server_needs_no_model_library(installed: Environment) -> None:
         "slotstream.transport.grpc",
         "slotstream.wire.frames",
         "slotstream.wire.layout",
-        "slotstream.v1.ingest_pb2_grpc",
+        "slotstream.v1.ingest_pb2",
         "slotstream.v1.samples_pb2_grpc",
     ],
 )

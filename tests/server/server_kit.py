@@ -36,7 +36,8 @@ class RunningServer:
 
     def __init__(self, data_dir: Path, *, store: SampleStore | None = None, **options: Any) -> None:
         self.data_dir = data_dir
-        self.config = ServerConfig(data_dir=data_dir, **{"listen": "127.0.0.1:0", "appear_grace_s": 60.0} | options)
+        defaults: dict[str, Any] = {"listen": "127.0.0.1:0", "appear_grace_s": 60.0}
+        self.config = ServerConfig(data_dir=data_dir, **defaults | options)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
@@ -138,7 +139,7 @@ class Peer:
         options = (("grpc.use_local_subchannel_pool", 1), ("grpc.max_send_message_length", -1))
         self.channel = grpc.insecure_channel(address, options=options)
         self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-        stream = self.channel.stream_stream("/slotstream.v1.Ingest/Stream")
+        stream = self.channel.stream_stream("/slotstream.v1.Ingest/Stream", request_serializer=None, response_deserializer=None)
         self._call: Any = stream(iter(self._outbox.get, None), timeout=timeout_s, metadata=metadata)
         if greet:
             self.say(hello())

@@ -6,7 +6,8 @@ import random
 
 import pytest
 
-from slotstream.server.nixl.pool import POOL_BYTES_MIN, SlotPool
+from slotstream.server.config import NIXL_POOL_BYTES_MIN
+from slotstream.server.nixl.pool import SlotPool
 from slotstream.wire.names import CHUNK_BYTES_MAX
 
 MIB = 1 << 20
@@ -32,20 +33,20 @@ def drain(pool: SlotPool, nbytes: int) -> list[int]:
     ],
 )
 def test_a_slot_is_no_larger_than_it_has_to_be(nbytes: int, count: int) -> None:
-    pool = SlotPool(POOL_BYTES_MIN)
+    pool = SlotPool(NIXL_POOL_BYTES_MIN)
     slots = drain(pool, nbytes)
-    assert sorted(slots) == list(range(0, POOL_BYTES_MIN, POOL_BYTES_MIN // count))
+    assert sorted(slots) == list(range(0, NIXL_POOL_BYTES_MIN, NIXL_POOL_BYTES_MIN // count))
     for slot in slots:
         pool.give(slot)
     assert len(drain(pool, CHUNK_BYTES_MAX)) == 4
 
 
 def test_what_is_not_a_whole_largest_slot_is_left_alone() -> None:
-    assert len(drain(SlotPool(POOL_BYTES_MIN + CHUNK_BYTES_MAX - 1), CHUNK_BYTES_MAX)) == 4
+    assert len(drain(SlotPool(NIXL_POOL_BYTES_MIN + CHUNK_BYTES_MAX - 1), CHUNK_BYTES_MAX)) == 4
 
 
 def test_the_slot_that_was_given_back_last_is_taken_first() -> None:
-    pool = SlotPool(POOL_BYTES_MIN)
+    pool = SlotPool(NIXL_POOL_BYTES_MIN)
     slots = [pool.take(CHUNK_BYTES_MAX) for _ in range(3)]
     assert slots == [0, CHUNK_BYTES_MAX, 2 * CHUNK_BYTES_MAX]
     for slot in (0, CHUNK_BYTES_MAX):
@@ -56,7 +57,7 @@ def test_the_slot_that_was_given_back_last_is_taken_first() -> None:
 @pytest.mark.parametrize("seed", range(20))
 def test_slots_never_overlap_and_all_come_back(seed: int) -> None:
     rng = random.Random(seed)
-    pool = SlotPool(POOL_BYTES_MIN)
+    pool = SlotPool(NIXL_POOL_BYTES_MIN)
     taken: dict[int, int] = {}
     aside: set[int] = set()
     for _ in range(3000):
@@ -73,7 +74,7 @@ def test_slots_never_overlap_and_all_come_back(seed: int) -> None:
             nbytes = rng.choice([1, 5000, 100_000, MIB, 2 * MIB, 3 * MIB, CHUNK_BYTES_MAX])
             got = pool.take(nbytes)
             if got is not None:
-                assert 0 <= got <= POOL_BYTES_MIN - nbytes
+                assert 0 <= got <= NIXL_POOL_BYTES_MIN - nbytes
                 assert all(got + nbytes <= at or at + size <= got for at, size in taken.items())
                 taken[got] = nbytes
         assert pool.quarantined == len(aside)

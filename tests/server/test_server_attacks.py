@@ -15,12 +15,13 @@ import threading
 import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
-from server_kit import FAILED, Peer, Reader, Sample, hello, status
+from server.server_kit import FAILED, Peer, Reader, Sample, hello, status
 from support.files import files_below
 from support.server import ServerProcess
 from support.waiting import wait_until
@@ -279,7 +280,7 @@ def test_half_open_streams(target: Target, sample: Sample) -> None:
 _KILLED = """
 import sys
 sys.path[:0] = [{here!r}]
-from server_kit import Peer, Sample
+from server.server_kit import Peer, Sample
 peer = Peer({address!r})
 for number in range(1, 100):
     sample = Sample(f"{sample_id}-{{number}}", rows=4000, namespace="hostile")
@@ -293,7 +294,7 @@ sys.stdin.read()
 
 @pytest.mark.parametrize("said", ["sent", "acked"])
 def test_a_peer_that_is_killed(target: Target, sample: Sample, said: str) -> None:
-    code = _KILLED.format(here=str(Path(__file__).parent), address=target.address, sample_id=sample.sample_id)
+    code = _KILLED.format(here=str(Path(__file__).parents[1]), address=target.address, sample_id=sample.sample_id)
     with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as killed:
         assert killed.stdout is not None
         assert any(line.strip() == said for line in killed.stdout)
@@ -341,7 +342,7 @@ def test_unknown_fields_are_what_a_newer_peer_sends(target: Target, sample: Samp
 
 def test_a_message_that_is_small_until_it_is_unpacked(target: Target) -> None:
     with grpc.insecure_channel(target.address, options=(("grpc.max_send_message_length", -1),)) as channel:
-        stream = channel.stream_stream("/slotstream.v1.Ingest/Stream")
+        stream = channel.stream_stream("/slotstream.v1.Ingest/Stream", request_serializer=None, response_deserializer=None)
         call = stream(iter([bytes(64 << 20)]), compression=grpc.Compression.Gzip, timeout=60)
         with pytest.raises(grpc.RpcError) as refused:
             list(call)
@@ -382,7 +383,7 @@ def test_forged_page_tokens(target: Target, stored: Sample) -> None:
     with Reader(target.address) as reader:
         for _ in range(100):
             token = "".join(rng.choice("ABCDEFGHabcdefgh0123-_=") for _ in range(rng.choice((1, 20, 28, 400))))
-            assert reader.refused(lambda token=token: reader.list(read_pb.ListRequest(page_token=token)))[1] == "BAD_PAGE"
+            assert reader.refused(partial(reader.list, read_pb.ListRequest(page_token=token)))[1] == "BAD_PAGE"
         request = read_pb.ListRequest(page_size=2**32 - 1)
         assert reader.refused(lambda: reader.list(request))[1] == "BAD_PARAMS"
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import base64
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
-from server_kit import COMMITTED, Metadata, Peer, Reader, RunningServer, Sample, status
+from server.server_kit import COMMITTED, Metadata, Peer, Reader, RunningServer, Sample, status
 from support.secure import bearer, entry, health_of, token, write_tokens
 from support.waiting import wait_until
 
@@ -78,7 +79,7 @@ def test_without_a_token_that_is_known_nothing_is_answered_but_health(house: Hou
     reader = house.reader(metadata=metadata)
     for call in CALLS.values():
         for space in ("a", "b", ""):
-            assert reader.refused(lambda call=call, space=space: call(reader, space)) == UNAUTHENTICATED
+            assert reader.refused(partial(call, reader, space)) == UNAUTHENTICATED
     with Peer(house.server.address, greet=False, metadata=metadata) as stranger:
         assert stranger.ending() == (grpc.StatusCode.UNAUTHENTICATED, "UNAUTHENTICATED")
     assert health_of(house.server.address, Access()) == 1
@@ -189,14 +190,14 @@ def test_a_page_token_is_good_for_its_own_listing_only_and_says_nothing(house: H
     given = next(_pages(house.reader("reader-a"), 1)).next_page_token
     for name in ("reader-ac", "all-b", "root"):
         reader = house.reader(name)
-        assert reader.refused(lambda reader=reader: next(_pages_from(reader, given)))[1] == "BAD_PAGE"
+        assert reader.refused(partial(_page_from, reader, given))[1] == "BAD_PAGE"
     raw = base64.urlsafe_b64decode(given)
     reader = house.reader("reader-a")
     for at in range(len(raw)):
         bent = bytearray(raw)
         bent[at] ^= 1
         text = base64.urlsafe_b64encode(bytes(bent)).decode()
-        assert reader.refused(lambda text=text: next(_pages_from(reader, text)))[1] == "BAD_PAGE"
+        assert reader.refused(partial(_page_from, reader, text))[1] == "BAD_PAGE"
     # Neither the row's number nor its time stands in it in any byte order.
     (info,) = next(_pages(reader, 1)).samples
     for order in ("big", "little"):
@@ -204,8 +205,9 @@ def test_a_page_token_is_good_for_its_own_listing_only_and_says_nothing(house: H
         assert (7).to_bytes(8, order) not in raw
 
 
-def _pages_from(reader: Reader, page_token: str) -> Iterator[read_pb.ListReply]:
-    yield reader.list(read_pb.ListRequest(page_size=1, page_token=page_token))
+def _page_from(reader: Reader, page_token: str) -> read_pb.ListReply:
+    page: read_pb.ListReply = reader.list(read_pb.ListRequest(page_size=1, page_token=page_token))
+    return page
 
 
 def test_a_check_of_everything_is_a_check_of_what_the_token_covers(house: House) -> None:

@@ -9,7 +9,7 @@ import grpc
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from server_kit import FAILED, Peer, Reader, RunningServer, Sample, batch, hello
+from server.server_kit import FAILED, Peer, Reader, RunningServer, Sample, batch, hello
 from support.files import files_below
 from support.waiting import wait_until
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import grpc
 import pytest
-from server_kit import ARRIVING, COMMITTED, FAILED, Peer, Reader, RunningServer, Sample, batch, hello
+from server.server_kit import ARRIVING, COMMITTED, FAILED, Peer, Reader, RunningServer, Sample, batch, hello
 from support.files import files_below
 from support.waiting import wait_until
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import grpc
 import pytest
-from server_kit import FAILED, Peer, Reader, RunningServer, Sample, hello, status
+from server.server_kit import FAILED, Peer, Reader, RunningServer, Sample, hello, status
 from support.files import files_below
 from support.waiting import wait_until
 
@@ -99,7 +99,8 @@ def test_a_hello_that_is_too_long_ends_its_stream(running: RunningServer) -> Non
 )
 def test_a_request_that_is_none_or_too_long_has_its_code(running: RunningServer, method: str, raw: bytes, code: str) -> None:
     with grpc.insecure_channel(running.address) as channel:
-        call: Any = channel.unary_stream(f"/slotstream.v1.Samples/{method}")(raw, timeout=60)
+        kind: Any = channel.unary_stream
+        call = kind(f"/slotstream.v1.Samples/{method}")(raw, timeout=60)
         with pytest.raises(grpc.RpcError) as caught:
             list(call)
         assert status(caught.value) == (grpc.StatusCode.INVALID_ARGUMENT, code)

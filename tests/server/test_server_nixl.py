@@ -17,8 +17,9 @@ from types import TracebackType
 from typing import Any, Self
 
 import pytest
-from server_kit import TIMEOUT_S, Peer, Reader, RunningServer, Sample, batch
+from server.server_kit import TIMEOUT_S, Peer, Reader, RunningServer, Sample, batch
 from support.descendants import descendants
+from support.half_open import HalfOpenRelay
 from support.nixl_sender import sample_of
 from support.server import ServerProcess
 from support.waiting import wait_until
@@ -43,6 +44,8 @@ class Owner:
         self.memory = memoryview(mmap.mmap(-1, SLOTS * SLOT_BYTES))
         self.address = memory_address(self.memory)
         self._ended = threading.Event()
+        self._busy = threading.Lock()
+        self._paused = False
         ready: queue.SimpleQueue[pb.NixlOffer] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._own, args=(ready,))
         self._thread.start()
@@ -53,9 +56,21 @@ class Owner:
         metadata = agent.register(self.address, self.memory.nbytes)
         ready.put(pb.NixlOffer(agent=agent.name, metadata=metadata, address=self.address, slot_bytes=SLOT_BYTES, slots=SLOTS))
         while not self._ended.wait(0.001):
-            agent.progress()
+            with self._busy:
+                agent.progress()
+
+    def pause(self) -> None:
+        """Take part in nothing; returns once that is so."""
+        self._busy.acquire()
+        self._paused = True
+
+    def go_on(self) -> None:
+        if self._paused:
+            self._paused = False
+            self._busy.release()
 
     def close(self) -> None:
+        self.go_on()
         self._ended.set()
         self._thread.join()
 
@@ -188,7 +203,7 @@ def test_more_at_a_time_than_the_window_holds_is_a_violation(tmp_path: Path, own
         announce = chunk_of(owner.announce(sample, 1, number, 0, 8))
         announce.length = SLOT_BYTES
         chunks.append(announce)
-    small = {"window_bytes": CHUNK_BYTES_MAX, "ingest_bytes_max": CHUNK_BYTES_MAX}
+    small: dict[str, Any] = {"window_bytes": CHUNK_BYTES_MAX, "ingest_bytes_max": CHUNK_BYTES_MAX}
     with RunningServer(tmp_path, **small) as running, greeted(running.address, owner.offer) as peer:
         parts = (chunks[:1], chunks[1:]) if split else (chunks,)
         said = [pb.IngestRequest(announcements=pb.Announcements(chunks=part)) for part in parts]
@@ -200,8 +215,8 @@ def test_chunks_that_arrive_together_leave_the_event_loop_to_others(
     tmp_path: Path, owner: Owner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It writes them itself where there are few cores."""
-    monkeypatch.setattr("slotstream.server.ingest.sample_writer.for_cores", lambda most: 1)
-    monkeypatch.setattr("slotstream.server.ingest.stream._TURN_BYTES", 1)
+    monkeypatch.setattr("slotstream.server.pools.for_cores", lambda most: 1)
+    monkeypatch.setattr("slotstream.server.ingest.open_samples._TURN_BYTES", 1)
     turns: list[int] = []
     turn = 0
     write_chunk = Upload.write_chunk
@@ -243,9 +258,7 @@ def test_reads_that_wait_for_a_slow_disk_are_no_fault_of_nixl(
     tmp_path: Path, owner: Owner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its slots are all with the server for longer than a read may take, and than a reader may be silent."""
-    monkeypatch.setattr(
-        "slotstream.server.ingest.sample_writer.for_cores", lambda most: most
-    )  # Threads write, not the event loop.
+    monkeypatch.setattr("slotstream.server.pools.for_cores", lambda most: most)  # Threads write, not the event loop.
     monkeypatch.setattr("slotstream.server.nixl.reader.READ_S", 0.3)
     monkeypatch.setattr("slotstream.server.nixl.reader._STUCK_S", 1.5)
     written = threading.Event()
@@ -431,13 +444,88 @@ def test_metadata_that_is_wrong_is_not_taken(shared: RunningServer, owner: Owner
         assert peer.welcome.nixl
 
 
-def test_a_name_that_is_connected_is_not_taken_again(running: RunningServer, offering: Peer, owner: Owner) -> None:
-    with greeted(running.address, owner.offer) as impostor:
+# A sender that begins again before the server knows that its old stream is over.
+
+
+def test_a_sender_that_is_back_gets_nixl_while_its_old_stream_is_still_there(
+    running: RunningServer, offering: Peer, owner: Owner, reader: Reader
+) -> None:
+    old, new, last = (Sample(name, rows=8, seed=seed) for seed, name in enumerate(("old", "new", "last")))
+    offering.say(old.open(1), owner.announce(old, 1, 1, 0, 4))
+    assert offering.acks(1) == [1]
+    with greeted(running.address, owner.offer) as again:
+        assert again.welcome.nixl
+        again.say(new.open(1), owner.announce(new, 1, 2, 0, 8, slot=1), new.commit(1))
+        again.committed()
+        offering.say(owner.announce(old, 1, 3, 4, 8, slot=2), old.commit(1))  # Whoever it is, nobody is in its way.
+        offering.committed()
+        offering.close()
+        wait_until(lambda: running.metric("ingest_streams") == 1)
+        again.say(last.open(2), owner.announce(last, 2, 4, 0, 8, slot=3), last.commit(2))
+        again.committed()
+    assert [reader.read(sample.sample_id)[1] for sample in (old, new, last)] == [old.data, new.data, last.data]
+    assert running.metric("chunks_total", transport="nixl") == 4
+    assert running.metric("nixl_fallbacks_total") == 0
+
+
+def test_a_name_that_is_connected_is_not_taken_with_other_metadata(
+    running: RunningServer, offering: Peer, owner: Owner
+) -> None:
+    offer = pb.NixlOffer()
+    offer.CopyFrom(owner.offer)
+    offer.metadata += b"x"
+    with greeted(running.address, offer) as impostor:
         assert not impostor.welcome.nixl
     sample = Sample(rows=8)
     offering.say(sample.open(1), owner.announce(sample, 1, 1, 0, 8), sample.commit(1))
     offering.committed()
     assert running.metric("chunks_total", transport="nixl") == 1
+
+
+def test_a_sender_that_is_back_reads_on_once_the_transfers_of_its_old_stream_are_over(
+    running: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over TCP its side has to take part: what it was asked for while it did not is neither read nor failed."""
+    monkeypatch.setattr("slotstream.server.nixl.reader.READ_S", 0.5)
+    monkeypatch.setenv("UCX_TLS", "tcp")
+    owner, sample = Owner(), Sample(rows=8)
+    try:
+        with greeted(running.address, owner.offer) as old:
+            old.say(sample.open(1), owner.announce(sample, 1, 1, 0, 4))
+            assert old.acks(1) == [1]
+            owner.pause()
+            old.say(owner.announce(sample, 1, 2, 4, 8))
+            wait_until(lambda: running.metric("nixl_quarantined_slots") == 1)
+        with greeted(running.address, owner.offer) as again:
+            assert again.welcome.nixl
+            again.say(sample.open(1), owner.announce(sample, 1, 3, 0, 8, slot=1))
+            assert again.hear_until("resend").resend.chunks == [3]
+            again.say(sample.chunk(1, 3, 0, 8), sample.commit(1))
+            again.committed()
+            owner.go_on()
+            wait_until(lambda: running.metric("nixl_quarantined_slots") == 0)
+            other = Sample("other", rows=8)
+            again.say(other.open(2), owner.announce(other, 2, 4, 0, 8, slot=2), other.commit(2))
+            again.committed()
+        assert running.metric("chunks_total", transport="nixl") == 2
+    finally:
+        owner.close()
+
+
+def test_a_connector_that_is_back_before_the_server_noticed_sends_over_nixl(running: RunningServer) -> None:
+    with HalfOpenRelay(running.address) as relay, SenderProcess(relay.address, "back") as sender:
+        sender.wait("committed", 10)
+        relay.hang_up()
+        sender.wait("down")
+        sender.wait("up")
+        assert running.metric("ingest_streams") == 2
+        sender.wait("committed", 20)
+        assert running.metric("ingest_streams") == 2
+        sender.finish()
+        assert not sender.failed
+        assert "fell-back" not in sender.said
+        assert running.metric("chunks_total", transport="grpc") == 0
+        assert_stored(running.address, "back", sender)
 
 
 # Processes that stop and die.
@@ -584,7 +672,9 @@ def test_a_sender_that_is_killed_takes_only_its_own_samples_with_it(running: Run
         assert_stored(running.address, "survivor", sender)
     wait_until(lambda: running.metric("open_samples") == running.metric("held_bytes") == 0)
     wait_until(lambda: running.metric("nixl_quarantined_slots") == 0)
-    readers = [reader._reader for reader in running.server._ingest.readers._readers]
+    shared = running.server._ingest._shared.readers
+    assert shared is not None
+    readers = [reader._reader for reader in shared._readers]
     # What nobody waits for would count as a sign that the reader hangs.
     assert not any(reader.requests for reader in readers if reader is not None)
 

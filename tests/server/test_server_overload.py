@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
-from server_kit import Peer, Reader, RunningServer, Sample
+from server.server_kit import Peer, Reader, RunningServer, Sample
 from support.outage_rig import SMALL, Engine, account
 from support.waiting import WAIT_S, wait_until
 
@@ -34,8 +35,8 @@ class _Disk(Files):
 
 def _set_slow(running: RunningServer) -> None:
     """As after a slow write: chunks are written by a thread, and a stuck disk does not stop the event loop."""
-    running.server._ingest.pools.pace.took(1e9)
-    running.server._ingest.pools.pace._slow_until = float("inf")
+    running.server._ingest._shared.pools.disk_speed.note(1e9)
+    running.server._ingest._shared.pools.disk_speed._slow_until = float("inf")
 
 
 def test_a_disk_that_was_full_gets_what_did_not_fit_once_it_has_room(tmp_path: Path) -> None:
@@ -77,7 +78,7 @@ def test_what_waits_for_a_full_disk_makes_room_for_what_the_engine_reads(tmp_pat
 @pytest.mark.parametrize("spooling", [False, True], ids=["staging only", "with a spool"])
 def test_a_stuck_disk_fills_staging_and_fails_what_finds_no_room(tmp_path: Path, spooling: bool) -> None:
     disk = _Disk()
-    options = {"spool_dir": str(tmp_path / "spool")} if spooling else {}
+    options: dict[str, Any] = {"spool_dir": str(tmp_path / "spool")} if spooling else {}
     with RunningServer(tmp_path / "data", store=SampleStore.open(tmp_path / "data", files=disk)) as running:
         _set_slow(running)
         # The first step that finds staging full waits for what is left of that since the last answer; those after it do not.

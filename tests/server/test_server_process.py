@@ -22,7 +22,7 @@ from typing import Self
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from server_kit import COMMITTED, FAILED, Peer, Reader, Sample, hello
+from server.server_kit import COMMITTED, FAILED, Peer, Reader, Sample, hello
 from support.files import files_below
 
 from slotstream.v1 import ingest_pb2 as pb

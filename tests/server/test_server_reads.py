@@ -6,16 +6,22 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
-from server_kit import ARRIVING, COMMITTED, FAILED, Peer, Reader, RunningServer, Sample, status
+from server.server_kit import ARRIVING, COMMITTED, FAILED, Peer, Reader, RunningServer, Sample, status
 from support.waiting import wait_until
 
 from slotstream.v1 import ingest_pb2 as pb
 from slotstream.v1 import samples_pb2 as read_pb
+
+
+def _reason(error: Any) -> str:
+    """Why the sample failed that a read was refused for."""
+    return str(dict(error.trailing_metadata())["slotstream-reason"])
 
 
 @contextmanager
@@ -88,7 +94,7 @@ def test_what_cannot_be_read_says_why(
     if code == "SAMPLE_FAILED":
         with pytest.raises(grpc.RpcError) as failed:
             next(reader.frames(**request_fields))
-        assert dict(failed.value.trailing_metadata())["slotstream-reason"] == "SLOT_MISMATCH"
+        assert _reason(failed.value) == "SLOT_MISMATCH"
     assert reader.read("s")[1] == Sample().data
 
 
@@ -131,7 +137,7 @@ def test_waiting_ends_with_the_failure_of_the_sample(running: RunningServer, pee
         peer.say(pb.IngestRequest(abort=pb.AbortSample(sample=1, code="STAGING_FULL", message="full")))
         with pytest.raises(grpc.RpcError) as failed:
             waiting.result()
-        assert dict(failed.value.trailing_metadata())["slotstream-reason"] == "STAGING_FULL"
+        assert _reason(failed.value) == "STAGING_FULL"
 
 
 def test_a_sample_that_was_announced_outlives_the_grace_for_unknown_ones(tmp_path: Path) -> None:
@@ -174,7 +180,7 @@ def test_those_who_wait_leave_room_for_those_who_need_not(tmp_path: Path) -> Non
 def test_a_request_that_cannot_be_parsed_has_a_code(running: RunningServer) -> None:
     with grpc.insecure_channel(running.address) as channel:
         for name in ("Read", "Stat", "List", "Delete", "Verify"):
-            kind = channel.unary_stream if name in ("Read", "Verify") else channel.unary_unary
+            kind: Any = channel.unary_stream if name in ("Read", "Verify") else channel.unary_unary
             for raw, code in ((b"\xff", "BAD_PARAMS"), (b"\x0a\x01\xff", "BAD_PARAMS"), (bytes(300_000), "TOO_LARGE")):
                 with pytest.raises(grpc.RpcError) as refused:
                     list(kind(f"/slotstream.v1.Samples/{name}")(raw, timeout=60))
@@ -236,11 +242,11 @@ def test_list(peer: Peer, reader: Reader) -> None:
     for wrong, code in (
         (read_pb.ListRequest(page_token="garbage"), "BAD_PAGE"),
         (read_pb.ListRequest(page_size=1001), "BAD_PARAMS"),
-        (read_pb.ListRequest(state=77), "BAD_PARAMS"),
+        (read_pb.ListRequest(state=77), "BAD_PARAMS"),  # type: ignore[arg-type]
         (read_pb.ListRequest(namespace="/"), "BAD_NAMESPACE"),
         (read_pb.ListRequest(tags={str(n): "" for n in range(9)}), "BAD_PARAMS"),
     ):
-        assert reader.refused(lambda wrong=wrong: reader.list(wrong)) == ("INVALID_ARGUMENT", code)
+        assert reader.refused(partial(reader.list, wrong)) == ("INVALID_ARGUMENT", code)
 
 
 def test_verify(running: RunningServer, peer: Peer, reader: Reader) -> None:

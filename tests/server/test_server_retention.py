@@ -6,10 +6,11 @@ import contextlib
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
-from server_kit import COMMITTED, FAILED, NOT_SERVING, SERVING, Peer, Reader, RunningServer, Sample, health, status
+from server.server_kit import COMMITTED, FAILED, NOT_SERVING, SERVING, Peer, Reader, RunningServer, Sample, health, status
 from support.waiting import wait_until
 
 from slotstream.cli import main as cli
@@ -26,7 +27,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
     """Starts a server with these options; it is stopped with the test."""
     servers: list[RunningServer] = []
 
-    def begin(**options: object) -> RunningServer:
+    def begin(**options: Any) -> RunningServer:
         servers.append(RunningServer(tmp_path / "data", **options))
         return servers[-1]
 

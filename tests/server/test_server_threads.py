@@ -13,10 +13,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from server_kit import TIMEOUT_S, Peer, Reader, RunningServer, Sample
+from server.server_kit import TIMEOUT_S, Peer, Reader, RunningServer, Sample
 from support.files import files_below
 
-from slotstream.server.ingest.sample_writer import Chunk, Commit, Done, Open, Pools, SampleWriter
+from slotstream.server.ingest.sample_writer import Chunk, Commit, Done, Open, SampleWriter
+from slotstream.server.pools import Pools
 from slotstream.v1 import ingest_pb2 as pb
 from slotstream.wire.errors import HashMismatch
 from slotstream.wire.frames import encode_chunk
@@ -27,7 +28,7 @@ GROUP_ROWS = 16
 
 @pytest.fixture
 def running(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RunningServer]:
-    monkeypatch.setattr("slotstream.server.ingest.sample_writer.for_cores", lambda most: most)
+    monkeypatch.setattr("slotstream.server.pools.for_cores", lambda most: most)
     monkeypatch.setattr("slotstream.store.sample.row_hash.GROUP_BYTES", GROUP_ROWS * Sample.row_bytes)
     with RunningServer(tmp_path) as server:
         yield server
@@ -163,7 +164,7 @@ def test_one_thread_finishes_a_sample_before_it_turns_to_the_next(chunk_bytes: i
     store: Any = SimpleNamespace(open_upload=open_upload)
     done: queue.SimpleQueue[Done] = queue.SimpleQueue()
     pools = Pools(chunk_threads=1)
-    pools.pace.took(60.0)  # The event loop leaves all chunks to the thread.
+    pools.disk_speed.note(60.0)  # The event loop leaves all chunks to the thread.
     writers = [SampleWriter(store, pools, number, None, done.put) for number in range(3)]
     for writer in writers:
         number: Any = writer.number
@@ -186,7 +187,7 @@ def test_a_commit_does_not_wait_for_chunks_of_other_samples() -> None:
     store: Any = SimpleNamespace(open_upload=lambda spec: stored)
     done: queue.SimpleQueue[Done] = queue.SimpleQueue()
     pools = Pools(chunk_threads=1)
-    pools.pace.took(60.0)  # The event loop leaves all chunks to the thread.
+    pools.disk_speed.note(60.0)  # The event loop leaves all chunks to the thread.
     writing, whole = (SampleWriter(store, pools, number, None, done.put) for number in range(2))
     spec: Any = None
     for writer in (writing, whole):

@@ -5,15 +5,17 @@ from __future__ import annotations
 import logging
 import os
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
-from server_kit import RunningServer
+from server.server_kit import RunningServer
 from support.secure import Authority, entry, health_of, token, write_tokens
 from transport.recorder import WAIT_S, Recorder
 
 from slotstream.client import PermissionDenied, ServerUnavailable, Unauthenticated, connect
-from slotstream.transport.base import LinkDown, LinkUp
+from slotstream.transport.base import LinkUp
+from slotstream.transport.channel import open_channel
 from slotstream.transport.grpc import GrpcSink
 from slotstream.v1 import ingest_pb2
 from slotstream.wire.access import Access
@@ -46,7 +48,7 @@ def test_a_server_with_a_certificate_speaks_tls_and_nothing_else(tmp_path: Path)
 def test_with_a_client_authority_only_its_certificates_get_a_connection(tmp_path: Path) -> None:
     ours, theirs = Authority(tmp_path / "ours"), Authority(tmp_path / "theirs")
     server, good, bad = ours.issue("server"), ours.issue("good", "trainer-7"), theirs.issue("bad")
-    options = {"tls_cert": server.cert, "tls_key": server.key, "tls_client_ca": ours.path}
+    options: dict[str, Any] = {"tls_cert": server.cert, "tls_key": server.key, "tls_client_ca": ours.path}
     with RunningServer(tmp_path / "data", **options) as running:
         assert health_of(running.address, good.access(ours)) == 1
         assert health_of(running.address, bad.access(ours)) == NO_CONNECTION
@@ -56,7 +58,7 @@ def test_with_a_client_authority_only_its_certificates_get_a_connection(tmp_path
     # With tokens as well, both are needed.
     tokens = write_tokens(tmp_path / "tokens.toml", entry("reader-a", ["a"], "read"))
     with RunningServer(tmp_path / "data", tokens_file=tokens, **options) as running:
-        files = {"tls_ca": ours.path, "tls_cert": good.cert, "tls_key": good.key}
+        files: dict[str, Any] = {"tls_ca": ours.path, "tls_cert": good.cert, "tls_key": good.key}
         with connect(running.address, **files) as client, pytest.raises(Unauthenticated):
             list(client.list())
         with connect(running.address, token=token("reader-a"), **files) as client:
@@ -71,19 +73,23 @@ def test_a_certificates_name_is_its_holders(tmp_path: Path, caplog: pytest.LogCa
     caplog.set_level(logging.INFO)
     authority = Authority(tmp_path / "ca")
     server = authority.issue("server")
-    options = {"tls_cert": server.cert, "tls_key": server.key, "tls_client_ca": authority.path}
+    options: dict[str, Any] = {"tls_cert": server.cert, "tls_key": server.key, "tls_client_ca": authority.path}
     sinks: list[GrpcSink] = []
     with RunningServer(tmp_path / "data", peer_streams_max=1, **options) as running:
         try:
-            for name in ("trainer-7", "trainer-8", "trainer-8"):
+            for name in ("trainer-7", "trainer-8"):
                 access = authority.issue("mine", name).access(authority)
-                sink, recorder = GrpcSink(running.address, HELLO, access=access, connect_grace_s=0), Recorder()
+                sink, recorder = GrpcSink(running.address, HELLO, access=access), Recorder()
                 sinks.append(sink)
                 sink.start(recorder)
-                sink.open_sample(ingest_pb2.OpenSample(sample=1, namespace="default", sample_id=f"s{len(sinks)}"))
-                recorder.wait(LinkUp if len(sinks) < 3 else LinkDown)
-            (down,) = recorder.wait(LinkDown)
-            assert "1 ingest streams at a time" in down.message
+                recorder.wait(LinkUp)
+            third = authority.issue("mine", "trainer-8").access(authority)
+            with open_channel(running.address, third) as channel:
+                stream: Any = channel.stream_stream
+                replies = stream("/slotstream.v1.Ingest/Stream")(iter(()))
+                with pytest.raises(grpc.RpcError) as refused:
+                    next(replies)
+            assert "1 ingest streams at a time" in str(refused.value)
         finally:
             for sink in sinks:
                 sink.close(WAIT_S)
@@ -112,7 +118,7 @@ def test_a_new_client_authority_counts_for_new_connections(tmp_path: Path) -> No
     server, ourselves, others = ours.issue("server"), ours.issue("us"), theirs.issue("them")
     trusted = tmp_path / "trusted.pem"
     trusted.write_bytes(ours.path.read_bytes())
-    options = {"tls_cert": server.cert, "tls_key": server.key, "tls_client_ca": trusted}
+    options: dict[str, Any] = {"tls_cert": server.cert, "tls_key": server.key, "tls_client_ca": trusted}
     with RunningServer(tmp_path / "data", **options) as running:
         assert health_of(running.address, ourselves.access(ours)) == 1
         assert health_of(running.address, others.access(ours)) == NO_CONNECTION
@@ -149,7 +155,7 @@ def test_a_broken_new_certificate_leaves_the_old_one_in_use(
 def test_files_that_cannot_be_used_keep_it_from_starting(tmp_path: Path, which: str, content: bytes | None) -> None:
     authority = Authority(tmp_path / "ca")
     pair = authority.issue("server")
-    options = {"tls_cert": pair.cert, "tls_key": pair.key, "tls_client_ca": authority.path}
+    options: dict[str, Any] = {"tls_cert": pair.cert, "tls_key": pair.key, "tls_client_ca": authority.path}
     options[which] = tmp_path / "wrong.pem"
     if content is not None:
         options[which].write_bytes(content)

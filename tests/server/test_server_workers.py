@@ -12,7 +12,7 @@ from pathlib import Path
 
 import grpc
 import pytest
-from server_kit import ARRIVING, COMMITTED, FAILED, NOT_SERVING, SERVING, Peer, Reader, RunningServer, Sample, health
+from server.server_kit import ARRIVING, COMMITTED, FAILED, NOT_SERVING, SERVING, Peer, Reader, RunningServer, Sample, health
 from support.descendants import descendants
 from support.files import files_below
 from support.waiting import wait_until
@@ -116,8 +116,12 @@ def test_a_worker_that_dies_fails_what_it_had_open_and_nothing_else(peers: list[
     assert partials == []
     with Reader(running.address) as reader:
         for sample, outcome in zip(samples, outcomes, strict=True):
-            wait_until(lambda name=sample.sample_id, want=outcome: reader.state(name) == want)
-    wait_until(lambda: len(running.server._books._orders) == 2)
+
+            def has_it(name: str = sample.sample_id, want: tuple[int, str] = outcome) -> bool:
+                return reader.state(name) == want
+
+            wait_until(has_it)
+    wait_until(lambda: len(running.server._workers._orders) == 2)
     for index in range(PEERS):  # Each lands where the kernel puts it.
         with Peer(running.address) as peer:
             assert not peer.put(Sample(f"again-{index}"), 1).duplicate
@@ -130,8 +134,8 @@ def test_every_process_says_when_the_data_directory_is_away(tmp_path: Path) -> N
         server.config.data_dir.rename(away)
         wait_until(lambda: {health(server) for _ in range(PEERS)} == {NOT_SERVING})
         os.kill((set(children(os.getpid())) - others).pop(), signal.SIGKILL)
-        wait_until(lambda: len(server.server._books._orders) == 1)
-        wait_until(lambda: len(server.server._books._orders) == 2)  # The new one learns it too.
+        wait_until(lambda: len(server.server._workers._orders) == 1)
+        wait_until(lambda: len(server.server._workers._orders) == 2)  # The new one learns it too.
         wait_until(lambda: {health(server) for _ in range(PEERS)} == {NOT_SERVING})
         away.rename(server.config.data_dir)
         wait_until(lambda: {health(server) for _ in range(PEERS)} == {SERVING})

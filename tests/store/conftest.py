@@ -1,19 +1,14 @@
-"""Fixtures of the store's tests. `store_kit` holds what they build samples and faults with."""
+"""Fixtures of the store's tests. `store/store_kit.py` holds what they build samples and faults with."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-_HERE = str(Path(__file__).parent)
-if _HERE not in sys.path:
-    sys.path.insert(0, _HERE)
-
-from slotstream.store.sample import row_hash  # noqa: E402
-from slotstream.store.samples import SampleStore  # noqa: E402
+from slotstream.store.sample import row_hash
+from slotstream.store.samples import SampleStore
 
 
 @pytest.fixture(autouse=True)

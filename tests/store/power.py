@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from store_kit import FaultyFiles, crash
+from store.store_kit import FaultyFiles, crash
 
 from slotstream.store.samples import SampleStore
 from slotstream.wire.hashing import Buffer

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -80,9 +81,11 @@ def _pages(catalogue: Catalogue, query: ListQuery) -> list[SampleRecord]:
     ],
     ids=str,
 )
-def test_pages_hold_what_the_filters_ask_for_newest_first(catalogue: Catalogue, filters: dict, page_size: int) -> None:
+def test_pages_hold_what_the_filters_ask_for_newest_first(
+    catalogue: Catalogue, filters: dict[str, Any], page_size: int
+) -> None:
     def wanted(record: SampleRecord) -> bool:
-        return (
+        return bool(
             record.namespace == filters.get("namespace", record.namespace)
             and record.model == filters.get("model", record.model)
             and record.state == filters.get("state", record.state)

@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
-from store_kit import BROKEN, FULL, FaultyFiles, Sample, read_all, tree
+from store.store_kit import BROKEN, FULL, FaultyFiles, Sample, read_all, tree
 
 from slotstream.store.catalogue.sql import ListQuery
 from slotstream.store.disk.files import Files

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from store_kit import Sample, crash, read_all
+from store.store_kit import Sample, crash, read_all
 
 from slotstream.store.disk.confined_paths import ConfinedPaths
 from slotstream.store.records import State

@@ -10,6 +10,7 @@ import random
 import shutil
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,8 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from power import Plugged, PowerFiles
-from store_kit import BROKEN, FULL, Crash, Sample, crash, read_all
+from store.power import Plugged, PowerFiles
+from store.store_kit import BROKEN, FULL, Crash, Sample, crash, read_all
 
 from slotstream.store.catalogue.sql import ListQuery
 from slotstream.store.records import Failure, State
@@ -118,7 +119,7 @@ class StoreMachine(RuleBasedStateMachine):
         """Some chunks, in a shuffled order; `again`: they will be sent once more."""
         sample, upload, chunks, sent = self.uploads[which % len(self.uploads)]
         for start, stop in chunks[:count]:
-            if isinstance(self._do(lambda start=start, stop=stop: sample.write(upload, start, stop)), SlotStreamError):
+            if isinstance(self._do(partial(sample.write, upload, start, stop)), SlotStreamError):
                 break
             sent.add(start)
         if not again:
@@ -132,7 +133,7 @@ class StoreMachine(RuleBasedStateMachine):
         name = sample.sample_id
         whole = sent | {start for start, _ in chunks[drop:]} == {start for start, _ in sample.chunks()}
         for start, stop in chunks[drop:]:
-            if self._do(lambda start=start, stop=stop: sample.write(upload, start, stop)) is Crash:
+            if self._do(partial(sample.write, upload, start, stop)) is Crash:
                 return
         before = self.committed.get(name)
         if before is None and whole:

@@ -6,12 +6,13 @@ import contextlib
 import os
 import random
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from power import Plugged
-from store_kit import BROKEN, Crash, Sample, crash, read_all
+from store.power import Plugged
+from store.store_kit import BROKEN, Crash, Sample, crash, read_all
 
 from slotstream.store.catalogue.sql import ListQuery
 from slotstream.store.records import Failure, State
@@ -35,6 +36,10 @@ def _check(store: SampleStore, expected: dict[str, Sample], possible: dict[str, 
         assert content in [(s.data, s.token_ids) for s in choices]
 
 
+def _put_aborted(store: SampleStore, sample: Sample) -> None:
+    sample.send(store).abort(Failure("ABORTED", "no"))
+
+
 @pytest.mark.parametrize("catalogue", ["kept", "cut", "lost"])
 @pytest.mark.parametrize("seed", range(ROUNDS))
 def test_power_is_lost_at_a_random_moment(tmp_path: Path, seed: int, catalogue: str) -> None:
@@ -44,7 +49,8 @@ def test_power_is_lost_at_a_random_moment(tmp_path: Path, seed: int, catalogue: 
     expected: dict[str, Sample] = {}
     possible: dict[str, list[Sample]] = {}
     fault = rng.choice(["sync_data", "sync_dir", "rename", "unlink", "pwrite", "create"])
-    plugged.files.faults = {fault: (rng.randint(1, 20), rng.choice([Crash, BROKEN]))}
+    what: list[int | type[Crash]] = [Crash, BROKEN]
+    plugged.files.faults = {fault: (rng.randint(1, 20), rng.choice(what))}
 
     def attempt(action: Callable[[], Any]) -> bool:
         try:
@@ -60,18 +66,18 @@ def test_power_is_lost_at_a_random_moment(tmp_path: Path, seed: int, catalogue: 
             move = rng.choice(["put", "put", "put", "abandon", "abort", "delete", "retain"])
             if move == "put" and name not in expected:
                 possible.setdefault(name, []).append(sample)  # Until it is told: either is right.
-                if attempt(lambda sample=sample: sample.put(store)):
+                if attempt(partial(sample.put, store)):
                     expected[name] = sample
                     del possible[name]
             elif move == "abandon":
-                attempt(lambda sample=sample: sample.send(store, sample.chunks()[:2]))
+                attempt(partial(sample.send, store, sample.chunks()[:2]))
             elif move == "abort":
-                attempt(lambda sample=sample: sample.send(store).abort(Failure("ABORTED", "no")))
+                attempt(partial(_put_aborted, store, sample))
             elif move in ("delete", "retain") and name in expected:
                 possible[name] = [expected.pop(name)]
                 key = sample.key
                 if move == "delete":
-                    gone = attempt(lambda key=key: store.delete(key))
+                    gone = attempt(partial(store.delete, key))
                 else:
                     store.lifetimes.ack(key)
                     policy = Policy(default=Rule(delete_on_ack=True))

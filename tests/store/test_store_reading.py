@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from store_kit import BROKEN, FaultyFiles, Sample, read_all
+from store.store_kit import BROKEN, FaultyFiles, Sample, read_all
 
 from slotstream.store.sample import reading
 from slotstream.store.samples import SampleStore

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from store_kit import Crash, FaultyFiles, Sample, crash, crash_in, read_all, tree
+from store.store_kit import Crash, FaultyFiles, Sample, crash, crash_in, read_all, tree
 
 from slotstream.store.catalogue.sql import ListQuery, MalformedRow, scan
 from slotstream.store.records import SampleRecord, State
@@ -96,6 +96,11 @@ def _lose_catalogue(directory: Path) -> None:
         path.unlink()
 
 
+def _lose_partial(directory: Path) -> None:
+    for path in directory.rglob("*.partial"):
+        path.unlink()
+
+
 def _path(directory: Path) -> Path:
     return SAMPLE.key.path(directory)
 
@@ -114,7 +119,7 @@ CASES = [
         id="partial left, arriving row lost",
     ),
     pytest.param(
-        _and_then(_crashed(_put, rename=(1, Crash)), lambda d: [p.unlink() for p in d.rglob("*.partial")]),
+        _and_then(_crashed(_put, rename=(1, Crash)), _lose_partial),
         INTERRUPTED,
         id="arriving row, partial gone",
     ),

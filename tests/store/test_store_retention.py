@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import sqlite3
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from store_kit import BROKEN, FaultyFiles, Sample, crash, read_all, tree
+from store.store_kit import BROKEN, FaultyFiles, Sample, crash, read_all, tree
+from support.waiting import WAIT_S, wait_until
 
 from slotstream.store.catalogue import retention_sql
 from slotstream.store.catalogue.catalogue import Catalogue
@@ -18,10 +21,10 @@ from slotstream.store.disk.files import Files
 from slotstream.store.records import Failure, SampleKey, State
 from slotstream.store.samples import SampleStore
 from slotstream.store.upkeep import sweeping
-from slotstream.store.upkeep.lifetimes import LEASE_S_MAX
 from slotstream.store.upkeep.retention import Policy, Reason, Rule, forgotten, over_limit, to_free
 from slotstream.store.upkeep.sweeping import Sweeper
 from slotstream.wire.errors import BadParams, ConfigError, Leased, SampleNotFound, StoreFull
+from slotstream.wire.names import LEASE_S_MAX
 
 # Rules.
 
@@ -237,7 +240,7 @@ def test_when_space_runs_low_the_oldest_that_may_go_do(tmp_path: Path) -> None:
     assert [_left(store, space) for space in ("kept", "x", "y")] == ["a", "", "e"]
     files.total = 0
     last = sweeper.make_room()
-    assert (last.samples, last.starved) == ({Reason.FREE_SPACE: 1}, True)
+    assert (last.samples, last.still_short) == ({Reason.FREE_SPACE: 1}, True)
     assert sweeper.make_room().samples == {}
     assert _left(store, "kept") == "a"
     store.close()
@@ -299,6 +302,35 @@ def test_leases_have_a_limit_and_those_that_ended_do_not_count(store: SampleStor
         store.lifetimes.lease(Sample("a").key, "three", 60)
     store.lifetimes.clock._source = lambda: max(until)
     store.lifetimes.lease(Sample("a").key, "three", 60)
+
+
+@pytest.mark.parametrize("refused", ["unknown", "full"])
+def test_a_lease_that_is_refused_leaves_what_shares_its_transaction_alone(
+    store: SampleStore, monkeypatch: pytest.MonkeyPatch, refused: str
+) -> None:
+    """A transaction that fails is rolled back, and each of its operations begins again in one of its own."""
+    monkeypatch.setattr("slotstream.store.upkeep.lifetimes.LEASES_MAX", 0 if refused == "full" else 10)
+    _put(store, "a")
+    busy, go_on = threading.Event(), threading.Event()
+    runs: list[str] = []
+
+    def block(db: sqlite3.Connection) -> None:
+        busy.set()
+        assert go_on.wait(WAIT_S)
+
+    catalogue = store._catalogue
+    catalogue.submit(block)
+    assert busy.wait(WAIT_S)  # What is asked from here on is in the next transaction.
+    before = catalogue.submit(lambda db: runs.append("before"))
+    with ThreadPoolExecutor(1) as pool:
+        leasing = pool.submit(store.lifetimes.lease, Sample("a" if refused == "full" else "nobody").key, "me", 60)
+        wait_until(lambda: len(catalogue._operations) == 2)
+        after = catalogue.submit(lambda db: runs.append("after"))
+        go_on.set()
+        with pytest.raises(StoreFull if refused == "full" else SampleNotFound):
+            leasing.result(WAIT_S)
+    assert (before.result(WAIT_S), after.result(WAIT_S)) == (None, None)
+    assert runs == ["before", "after"]
 
 
 def test_a_sweep_stops_at_its_budget_and_goes_on(store: SampleStore, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -433,7 +465,7 @@ def test_a_clock_is_strictly_increasing() -> None:
 
 def test_totals_by_namespace_follow_every_change(tmp_path: Path) -> None:
     catalogue = Catalogue(tmp_path / "c.sqlite")
-    from test_store_catalogue import RECORDS
+    from store.test_store_catalogue import RECORDS
 
     for record in RECORDS:
         catalogue.put_committed(record)

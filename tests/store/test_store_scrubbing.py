@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from store_kit import BROKEN, FULL, Crash, FaultyFiles, Sample, crash, crash_in, read_all, tree
+from store.store_kit import BROKEN, FULL, Crash, FaultyFiles, Sample, crash, crash_in, read_all, tree
 
 from slotstream.store.catalogue.retention_sql import Queue
 from slotstream.store.catalogue.sql import ListQuery
@@ -95,7 +95,7 @@ def test_damage_is_never_served_found_and_put_aside(tmp_path: Path, damage: Call
     # The file is kept, no sound sample is touched, and neither a check nor a restart brings the damaged one back.
     assert not os.path.lexists(path)
     kept = 0 if word == "MISSING" or damage is _replaced_by_a_directory else 1
-    assert store.lifetimes.quarantine_census()[0] >= kept
+    assert store.lifetimes.quarantine_totals()[0] >= kept
     assert [(v.sample_id, v.damage) for v in store.verify_all() if v.damage != "FOREIGN"] == [("sound", "")]
     for end in (SampleStore.close, crash):
         end(store)
@@ -158,7 +158,7 @@ def test_a_pass_goes_on_where_it_was_stopped_also_after_a_restart(tmp_path: Path
     assert 999 < again.due_in_s(1000) <= 1000
     assert again.run_pass()
     assert again.progress.damaged == 1
-    assert store.lifetimes.quarantine_census()[0] == 2
+    assert store.lifetimes.quarantine_totals()[0] == 2
     store.close()
 
 
@@ -219,7 +219,7 @@ def test_a_quarantine_that_cannot_be_written_serves_nothing_damaged(
     files.faults = {}
     scrubber = Scrubber(store.lifetimes, FAST)
     assert scrubber.run_pass()
-    assert store.lifetimes.quarantine_census()[0] == 1
+    assert store.lifetimes.quarantine_totals()[0] == 1
     store.close()
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from store_kit import Crash, FaultyFiles, Sample, crash, read_all
+from store.store_kit import Crash, FaultyFiles, Sample, crash, read_all
 
 from slotstream.store.catalogue.sql import ListQuery
 from slotstream.store.records import State
@@ -139,8 +139,8 @@ def _prepared(directory: Path, action: str) -> tuple[SampleStore, Stepped]:
         raw[-1] ^= 1
         SAMPLE.path(store).write_bytes(raw)
     crash(store)
-    if action == "ingest":  # So that every directory has still to be made.
-        SAMPLE.key.directory(directory).exists() and SAMPLE.key.directory(directory).rmdir()
+    if action == "ingest" and SAMPLE.key.directory(directory).exists():  # So that every directory has still to be made.
+        SAMPLE.key.directory(directory).rmdir()
     return _open(directory)
 
 

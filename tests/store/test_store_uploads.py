@@ -9,11 +9,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
-from store_kit import CHUNK_ROWS, Sample, read_all, tree
+from store.store_kit import CHUNK_ROWS, Sample, read_all, tree
 
 from slotstream.store.records import Failure, SampleRecord, SampleSpec, State
+from slotstream.store.sample.upload import Upload
 from slotstream.store.samples import SampleStore
 from slotstream.wire import errors
 from slotstream.wire.hashing import xxh3
@@ -165,7 +167,7 @@ def test_of_two_uploads_of_one_id_one_is_stored(store: SampleStore, seeds: tuple
         samples = [Sample(f"s{attempt}", seed=seed) for seed in seeds]
         uploads = [sample.send(store) for sample in samples]
 
-        def commit(at: int, samples: list[Sample] = samples, uploads: list = uploads) -> object:
+        def commit(at: int, samples: list[Sample] = samples, uploads: list[Upload] = uploads) -> object:
             try:
                 return uploads[at].commit(10, samples[at].token_ids)
             except errors.AlreadyExists as error:
@@ -308,8 +310,8 @@ def test_metadata_that_json_makes_longer_fits_or_is_refused_but_never_breaks_the
         ({"metadata": {"k": "x" * METADATA_BYTES_MAX}}, errors.TooLarge),
     ],
 )
-def test_a_malformed_announcement_has_a_stable_code(change: dict[str, object], error: type[Exception]) -> None:
-    spec = {
+def test_a_malformed_announcement_has_a_stable_code(change: dict[str, Any], error: type[Exception]) -> None:
+    spec: dict[str, Any] = {
         "namespace": "n",
         "sample_id": "s",
         "model": "m",

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from store_kit import Sample, crash, tree
+from store.store_kit import Sample, crash, tree
 
 from slotstream.store.samples import SampleStore
 from slotstream.store.upkeep.verifying import verify_directory

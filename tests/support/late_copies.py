@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 
-from slotstream.connector.reading.gather import Destination, RowGather
-from slotstream.connector.sending.copies import Gathered, Slots
+from slotstream.connector.reading.gather import Index, RowGather
+from slotstream.connector.sending.copies import Gathered
 
 
 @dataclass(frozen=True)
@@ -56,11 +56,11 @@ def put_off(monkeypatch: pytest.MonkeyPatch) -> dict[int, Copy]:
     pending: dict[int, Copy] = {}
     gather, done = RowGather.gather, [0]
 
-    def slow(self: RowGather, slots: Slots, destinations: Sequence[Destination], scratch: int | None) -> Gathered:
-        gathered = gather(self, slots, destinations, scratch)
+    def slow(self: RowGather, *args: Any) -> tuple[Gathered, Index]:
+        gathered, notes = gather(self, *args)
         done[0] += 1
         copy = pending.get(done[0])
-        return gathered if copy is None else LateRows(gathered, copy)
+        return (gathered if copy is None else LateRows(gathered, copy)), notes
 
     monkeypatch.setattr(RowGather, "gather", slow)
     return pending

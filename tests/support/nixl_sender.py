@@ -49,13 +49,18 @@ class _Sending:
         self._open: set[int] = set()
         self._sent = 0
         hello = ingest_pb2.Hello(protocol=PROTOCOL_VERSION, engine_id="sender")
-        self._sink = GrpcSink(address, hello, connect_grace_s=60.0, plane=NixlPlane(required=True))
+        self._sink = GrpcSink(address, hello, plane=NixlPlane(required=True))
         self._sink.use_staging(self._staging, SLOT_BYTES)
         self._sink.start(self._events.put)
 
     def run(self) -> None:
         ended = threading.Event()
-        threading.Thread(target=lambda: (sys.stdin.read(), ended.set()), daemon=True).start()
+
+        def end_with_stdin() -> None:
+            sys.stdin.read()
+            ended.set()
+
+        threading.Thread(target=end_with_stdin, daemon=True).start()
         self._take(self._events.get())
         while not ended.is_set() or self._open:
             if not ended.is_set() and len(self._free) >= CHUNKS:

@@ -17,21 +17,21 @@ import threading
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import torch
 
 from slotstream.client import SampleState, connect
 from slotstream.connector.faults import SampleFault
-from slotstream.connector.plan import RowPlan, SampleAbort, SampleFinish, SampleOpen, StepPlan
+from slotstream.connector.plan import SampleAbort, SampleFinish, SampleOpen, StepPlan
 from slotstream.transport.grpc import GrpcSink
 from slotstream.v1 import ingest_pb2
 from slotstream.wire.names import PROTOCOL_VERSION
 from support.server import ServerProcess
 from support.waiting import WAIT_S, wait_until
-from support.worker_rig import Rig, make_rig
+from support.worker_rig import Rig, cached_rows, make_rig
 
-SMALL = {"staging_bytes": 1 << 20, "chunk_bytes": 64 << 10}  # 16 slots.
+SMALL: dict[str, Any] = {"staging_bytes": 1 << 20, "chunk_bytes": 64 << 10}  # 16 slots.
 
 
 @dataclass
@@ -47,7 +47,7 @@ class Engine:
     @classmethod
     def start(cls, address: str, seed: int = 0, name: str = "e", **options: object) -> Engine:
         hello = ingest_pb2.Hello(protocol=PROTOCOL_VERSION, engine_id=name)
-        chosen = {"ack_timeout_s": 30.0, "wait_s_max": 0.5, "server": address, **options}
+        chosen: dict[str, Any] = {"ack_timeout_s": 30.0, "wait_s_max": 0.5, "server": address, **options}
         if chosen.get("sender") == "process":
             return cls(make_rig(seed, hello=hello, **chosen), random.Random(seed), name)
         sink = GrpcSink(address, hello, ack_timeout_s=float(str(chosen["ack_timeout_s"])))
@@ -78,12 +78,12 @@ class Engine:
         opened = SampleOpen(sample_id, "default", sample_id, 0, tokens if exact else tokens + 100, exact, {"made": "up"})
         finish = SampleFinish(sample_id, tuple(range(tokens)))
         whole = cut == tokens and not abort
-        first = RowPlan(sample_id, 0, cut, 0, table)
+        first = cached_rows(sample_id, 0, cut, 0, table)
         rig.step(StepPlan((opened,), (first,), (finish,) if whole else ()), rig.slots(sample_id, 0, cut))
         if abort:
             rig.step(StepPlan(aborts=(SampleAbort(sample_id, "ABORTED", "it was hung up"),)), None)
         elif not whole:
-            rest = RowPlan(sample_id, cut, tokens, cut, table)
+            rest = cached_rows(sample_id, cut, tokens, cut, table)
             rig.step(StepPlan((), (rest,), (finish,)), rig.slots(sample_id, cut, tokens))
         self.promised[sample_id] = None if abort else rig.rows(sample_id, 0, tokens)
         rig.free(sample_id)
@@ -166,7 +166,7 @@ def begin_half(engine: Engine) -> None:
     table = rig.table("half", 40)
     rig.write(rig.slots("half", 0, 20))
     opened = SampleOpen("half", "default", f"{engine.name}-half", 0, 40, True)
-    rig.step(StepPlan((opened,), (RowPlan("half", 0, 20, 0, table),)), rig.slots("half", 0, 20))
+    rig.step(StepPlan((opened,), (cached_rows("half", 0, 20, 0, table),)), rig.slots("half", 0, 20))
     engine.promised[f"{engine.name}-half"] = None
 
 
@@ -175,7 +175,9 @@ def _main(address: str, spool_dir: str, seed: int) -> None:
     engine.work(40)
     begin_half(engine)
     pump = engine.rig.worker._sender
-    wait_until(lambda: not pump._inbox and not pump._shelf.writing and all(_is_spooled(s) for s in _held(engine)), "spooling")
+    wait_until(
+        lambda: not pump._inbox and not pump._spool_writer.writing and all(_is_spooled(s) for s in _held(engine)), "spooling"
+    )
     promised = {sample_id: None if rows is None else rows.hex() for sample_id, rows in engine.promised.items()}
     print(json.dumps(promised), flush=True)
     os.kill(os.getpid(), signal.SIGSTOP)  # Until it is killed.

@@ -85,5 +85,5 @@ def health_of(address: str, access: Access) -> int | grpc.StatusCode:
         try:
             reply = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=60.0)
         except grpc.RpcError as error:
-            return error.code()  # type: ignore[no-any-return, attr-defined]
+            return error.code()
         return int(reply.status)

@@ -67,7 +67,8 @@ class ExampleOnRequest(ExampleConnector):
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         if not (request.kv_transfer_params or {}).get("example"):
             return 0, False
-        return super().get_num_new_matched_tokens(request, num_computed_tokens)
+        matched: tuple[int | None, bool] = super().get_num_new_matched_tokens(request, num_computed_tokens)
+        return matched
 
 
 @dataclass

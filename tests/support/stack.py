@@ -59,21 +59,25 @@ class Stack:
 def stack(
     work: Path,
     model: Path,
-    layer_ids: Sequence[int],
+    layer_ids: Sequence[int | str],
     *engine_options: str,
     serve: bool = True,
     env: Mapping[str, str] | None = None,
+    extract: bool = False,
     **connector: Any,
 ) -> Iterator[Stack]:
     """A server and an engine, up; stopped on leaving. `connector` are its options, `env` is added to the engine's.
 
+    `layer_ids` are captured directly, or with `extract` by vLLM's `extract_hidden_states`.
+
     Without `serve` the engine starts with no server there; `Stack.serve` starts it later.
     """
     running = Stack(work, free_port(), free_port(), free_port())
+    chosen: dict[str, Any] = {} if extract else {"layers": list(layer_ids)}
     options = [
         f"--served-model-name={MODEL_NAME}",
-        *extraction_options(layer_ids),
-        *connector_options(server=running.address, **connector),
+        *(extraction_options([int(layer) for layer in layer_ids]) if extract else ()),
+        *connector_options(server=running.address, **chosen, **connector),
     ]
     try:
         if serve:

@@ -11,7 +11,9 @@ from typing import Any
 import torch
 
 from slotstream.connector.options import ConnectorOptions
-from slotstream.connector.plan import RowPlan, SampleFinish, SampleOpen, StepPlan
+from slotstream.connector.plan import BlockPlace, RowPlan, SampleFinish, SampleOpen, StepPlan
+from slotstream.connector.reading.row_source import CachedRows
+from slotstream.connector.reading.staging_plan import StagingPlan
 from slotstream.connector.reading.worker import WorkerHalf
 from slotstream.connector.sending.process.handle import in_process
 from slotstream.connector.sending.sender import in_thread
@@ -58,11 +60,17 @@ class WatchedSink(LoopbackSink):
             return self._verdicts[number]
 
 
+class OpenWorker(WorkerHalf):
+    """A worker half whose sender tests may look into: a `Pump`, or the handle of a process."""
+
+    _sender: Any
+
+
 @dataclass
 class Rig:
     """A cache [blocks, layers, block size, hidden] of random rows, a worker over it, and the block tables of requests."""
 
-    worker: WorkerHalf
+    worker: OpenWorker
     sink: Any  # A WatchedSink, unless make_rig was given another.
     cache: torch.Tensor
     rng: random.Random
@@ -109,7 +117,7 @@ class Rig:
         self.write(written)
         plan = StepPlan(
             (opened(req_id, tokens),),
-            (RowPlan(req_id, 0, tokens, 0, table),),
+            (cached_rows(req_id, 0, tokens, 0, table),),
             (SampleFinish(req_id, tuple(range(tokens))),),
         )
         self.step(plan, written if slot_mapping is None else slot_mapping)
@@ -118,6 +126,13 @@ class Rig:
         """The rows of a sample as the sink got them, joined in order."""
         sample: LoopbackSample = self.sink.samples[number]
         return b"".join(sample.rows[i] for i in sorted(sample.rows))
+
+
+def cached_rows(
+    req_id: str, start: int, stop: int, computed_from: int, block_ids: tuple[int, ...], first_position: int = 0
+) -> RowPlan:
+    """Positions [start, stop) of a sample that begins at `first_position`, out of the hidden states' own cache layer."""
+    return RowPlan(req_id, start, stop, start - first_position, BlockPlace(block_ids, computed_from))
 
 
 def opened(req_id: str, tokens: int, first_position: int = 0) -> SampleOpen:
@@ -132,6 +147,11 @@ def make_rig(seed: int = 0, sink: SampleSink | None = None, hello: ingest_pb2.He
     sink = sink or WatchedSink()
     chosen = config(**options)
     make_sender = in_thread(chosen, sink) if hello is None else in_process(chosen, hello)
-    rig = Rig(WorkerHalf(chosen, cache, make_sender, 256), sink, cache, rng)
+    rig = Rig(
+        OpenWorker(chosen, CachedRows(cache, len(LAYER_IDS), HIDDEN), make_sender, StagingPlan.of(chosen, 256)),
+        sink,
+        cache,
+        rng,
+    )
     rig._unused = rng.sample(range(BLOCKS), BLOCKS)
     return rig

@@ -29,6 +29,7 @@ class Peer:
         self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._seen: list[ingest_pb2.IngestRequest] = []
         self._announced: deque[ingest_pb2.Announce] = deque()
+        self.ended = threading.Event()  # The other side is gone.
         if not context.add_callback(self.end):
             self.end()
         threading.Thread(target=self._read, name=THREADS, daemon=True).start()
@@ -39,6 +40,7 @@ class Peer:
                 request, data = decode_request(frame)
                 request.data = bytes(data)
                 self._inbox.put(request)
+        self.ended.set()
         self._inbox.put(None)
 
     def replies(self) -> Iterator[bytes]:

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable
 from typing import TypeVar
 
 from slotstream.transport.base import Acked, SinkEvent
 
 WAIT_S = 60.0  # How long a test waits for what must come; only a failing test ever waits so long.
-TICK_S = 1.0
 _Event = TypeVar("_Event", bound=SinkEvent)
 
 
@@ -37,12 +34,9 @@ class Recorder:
         """The events of one kind so far."""
         return [event for event in self.events if isinstance(event, kind)]
 
-    def wait(self, kind: type[_Event], count: int = 1, *, meanwhile: Callable[[], object] = lambda: None) -> list[_Event]:
-        """The events of one kind, once there are `count` of them; `meanwhile` is called again and again until then."""
-        deadline = time.monotonic() + WAIT_S
-        while time.monotonic() < deadline:
-            meanwhile()
-            with self._added:
-                if self._added.wait_for(lambda: sum(isinstance(event, kind) for event in self._events) >= count, TICK_S):
-                    return self.of(kind)
-        raise AssertionError(f"{count} {kind.__name__} did not come; there were {self.events}")
+    def wait(self, kind: type[_Event], count: int = 1) -> list[_Event]:
+        """The events of one kind, once there are `count` of them."""
+        with self._added:
+            came = self._added.wait_for(lambda: sum(isinstance(event, kind) for event in self._events) >= count, WAIT_S)
+        assert came, f"{count} {kind.__name__} did not come; there were {self.events}"
+        return self.of(kind)

@@ -43,14 +43,11 @@ def address() -> Iterator[str]:
 
 @pytest.fixture
 def make_sink(address: str) -> Iterator[MakeSink]:
-    """Makes started sinks to `address`; those that never give up on their own unless told otherwise."""
+    """Makes started sinks to `address`; those that never give a stream up on their own unless told otherwise."""
     sinks: list[GrpcSink] = []
 
     def make(**options: Any) -> tuple[GrpcSink, Recorder]:
-        sink, recorder = (
-            GrpcSink(address, HELLO, **{"ack_timeout_s": math.inf, "connect_grace_s": math.inf, **options}),
-            Recorder(),
-        )
+        sink, recorder = GrpcSink(address, HELLO, **{"ack_timeout_s": math.inf, **options}), Recorder()
         sinks.append(sink)
         sink.start(recorder)
         return sink, recorder
@@ -163,8 +160,8 @@ def test_a_message_of_requests_is_never_longer_than_a_server_takes(server: FakeI
     token_ids = [1 << 40] * 5000  # Of 6 bytes each.
     commits = [ingest_pb2.CommitSample(sample=sample, token_ids=token_ids) for sample in range(1, 41)]
     commits[6].token_ids.extend(token_ids * 10)  # Too long for a batch.
-    for request in commits:
-        sink.commit(request)
+    for commit in commits:
+        sink.commit(commit)
     peer = server.accept()
     peer.welcome(batches=True)
     heard: list[ingest_pb2.CommitSample] = []
@@ -226,6 +223,7 @@ def test_answers_to_nothing_do_no_harm(server: FakeIngest, make_sink: MakeSink) 
         peer.ack(7)
     peer.say(committed=ingest_pb2.Committed(sample=9))
     peer.say(draining=ingest_pb2.Draining())
+    peer.say(welcome=ingest_pb2.Welcome(protocol=1, server_version="again", window_bytes=1 << 20))
     for number in (1, 2):  # The window has not grown by what was acked and never sent.
         sink.submit(chunk(number))
     peer.next("chunk")
@@ -234,24 +232,18 @@ def test_answers_to_nothing_do_no_harm(server: FakeIngest, make_sink: MakeSink) 
     peer.ack(1)
     peer.next("chunk")
     assert recorder.wait(Acked, 4)[-1] == Acked((1,))
+    assert recorder.of(LinkUp) == [LinkUp("fake")]
 
 
 # No server yet, or no longer.
 
 
-def test_samples_that_wait_too_long_for_a_link_are_given_up(make_sink: MakeSink, address: str) -> None:
-    sink, recorder = make_sink(connect_grace_s=0)
-    sink.open_sample(opening(1))
-    (down,) = recorder.wait(LinkDown)
-    assert address in down.message
-    assert recorder.events == [down]
-
-
-def test_samples_wait_for_a_server_within_the_grace(make_sink: MakeSink, address: str, attempts: Attempts) -> None:
-    sink, recorder = make_sink()
+def test_samples_wait_for_a_server(make_sink: MakeSink, address: str, attempts: Attempts) -> None:
+    sink, recorder = make_sink(ack_timeout_s=0)
     sink.open_sample(opening(1))
     for _ in range(3):
         attempts.wait_for_next()
+        sink.check_deadlines()
     with FakeIngest(address) as server:
         peer = server.accept()
         peer.welcome()
@@ -259,33 +251,27 @@ def test_samples_wait_for_a_server_within_the_grace(make_sink: MakeSink, address
         assert recorder.events == [LinkUp("fake")]
 
 
-def test_without_samples_there_is_nothing_to_give_up(make_sink: MakeSink, address: str, attempts: Attempts) -> None:
-    sink, recorder = make_sink(connect_grace_s=0)
-    for _ in range(3):
-        attempts.wait_for_next()
-    sink.check_deadlines()
+def test_after_a_reset_it_reaches_a_server_that_appears_later(make_sink: MakeSink, address: str, attempts: Attempts) -> None:
+    sink, recorder = make_sink()
     with FakeIngest(address) as server:
         server.accept().welcome()
-        assert recorder.wait(LinkUp)
-    assert recorder.events[0] == LinkUp("fake")
-
-
-def test_after_a_reset_it_reaches_a_server_that_appears_later(make_sink: MakeSink, address: str) -> None:
-    sink, recorder = make_sink(connect_grace_s=0)
+        recorder.wait(LinkUp)
+        attempts.wait_for_next()
+    recorder.wait(LinkDown)
     for number in (1, 2):
         sink.open_sample(opening(number))
         sink.submit(chunk(number))
         sink.commit(commit(number))
-        recorder.wait(LinkDown, number)
-        if number == 1:
-            sink.reset()
+    sink.reset()
+    for _ in range(3):
+        attempts.wait_for_next()
     with FakeIngest(address) as server:
-        sink.reset()
         peer = server.accept()
         peer.welcome()
-        recorder.wait(LinkUp)
+        recorder.wait(LinkUp, 2)
         sink.open_sample(opening(3))
-        assert peer.next("open") == opening(3)  # And nothing of what was given up.
+        assert peer.next("open") == opening(3)  # And nothing of what was forgotten.
+    assert len(recorder.wait(LinkDown, 2)) == 2  # Attempts that fail are none.
 
 
 def test_a_link_that_broke_stays_down_until_reset(make_sink: MakeSink, address: str, attempts: Attempts) -> None:
@@ -358,12 +344,15 @@ def test_a_server_that_never_answers_a_commit_is_given_up(server: FakeIngest, ma
     recorder.wait(LinkDown)
 
 
-def test_a_server_that_never_welcomes_is_given_up(server: FakeIngest, make_sink: MakeSink) -> None:
-    sink, recorder = make_sink(ack_timeout_s=0, connect_grace_s=0)
+def test_a_stream_that_is_never_welcomed_is_given_up_and_the_next_one_tried(server: FakeIngest, make_sink: MakeSink) -> None:
+    sink, recorder = make_sink(ack_timeout_s=0)
     sink.open_sample(opening(1))
-    server.accept().next("hello")
-    recorder.wait(LinkDown, meanwhile=sink.check_deadlines)
-    assert recorder.of(LinkUp) == []
+    for _ in range(2):
+        peer = server.accept()
+        peer.next("hello")
+        while not peer.ended.wait(0.05):
+            sink.check_deadlines()
+    assert recorder.events == []
 
 
 def test_a_server_within_its_time_is_not_given_up(server: FakeIngest, make_sink: MakeSink) -> None:
@@ -473,14 +462,17 @@ def _join(threads: set[threading.Thread]) -> None:
 @pytest.mark.parametrize("state", ["nobody there", "not welcomed", "window full", "never read", "down"])
 def test_close_ends_every_thread(address: str, state: str) -> None:
     before = _own_threads()
-    sink, recorder = GrpcSink(address, HELLO, ack_timeout_s=0, connect_grace_s=0 if state == "down" else math.inf), Recorder()
+    sink, recorder = GrpcSink(address, HELLO, ack_timeout_s=0), Recorder()
     sink.start(recorder)
+    if state == "down":
+        with FakeIngest(address) as server:
+            server.accept().welcome()
+            recorder.wait(LinkUp)
+        recorder.wait(LinkDown)
     sink.open_sample(opening(1))
     for number in range(1, 20):
         sink.submit(chunk(number, nbytes=1 << 20))
     if state in ("nobody there", "down"):
-        if state == "down":
-            recorder.wait(LinkDown)
         sink.close(WAIT_S)
         _join(_own_threads() - before)
         return
@@ -538,10 +530,12 @@ def test_twenty_links_leave_no_thread_behind(server: FakeIngest, address: str, b
     _join(_own_threads() - before)
 
 
-def test_a_path_that_is_no_socket_is_a_link_that_does_not_come_up(tmp_path: Path) -> None:
+def test_a_path_that_is_no_socket_is_a_link_that_does_not_come_up(tmp_path: Path, attempts: Attempts) -> None:
     (tmp_path / "s").touch()
-    sink, recorder = GrpcSink(f"unix:{tmp_path}/s", HELLO, connect_grace_s=0), Recorder()
+    sink, recorder = GrpcSink(f"unix:{tmp_path}/s", HELLO), Recorder()
     sink.start(recorder)
     sink.open_sample(opening(1))
-    recorder.wait(LinkDown)
+    for _ in range(3):
+        attempts.wait_for_next()
     sink.close(WAIT_S)
+    assert recorder.events == []

@@ -35,7 +35,7 @@ class Worker:
         self.staging = memoryview(mmap.mmap(-1, SLOTS * SLOT_BYTES))
         self.recorder = Recorder()
         plane = NixlPlane(required=True)
-        self.sink = GrpcSink(address, HELLO, ack_timeout_s=math.inf, connect_grace_s=math.inf, plane=plane)
+        self.sink = GrpcSink(address, HELLO, ack_timeout_s=math.inf, plane=plane)
         self.sink.use_staging(self.staging, SLOT_BYTES)
         self.sink.start(self.recorder)
 

@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Self
 
 from slotstream.client.info import NamespaceUsage, SampleInfo, Usage, Verdict, unix_ns, wire_state
-from slotstream.client.placed import NotInPlaceError
+from slotstream.client.local_file import WrongFileError
 from slotstream.client.reading import RowReader
 from slotstream.client.rpc import Rpc
 from slotstream.client.tensors import Sample, receive_sample, require_torch
@@ -34,8 +34,13 @@ from slotstream.wire.errors import (
 from slotstream.wire.names import (
     DEFAULT_ADDRESS,
     DEFAULT_NAMESPACE,
+    FINAL,
     LAYERS_MAX,
+    LEASE_S_MAX,
+    PAGE_SIZE_MAX,
+    READ_WAIT_S_MAX,
     ROWS_MAX,
+    TAG_FILTERS_MAX,
     check_holder,
     check_namespace,
     check_sample_id,
@@ -46,10 +51,6 @@ _log = logging.getLogger(__name__)
 SERVER_VARIABLE = "SLOTSTREAM_SERVER"
 TOKEN_FILE_VARIABLE = "SLOTSTREAM_TOKEN_FILE"
 TLS_VARIABLES = ("SLOTSTREAM_TLS_CA", "SLOTSTREAM_TLS_CERT", "SLOTSTREAM_TLS_KEY")
-WAIT_S_MAX = 3600.0
-PAGE_SIZE_MAX = 1000
-FILTER_TAGS_MAX = 8
-LEASE_S_MAX = 86_400.0
 # Verify answers once a sample, and the largest one takes minutes to hash.
 _VERIFY_STALL_S = 3600.0
 
@@ -142,7 +143,7 @@ class Client:
         namespace: str = DEFAULT_NAMESPACE,
         start: int = 0,
         stop: int | None = None,
-        layers: Sequence[int] | None = None,
+        layers: Sequence[int | str] | None = None,
         wait_s: float = 30.0,
         verify: bool = True,
         ack: bool = False,
@@ -169,7 +170,7 @@ class Client:
         namespace: str = DEFAULT_NAMESPACE,
         start: int = 0,
         stop: int | None = None,
-        layers: Sequence[int] | None = None,
+        layers: Sequence[int | str] | None = None,
         wait_s: float = 30.0,
         verify: bool = True,
     ) -> RowReader:
@@ -177,7 +178,7 @@ class Client:
 
         start, stop: rows, not negative, counted from the sample's first; stop None: to the end. As with slices start may
         equal stop, for no row; but a stop past the sample's end is an error.
-        layers: layer ids (not positions), in the order wanted, each once; None: all, in the file's order.
+        layers: layer ids (not positions) and "final", in the order wanted, each once; None: all, in the file's order.
         wait_s: how long to wait for a sample that is still arriving or not known yet, 0 to 3600.
         verify: have the server check the rows against their hashes, for which it reads all layers of these rows. False: it
         reads fewer than half of the layers alone, unchecked, which saves the disk most of the work where layers are many.
@@ -187,31 +188,44 @@ class Client:
         BadTokenRange, BadLayers, and Damaged (the file fails its hashes).
         """
         wait_s = float(wait_s)
-        if not 0 <= wait_s <= WAIT_S_MAX:
-            raise BadParams(f"wait_s {wait_s:g} is not between 0 and {WAIT_S_MAX:g} seconds")
+        if not 0 <= wait_s <= READ_WAIT_S_MAX:
+            raise BadParams(f"wait_s {wait_s:g} is not between 0 and {READ_WAIT_S_MAX:g} seconds")
         first, last = _checked_range(start, stop)
         request = samples_pb2.ReadRequest(
             namespace=check_namespace(namespace),
             sample_id=check_sample_id(sample_id),
             start=first,
             stop=last,
-            layer_ids=_checked_layers(layers),
             wait_s=wait_s,
             unverified=not verify,
             in_place=self.data_dir is not None,
         )
+        request.layer_ids.extend(_checked_layers(self._with_ids(layers, request)))
         reader = self._reader(request)
         if self.data_dir is None:
             return reader
         try:
             reader.take_from(self.data_dir, functools.partial(self._count_read, reader.info))
-        except NotInPlaceError as error:
+        except WrongFileError as error:
             if not self._said_not_in_place:
                 self._said_not_in_place = True
                 _log.warning("rows come from the server, not out of %s: %s", self.data_dir, error)
             request.in_place = False
             reader = self._reader(request)
         return reader
+
+    def _with_ids(self, layers: Sequence[int | str] | None, request: samples_pb2.ReadRequest) -> Sequence[int | str] | None:
+        """`layers` with the id of "final" in its place, which only the sample knows. Raises BadLayers where it has none."""
+        if not isinstance(layers, Sequence) or isinstance(layers, str) or FINAL not in layers:
+            return layers
+        asked = samples_pb2.ReadRequest()
+        asked.CopyFrom(request)
+        asked.start, asked.stop, asked.in_place = 0, 0, False  # No row: only what the sample is.
+        with self._reader(asked) as reader:
+            info = reader.info
+        if info.layer_names[-1] != FINAL:
+            raise BadLayers(f"sample {info.sample_id!r} has no layer {FINAL!r}: its layers are {list(info.layer_ids)}")
+        return [info.layer_ids[-1] if layer == FINAL else layer for layer in layers]
 
     def _reader(self, request: samples_pb2.ReadRequest) -> RowReader:
         return RowReader(
@@ -257,8 +271,8 @@ class Client:
             raise BadPage(f"page_size {page_size} is not between 1 and {PAGE_SIZE_MAX}")
         if limit is not None and limit < 0:
             raise BadPage(f"limit {limit} is negative")
-        if tags and len(tags) > FILTER_TAGS_MAX:
-            raise BadTags(f"a list filters by at most {FILTER_TAGS_MAX} tags, not {len(tags)}")
+        if tags and len(tags) > TAG_FILTERS_MAX:
+            raise BadTags(f"a list filters by at most {TAG_FILTERS_MAX} tags, not {len(tags)}")
         request = samples_pb2.ListRequest(
             namespace="" if namespace is None else check_namespace(namespace),
             model=model or "",
@@ -371,11 +385,11 @@ def _checked_range(start: int, stop: int | None) -> tuple[int, int | None]:
     return first, last
 
 
-def _checked_layers(layers: Sequence[int] | None) -> builtins.list[int]:
+def _checked_layers(layers: Sequence[int | str] | None) -> builtins.list[int]:
     if layers is None:
         return []
     try:
-        ids = [operator.index(layer) for layer in layers]
+        ids = [operator.index(layer) for layer in layers]  # type: ignore[arg-type]
     except TypeError:
         raise BadLayers(f"layers {layers!r} are not a sequence of layer ids") from None
     # On the wire no layer means every layer: an empty selection must not turn into all of them.

@@ -43,7 +43,7 @@ class SampleDataset(IterableDataset[Sample]):
         tags: Mapping[str, str] | None = None,
         created_from: datetime.datetime | int | None = None,
         created_until: datetime.datetime | int | None = None,
-        layers: Sequence[int] | None = None,
+        layers: Sequence[int | str] | None = None,
         rank: int = 0,
         world_size: int = 1,
         ack: bool = False,

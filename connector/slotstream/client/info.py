@@ -8,6 +8,7 @@ from enum import StrEnum
 
 from slotstream.v1 import sample_pb2, samples_pb2
 from slotstream.wire.errors import BadParams, ProtocolViolation
+from slotstream.wire.names import layer_names
 
 
 class SampleState(StrEnum):
@@ -49,6 +50,11 @@ class SampleInfo:
     acked_unix_ns: int | None = None  # when a reader first was done with it
     leased_until_unix_ns: int | None = None
     expires_unix_ns: int | None = None  # when the server deletes it for its age
+
+    @property
+    def layer_names(self) -> tuple[str, ...]:
+        """What people call the layers, in the file's order: the ids, and "final" for the output of the last norm."""
+        return layer_names(self.layer_ids, self.metadata)
 
     @property
     def created(self) -> datetime.datetime:

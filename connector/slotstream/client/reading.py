@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Self
 
 from slotstream.client.info import SampleInfo
-from slotstream.client.placed import NotInPlaceError, SampleFile
+from slotstream.client.local_file import SampleFile, WrongFileError
 from slotstream.client.rpc import WatchedStream
 from slotstream.v1 import samples_pb2
 from slotstream.wire import dtypes
@@ -66,6 +66,12 @@ class RowReader:
         return self.stop - self.start
 
     @property
+    def layer_names(self) -> tuple[str, ...]:
+        """What people call the layers of the rows that follow, in their order."""
+        names = dict(zip(self.info.layer_ids, self.info.layer_names, strict=True))
+        return tuple(names[layer_id] for layer_id in self.layer_ids)
+
+    @property
     def row_bytes(self) -> int:
         """Bytes of one row [layers, hidden], of the layers wanted."""
         return dtypes.row_bytes(self.info.dtype, len(self.layer_ids), self.info.hidden_size)
@@ -77,7 +83,7 @@ class RowReader:
     def take_from(self, data_dir: Path, taken: Callable[[], None]) -> None:
         """Take the rows out of the sample's file below `data_dir`; `taken` is called once the last row of all was.
 
-        For a request that said `in_place`. Raises NotInPlaceError when the file there is not the sample's: nothing can be read
+        For a request that said `in_place`. Raises WrongFileError when the file there is not the sample's: nothing can be read
         then. A server too old to know `in_place` sends the rows, and nothing changes.
         """
         if self._header_xxh3 is None:
@@ -92,7 +98,7 @@ class RowReader:
         stored = (file.header.dtype, file.header.num_tokens, file.header.num_layers, file.header.hidden_size)
         if stored != (self.info.dtype, self.info.num_tokens, len(self.info.layer_ids), self.info.hidden_size):
             file.close()
-            raise NotInPlaceError(f"{path} is not what the server says of the sample")
+            raise WrongFileError(f"{path} is not what the server says of the sample")
         self._file, self._file_rows = file, self._rows_of(file)
         if self.num_rows == self.info.num_tokens:
             self._taken = taken

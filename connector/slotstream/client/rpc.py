@@ -5,15 +5,17 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, Final, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import grpc
 
-from slotstream.v1 import sample_pb2, samples_pb2
+from slotstream.v1 import sample_pb2, samples_pb2, samples_pb2_grpc
 from slotstream.wire.access import Access
 from slotstream.wire.address import check_address
 from slotstream.wire.channel import COMMON_OPTIONS
 from slotstream.wire.errors import (
+    CODE_KEY,
+    REASON_KEY,
     BadParams,
     DeadlineExceeded,
     InternalFault,
@@ -27,11 +29,8 @@ from slotstream.wire.errors import (
 )
 from slotstream.wire.memory import keep_freed_blocks
 
-CODE_KEY: Final = "slotstream-code"
-REASON_KEY: Final = "slotstream-reason"
-
 _HEALTH_CHECK = "/grpc.health.v1.Health/Check"
-_SERVICE = "/slotstream.v1.Samples/"
+_READ = "/slotstream.v1.Samples/Read"
 _WATCH_TICK_S = 0.25
 _LAST_FAILURE_S = 1.0
 # A trainer should notice a restarted server at once.
@@ -56,53 +55,9 @@ class Rpc:
             self._channel = grpc.insecure_channel(self.address, options=_CHANNEL_OPTIONS)
         else:
             self._channel = grpc.secure_channel(self.address, grpc.ssl_channel_credentials(*files), options=_CHANNEL_OPTIONS)
-        unary, stream = self._channel.unary_unary, self._channel.unary_stream
-        self._stat = unary(
-            _SERVICE + "Stat",
-            request_serializer=samples_pb2.StatRequest.SerializeToString,
-            response_deserializer=sample_pb2.SampleInfo.FromString,
-        )
-        self._list = unary(
-            _SERVICE + "List",
-            request_serializer=samples_pb2.ListRequest.SerializeToString,
-            response_deserializer=samples_pb2.ListReply.FromString,
-        )
-        self._delete = unary(
-            _SERVICE + "Delete",
-            request_serializer=samples_pb2.DeleteRequest.SerializeToString,
-            response_deserializer=samples_pb2.DeleteReply.FromString,
-        )
-        self._ack = unary(
-            _SERVICE + "Ack",
-            request_serializer=samples_pb2.AckRequest.SerializeToString,
-            response_deserializer=samples_pb2.AckReply.FromString,
-        )
-        self._count_read = unary(
-            _SERVICE + "CountRead",
-            request_serializer=samples_pb2.CountReadRequest.SerializeToString,
-            response_deserializer=samples_pb2.CountReadReply.FromString,
-        )
-        self._lease = unary(
-            _SERVICE + "Lease",
-            request_serializer=samples_pb2.LeaseRequest.SerializeToString,
-            response_deserializer=samples_pb2.LeaseReply.FromString,
-        )
-        self._usage = unary(
-            _SERVICE + "Usage",
-            request_serializer=samples_pb2.UsageRequest.SerializeToString,
-            response_deserializer=samples_pb2.UsageReply.FromString,
-        )
-        # Replies stay bytes: protobuf would copy the rows several times over (see slotstream.wire.frames).
-        self._read = stream(
-            _SERVICE + "Read",
-            request_serializer=samples_pb2.ReadRequest.SerializeToString,
-            response_deserializer=None,
-        )
-        self._verify = stream(
-            _SERVICE + "Verify",
-            request_serializer=samples_pb2.VerifyRequest.SerializeToString,
-            response_deserializer=samples_pb2.VerifyReply.FromString,
-        )
+        self._stub: Any = samples_pb2_grpc.SamplesStub(self._channel)  # type: ignore[no-untyped-call]
+        # Its replies stay bytes, which the stub's would not: protobuf copies rows several times over (slotstream.wire.frames).
+        self._read = self._channel.unary_stream(_READ, samples_pb2.ReadRequest.SerializeToString, None)
 
     def wait_until_connected(self, timeout_s: float) -> None:
         """Raises ServerUnavailable when nothing took the connection, and answered on it, within `timeout_s`."""
@@ -128,28 +83,28 @@ class Rpc:
         return ""
 
     def stat(self, request: samples_pb2.StatRequest) -> sample_pb2.SampleInfo:
-        info: sample_pb2.SampleInfo = self._call(self._stat, request)
+        info: sample_pb2.SampleInfo = self._call(self._stub.Stat, request)
         return info
 
     def list(self, request: samples_pb2.ListRequest) -> samples_pb2.ListReply:
-        reply: samples_pb2.ListReply = self._call(self._list, request)
+        reply: samples_pb2.ListReply = self._call(self._stub.List, request)
         return reply
 
     def delete(self, request: samples_pb2.DeleteRequest) -> None:
-        self._call(self._delete, request)
+        self._call(self._stub.Delete, request)
 
     def ack(self, request: samples_pb2.AckRequest) -> None:
-        self._call(self._ack, request)
+        self._call(self._stub.Ack, request)
 
     def count_read(self, request: samples_pb2.CountReadRequest) -> None:
-        self._call(self._count_read, request)
+        self._call(self._stub.CountRead, request)
 
     def lease(self, request: samples_pb2.LeaseRequest) -> samples_pb2.LeaseReply:
-        reply: samples_pb2.LeaseReply = self._call(self._lease, request)
+        reply: samples_pb2.LeaseReply = self._call(self._stub.Lease, request)
         return reply
 
     def usage(self, request: samples_pb2.UsageRequest) -> samples_pb2.UsageReply:
-        reply: samples_pb2.UsageReply = self._call(self._usage, request)
+        reply: samples_pb2.UsageReply = self._call(self._stub.Usage, request)
         return reply
 
     def read(self, request: samples_pb2.ReadRequest) -> WatchedStream[bytes]:
@@ -158,7 +113,7 @@ class Rpc:
 
     def verify(self, request: samples_pb2.VerifyRequest) -> WatchedStream[samples_pb2.VerifyReply]:
         self._check_open()
-        return WatchedStream(self._verify(request, metadata=self.access.call_metadata()), self.address)
+        return WatchedStream(self._stub.Verify(request, metadata=self.access.call_metadata()), self.address)
 
     def close(self) -> None:
         """Ends calls still under way. May be called twice."""

@@ -29,6 +29,7 @@ class Sample:
     start: int  # row 0 here is row `start` of the stored sample
     tags: dict[str, str]  # the request's
     metadata: dict[str, str]  # what the connector and the store recorded; times in Unix nanoseconds
+    layer_names: tuple[str, ...] = ()  # the ids as people name them: "final" is the output of the model's last norm
 
 
 def require_torch() -> ModuleType:
@@ -64,6 +65,7 @@ def receive_sample(reader: RowReader) -> Sample:
         if reader.num_rows
         else torch.empty(0, dtype=torch.int64),
         layer_ids=reader.layer_ids,
+        layer_names=reader.layer_names,
         start=reader.start,
         tags=info.tags,
         metadata={

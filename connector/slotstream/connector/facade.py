@@ -16,6 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
+from slotstream.connector import plugin
 from slotstream.connector.faults import SampleFault
 from slotstream.connector.hook_guard import HookGuard
 from slotstream.connector.metrics import SlotStreamPromMetrics, SlotStreamStats
@@ -24,7 +25,9 @@ from slotstream.connector.plan import EMPTY_PLAN, StepPlan
 from slotstream.connector.planning.scheduler import SchedulerHalf
 from slotstream.connector.planning.server_health import ServerHealth
 from slotstream.connector.reading.releases import Releases, every_worker_reports
+from slotstream.connector.reading.staging_plan import StagingPlan, step_tokens_max
 from slotstream.connector.reading.worker import WorkerHalf
+from slotstream.connector.row_sources import check_capture, row_group, row_places, row_source
 from slotstream.connector.sending.process.handle import sender_for
 from slotstream.connector.vllm_config import ConnectorConfig, vllm_version
 from slotstream.transport.logs import connector_logger
@@ -64,7 +67,9 @@ class SlotStreamWorkerMetadata(KVConnectorWorkerMetadata):
 
 
 class SlotStreamConnector(KVConnectorBase_V1, SupportsHMA):
-    """Streams the rows that `extract_hidden_states` caches to a slotstream server. See README.md for its options."""
+    """Streams rows to a slotstream server: of the layers that its options name, or that `extract_hidden_states` caches."""
+
+    is_slotstream = True  # How the plug-in knows us, and whoever extends us.
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -84,37 +89,31 @@ class SlotStreamConnector(KVConnectorBase_V1, SupportsHMA):
         self._watch: ServerHealth | None = None
         self._capture_layer = ""
         self._bound: StepPlan = EMPTY_PLAN
-        self._group = _hidden_state_group(kv_cache_config)
+        self._group = row_group(self._config, vllm_config, kv_cache_config)
         if role is KVConnectorRole.SCHEDULER:
             self._watch = ServerHealth(
                 self._config.options.server, self._config.options.access, patient=self._config.options.spool_dir is not None
             )
             self._scheduler = SchedulerHalf(
                 self._config,
-                self._group,
-                kv_cache_config.kv_cache_groups[self._group].kv_cache_spec.block_size,
+                self._group.index,
+                self._group.block_size,
                 vllm_config.model_config.max_model_len,
                 self._why_no_capture,
+                row_places(self._config, vllm_config, self._group),
             )
+        elif self._config.direct:
+            check_capture(self._config)
 
     # -- worker side
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        from vllm.config import get_layers_from_vllm_config
-        from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
-        from vllm.model_executor.models.extract_hidden_states import CacheOnlyAttentionLayer
-
-        layers = list(get_layers_from_vllm_config(self._vllm_config, CacheOnlyAttentionLayer, list(kv_caches)))
-        # Rows are the same on every tensor-parallel rank, and only the last pipeline rank has any: one worker sends.
         if self._worker is not None:
             return
-        if not layers or get_tensor_model_parallel_rank() != 0:
+        source, self._capture_layer = row_source(self._config, self._vllm_config, kv_caches)
+        if source is None:  # Rows are the same on every rank that has them: one worker sends.
             self._releases = self._releases or (Releases() if every_worker_reports() else None)
             return
-        if len(layers) > 1:
-            raise ConfigError(f"expected one layer of hidden states, found {len(layers)}")
-        self._capture_layer = layers[0]
-        scheduler_config = self._vllm_config.scheduler_config
         hello = ingest_pb2.Hello(
             protocol=PROTOCOL_VERSION,
             engine_id=self._config.engine_id,
@@ -122,13 +121,8 @@ class SlotStreamConnector(KVConnectorBase_V1, SupportsHMA):
             vllm_version=vllm_version(),
             slotstream_version=self._config.metadata["slotstream_version"],
         )
-        self._worker = WorkerHalf(
-            self._config,
-            kv_caches[self._capture_layer],
-            sender_for(self._config, hello),
-            # Twice the requests: each may carry one draft token beside its own.
-            scheduler_config.max_num_batched_tokens + 2 * scheduler_config.max_num_seqs,
-        )
+        staging = StagingPlan.of(self._config, step_tokens_max(self._vllm_config))
+        self._worker = WorkerHalf(self._config, source, sender_for(self._config, hello), staging)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
@@ -139,6 +133,11 @@ class SlotStreamConnector(KVConnectorBase_V1, SupportsHMA):
             self._on_worker(self._worker.bind, self._bound)
         elif self._releases is not None:
             self._releases.bind(connector_metadata.plan)
+
+    def restore_kv_caches(self) -> None:
+        # After a sleep: the device's memory was given away, the row pool's too.
+        if self._worker is not None:
+            self._guard.run(self._worker.wake, None)
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         return
@@ -190,6 +189,10 @@ class SlotStreamConnector(KVConnectorBase_V1, SupportsHMA):
 
     # -- scheduler side
 
+    def on_new_request(self, request: Request) -> None:
+        if self._scheduler is not None:
+            self._guard.run(self._scheduler.on_new, None, request)
+
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         if self._scheduler is not None:
             self._guard.run(self._scheduler.on_match, None, request, num_computed_tokens)
@@ -235,7 +238,7 @@ class SlotStreamConnector(KVConnectorBase_V1, SupportsHMA):
     def _finished(self, request: Request, block_ids: tuple[Sequence[int], ...]) -> tuple[bool, dict[str, Any] | None] | None:
         assert self._scheduler is not None
         # A request that never got blocks has no tables.
-        table = block_ids[self._group] if self._group < len(block_ids) else ()
+        table = block_ids[self._group.index] if self._group.index < len(block_ids) else ()
         return self._scheduler.on_finished(request, table)
 
     def reset_cache(self) -> bool:
@@ -274,7 +277,8 @@ class SlotStreamConnector(KVConnectorBase_V1, SupportsHMA):
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
         # vLLM asks this in its front end, before any model is loaded: the earliest place to refuse wrong options.
-        ConnectorOptions.from_extra(extra_config or {})
+        if ConnectorOptions.from_extra(extra_config or {}).layers is not None:
+            plugin.install()  # Where the worker is in this very process, vLLM has asked for plug-ins too early.
         return False
 
     def shutdown(self) -> None:
@@ -302,24 +306,3 @@ def _register(connector: type[SlotStreamConnector]) -> None:
 
 
 _register(SlotStreamConnector)
-
-
-def _hidden_state_group(kv_cache_config: KVCacheConfig) -> int:
-    """The KV-cache group that holds the hidden states. Raises ConfigError when it cannot be told.
-
-    Models whose layers all keep every token (full attention, MLA, sparse MLA) have one group, which the hidden states share.
-    Hybrids (sliding windows, chunked local attention, states) give the hidden states a group of their own. vLLM 0.32
-    makes no other layout, or refuses the model itself: docs/requests.md, "Models".
-    """
-    from vllm.v1.kv_cache_interface import HiddenStateCacheSpec
-
-    groups = kv_cache_config.kv_cache_groups
-    found = [i for i, group in enumerate(groups) if isinstance(group.kv_cache_spec, HiddenStateCacheSpec)]
-    if len(found) == 1:
-        return found[0]
-    if len(groups) == 1:
-        return 0
-    raise ConfigError(
-        f"none of this model's {len(groups)} KV-cache groups is the hidden states' own, so nothing says which block table "
-        "their rows are in: this model cannot be captured with this version of vLLM"
-    )

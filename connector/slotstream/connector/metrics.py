@@ -17,7 +17,7 @@ class SlotStreamStats(KVConnectorStats):
     """Counts by `name` or `name:code` since the last report, and gauges (see `counters.METRICS`)."""
 
     def reset(self) -> None:
-        self.data = {}
+        self.data: dict[str, Any] = {}
 
     def aggregate(self, other: KVConnectorStats) -> SlotStreamStats:
         merge(self.data, other.data)

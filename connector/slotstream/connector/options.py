@@ -10,41 +10,52 @@ from typing import Any, Self
 from slotstream.wire.access import Access, token_from_environment
 from slotstream.wire.address import check_address
 from slotstream.wire.errors import BadNamespace, ConfigError
-from slotstream.wire.names import CHUNK_BYTES_MAX, DEFAULT_ADDRESS, DEFAULT_NAMESPACE, check_namespace
+from slotstream.wire.names import CHUNK_BYTES_MAX, DEFAULT_ADDRESS, DEFAULT_NAMESPACE, FINAL, LAYERS_MAX, check_namespace
 from slotstream.wire.nixl import check_transport
 
 ON_FULL = ("wait", "fail_sample")
 TRANSPORTS = ("auto", "grpc", "nixl")
-STAGING = ("host",)
 BAD_ROWS = ("mark", "fail")
-SENDERS = ("thread", "process")
+SENDERS = ("auto", "thread", "process")
 
 
 @dataclass(frozen=True, slots=True)
 class ConnectorOptions:
-    """`kv_connector_extra_config`, checked. The table of options in docs/reference.md is made of these fields."""
+    """`kv_connector_extra_config`, checked. docs/reference.md's table of options is made of these fields."""
 
     server: str = field(default=DEFAULT_ADDRESS, metadata={"help": "storage server: host:port or unix:/path"})
     transport: str = field(
         default="auto",
         metadata={"help": "how rows travel: nixl, grpc, or auto: nixl where it is there and pays (docs/transports.md)"},
     )
+    layers: tuple[int | str, ...] | None = field(
+        default=None,
+        metadata={
+            "help": "layers to capture directly: whole numbers from 0 (the residual stream after so many layers) and "
+            '"final" (the output of the last norm); null: what extract_hidden_states caches'
+        },
+    )
+    row_pool_bytes: int | None = field(
+        default=None,
+        metadata={"help": "GPU memory for rows of `layers`; null: a step's rows and the output rows that wait, up to 2 GiB"},
+    )
     namespace: str = field(default=DEFAULT_NAMESPACE, metadata={"help": "namespace of requests that name none"})
     capture: bool = field(default=True, metadata={"help": "capture requests that do not say; false: only those that ask"})
     include_output_tokens: bool = field(default=False, metadata={"help": "capture output rows of requests that do not say"})
-    staging: str = field(default="host", metadata={"help": "where rows wait: host memory only (docs/transports.md)"})
     staging_bytes: int | None = field(
         default=None,
         metadata={
             "help": "host memory for rows on their way, allocated once; null: three steps' rows or more, 512 MiB to 2 GiB"
         },
     )
-    chunk_bytes: int = field(default=2 << 20, metadata={"help": "most bytes of rows a message carries"})
+    chunk_bytes: int = field(
+        default=2 << 20, metadata={"help": "bytes of rows that a message carries; a row that is larger goes alone"}
+    )
     sender: str = field(
-        default="thread",
+        default="auto",
         metadata={
-            "help": "what hashes and sends rows: a thread of vLLM's worker, or a process beside it, not yet run on a GPU "
-            "(docs/transports.md)"
+            "help": "what hashes and sends rows: a thread of vLLM's worker, a process beside it, or auto: a process for layers "
+            "captured on a GPU, else a thread (docs/transports.md)"
         },
     )
     on_full: str = field(
@@ -80,11 +91,6 @@ class ConnectorOptions:
             check_namespace(self.namespace)
         except BadNamespace as error:
             raise ConfigError(f"connector option namespace: {error}") from error
-        if self.staging == "device":
-            raise ConfigError(
-                'connector option staging must be "host": UCX would emulate reading GPU memory, which is slower, and rows are '
-                "hashed, spooled and sent again out of host memory (docs/transports.md)"
-            )
         if self.staging_bytes is not None:
             _check_number("staging_bytes", self.staging_bytes, int, 1 << 20, 1 << 40)
         _check_number("chunk_bytes", self.chunk_bytes, int, 4096, CHUNK_BYTES_MAX)
@@ -103,7 +109,6 @@ class ConnectorOptions:
             ("on_full", ON_FULL),
             ("bad_rows", BAD_ROWS),
             ("sender", SENDERS),
-            ("staging", STAGING),
             ("transport", TRANSPORTS),
         ):
             if getattr(self, name) not in choices:
@@ -116,8 +121,13 @@ class ConnectorOptions:
             self.access.check(self.server)
         except ConfigError as error:
             raise ConfigError(f"connector option {error}") from error
-        if self.staging_bytes is not None and self.chunk_bytes * 4 > self.staging_bytes:
-            raise ConfigError("connector option staging_bytes must be at least four times chunk_bytes")
+        if self.staging_bytes is not None and self.chunk_bytes * 8 > self.staging_bytes:
+            raise ConfigError("connector option staging_bytes must be at least eight times chunk_bytes")
+        _check_layers(self.layers)
+        if self.row_pool_bytes is not None:
+            _check_number("row_pool_bytes", self.row_pool_bytes, int, 1 << 16, 1 << 40)
+            if self.layers is None:
+                raise ConfigError("connector option row_pool_bytes needs layers: nothing else is kept in a row pool")
 
     @property
     def access(self) -> Access:
@@ -131,7 +141,25 @@ class ConnectorOptions:
         known = [f.name for f in fields(cls)]
         if unknown := sorted(extra.keys() - set(known)):
             raise ConfigError(f"unknown connector options {unknown}; known: {sorted(known)}")
+        if isinstance(extra.get("layers"), list):
+            extra = {**extra, "layers": tuple(extra["layers"])}  # Frozen, as the rest is.
         return cls(**extra)
+
+
+def _check_layers(layers: object) -> None:
+    if layers is None:
+        return
+    shown = list(layers) if isinstance(layers, tuple) else layers
+    if not isinstance(layers, tuple) or not layers or not all(_is_layer(layer) for layer in layers):
+        raise ConfigError(f'connector option layers must be a list of whole numbers from 0 on and "{FINAL}", not {shown!r}')
+    if len(set(layers)) != len(layers):
+        raise ConfigError(f"connector option layers must not name a layer twice: {shown!r}")
+    if len(layers) > LAYERS_MAX:
+        raise ConfigError(f"connector option layers names {len(layers)} layers, more than the {LAYERS_MAX} allowed")
+
+
+def _is_layer(layer: object) -> bool:
+    return layer == FINAL or (isinstance(layer, int) and not isinstance(layer, bool) and layer >= 0)
 
 
 def _check_number(name: str, value: object, kind: type, low: float, high: float) -> None:

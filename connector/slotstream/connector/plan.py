@@ -32,25 +32,64 @@ class SampleOpen:
 
 
 @dataclass(frozen=True, slots=True)
-class RowPlan:
-    """Rows of positions [start, stop) of request `req_id`, to be read in this step.
+class BlockPlace:
+    """Rows in a cache layer of vLLM's own: position p of the request lies in block `block_ids[p // block_size]`.
 
-    `block_ids` is the request's whole table in the hidden-state KV-cache group: position p lives in block
-    `block_ids[p // block_size]`. Positions below `computed_from` were written by an earlier step (a prefix-cache hit, or
-    output rows confirmed since); those from it on are written in this step, and must be found in its slot mapping.
+    `block_ids` is the request's whole table in the KV-cache group of the hidden states. Positions below `computed_from` were
+    written by an earlier step (a prefix-cache hit, or output rows confirmed since); those from it on are written in this step,
+    and must be found in its slot mapping.
     """
+
+    block_ids: tuple[int, ...]
+    computed_from: int
+
+    def __post_init__(self) -> None:
+        if not self.block_ids:
+            raise ValueError("rows cannot be read without a block table")
+
+
+@dataclass(frozen=True, slots=True)
+class PagePlace:
+    """Rows in row pages, one after another from the page that holds the first position on.
+
+    `pages[i]` was given for the KV-cache slots from `kv_slots[i]` on, in step `steps[i]`: what the device noted beside a row
+    must agree.
+    """
+
+    pages: tuple[int, ...]
+    kv_slots: tuple[int, ...]
+    steps: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if not len(self.pages) == len(self.kv_slots) == len(self.steps) > 0:
+            raise ValueError("each page has one first slot and one step")
+
+
+@dataclass(frozen=True, slots=True)
+class RowPlan:
+    """Rows of positions [start, stop) of request `req_id`, to be read in this step, from its row `first_row` on."""
 
     req_id: str
     start: int
     stop: int
-    computed_from: int
-    block_ids: tuple[int, ...]
+    first_row: int
+    place: BlockPlace | PagePlace
 
     def __post_init__(self) -> None:
-        if not 0 <= self.start < self.stop:
-            raise ValueError(f"positions [{self.start}, {self.stop}) are not a range")
-        if not self.block_ids:
-            raise ValueError("rows cannot be read without a block table")
+        if not 0 <= self.start < self.stop or not 0 <= self.first_row <= self.start:
+            raise ValueError(f"positions [{self.start}, {self.stop}) from row {self.first_row} on are not a range")
+
+
+@dataclass(frozen=True, slots=True)
+class TableUpdate:
+    """What changes in the page table before a step's forward pass: `entries` maps KV-cache slot // page rows to a page, or -1.
+
+    `step` is the number that the device notes beside each row from now on; it only grows. `clear`: every other entry is -1.
+    """
+
+    step: int
+    entries: Mapping[int, int]
+    clear: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +112,9 @@ class SampleAbort:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """All that the connector does in one engine step, in this order: opens, rows, finishes, aborts, releases.
+    """All that the connector does in one engine step, in this order: table, opens, rows, finishes, aborts, releases.
 
+    `table` is done before the forward pass, the rest after it.
     `releases` names finished requests whose blocks vLLM holds for us until their last rows are read in this step.
     """
 
@@ -83,9 +123,10 @@ class StepPlan:
     finishes: tuple[SampleFinish, ...] = ()
     aborts: tuple[SampleAbort, ...] = ()
     releases: tuple[str, ...] = ()
+    table: TableUpdate | None = None
 
     def __bool__(self) -> bool:
-        return bool(self.opens or self.rows or self.finishes or self.aborts or self.releases)
+        return bool(self.opens or self.rows or self.finishes or self.aborts or self.releases or self.table is not None)
 
 
 EMPTY_PLAN = StepPlan()

@@ -7,8 +7,10 @@ token and which layer it came from, exactly in bf16, on any device, under any ba
     row[token t, layer k]  =  bits(t) in columns 0..15,  k in column 16,  a fixed +-1 code elsewhere
 
 Kinds: "dense", a Llama with one KV-cache group; "swa", a Llama with alternating sliding-window and full attention, a
-hybrid whose hidden states have a group and a block size of their own; "gdn", a Qwen3-Next with gated delta nets, whose
-projections have no bias, so that column 16 stays 0 (prefix caching in "align" mode needs a GPU).
+hybrid with several KV-cache groups; "mla", a DeepSeek-V2 shape with multi-head latent attention; "gdn", a Qwen3-Next with
+gated delta nets (prefix caching in "align" mode needs a GPU). The last two have no bias: column 16 stays 0.
+
+What the last norm gives ("final") is the row over its root mean square: exact but for its rounding.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from typing import Any, Literal
 
 import torch
 
-Kind = Literal["dense", "swa", "gdn"]
+Kind = Literal["dense", "swa", "mla", "gdn"]
 
 ID_BITS = 16
 LAYER_COLUMN = 16
@@ -28,6 +30,8 @@ HIDDEN = 256
 LAYERS = 6
 FIRST_TEXT_TOKEN = 2  # 0 ends the text and 1 begins it; the 256 byte tokens follow.
 TEXT_TOKENS = 256
+NORM_EPSILON = 1e-6  # Of every kind's last norm; see _config.
+_FINAL_TOLERANCE = 2**-7  # One rounding of bf16: kernels take the root in their own ways.
 
 
 def embedding(vocab: int = VOCAB, hidden: int = HIDDEN) -> torch.Tensor:
@@ -51,11 +55,31 @@ def decode(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def expected(
     token_ids: torch.Tensor, layer_ids: list[int], vocab: int = VOCAB, hidden: int = HIDDEN, *, kind: Kind = "dense"
 ) -> torch.Tensor:
-    """The exact rows that vLLM must extract for `token_ids` [tokens]: bf16 [tokens, len(layer_ids), hidden]."""
+    """The rows that must be captured for `token_ids` [tokens]: bf16 [tokens, len(layer_ids), hidden].
+
+    The id LAYERS + 1 is the last norm's output, which is exact within `_FINAL_TOLERANCE`: see `wrong_rows`.
+    """
     rows = embedding(vocab, hidden)[token_ids].unsqueeze(1).repeat(1, len(layer_ids), 1)
-    if kind != "gdn":
-        rows[:, :, LAYER_COLUMN] = torch.tensor(layer_ids, dtype=torch.float32)
+    if _counts_layers(kind):
+        rows[:, :, LAYER_COLUMN] = torch.tensor([min(layer_id, LAYERS) for layer_id in layer_ids], dtype=torch.float32)
+    for at, layer_id in enumerate(layer_ids):
+        if layer_id > LAYERS:
+            rows[:, at] *= torch.rsqrt(rows[:, at].square().mean(-1, keepdim=True) + NORM_EPSILON)
     return rows.to(torch.bfloat16)
+
+
+def wrong_rows(rows: torch.Tensor, token_ids: torch.Tensor, layer_ids: list[int], *, kind: Kind = "dense") -> torch.Tensor:
+    """Which of `rows`, bf16 [tokens, len(layer_ids), hidden], are not those of `token_ids`: int64 [wrong]."""
+    truth = expected(token_ids, layer_ids, hidden=rows.shape[-1], kind=kind)
+    wrong = rows != truth
+    for at, layer_id in enumerate(layer_ids):
+        if layer_id > LAYERS:
+            wrong[:, at] = (rows[:, at].float() - truth[:, at].float()).abs() > _FINAL_TOLERANCE
+    return wrong.flatten(1).any(1).nonzero().flatten()
+
+
+def _counts_layers(kind: Kind) -> bool:
+    return kind in ("dense", "swa")
 
 
 def make(out: Path, kind: Kind = "dense", hidden: int = HIDDEN, layers: int = LAYERS, vocab: int = VOCAB) -> Path:
@@ -64,7 +88,7 @@ def make(out: Path, kind: Kind = "dense", hidden: int = HIDDEN, layers: int = LA
         raise ValueError(f"a vocabulary of {vocab} does not fit {ID_BITS} bits")
     from transformers.utils import logging
 
-    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    logging.disable_progress_bar()
     config, model_class = _config(kind, hidden, layers, vocab)
     torch.manual_seed(0)
     model = model_class(config).to(torch.bfloat16)
@@ -73,7 +97,7 @@ def make(out: Path, kind: Kind = "dense", hidden: int = HIDDEN, layers: int = LA
             if any(key in name for key in ("o_proj", "out_proj", "down_proj", "experts")):
                 parameter.zero_()
         model.get_input_embeddings().weight.copy_(embedding(vocab, hidden))
-        if kind != "gdn":
+        if _counts_layers(kind):
             for layer in model.model.layers:
                 layer.mlp.down_proj.bias[LAYER_COLUMN] = 1
     model.save_pretrained(out)
@@ -116,11 +140,31 @@ def _config(kind: Kind, hidden: int, layers: int, vocab: int) -> tuple[Any, Any]
         "bos_token_id": 1,
         "tie_word_embeddings": False,
         "dtype": "bfloat16",
+        "rms_norm_eps": NORM_EPSILON,
     }
-    if kind != "gdn":
+    if kind in ("dense", "swa"):
         from transformers import LlamaConfig, LlamaForCausalLM
 
         return LlamaConfig(**common, mlp_bias=True), LlamaForCausalLM
+    if kind == "mla":
+        from transformers import DeepseekV2Config, DeepseekV2ForCausalLM
+
+        return DeepseekV2Config(
+            **common | {"num_key_value_heads": 4},
+            q_lora_rank=None,
+            kv_lora_rank=512,
+            qk_nope_head_dim=64,
+            qk_rope_head_dim=64,
+            v_head_dim=128,
+            first_k_dense_replace=layers,  # No mixture of experts.
+            n_routed_experts=4,
+            n_shared_experts=1,
+            num_experts_per_tok=2,
+            n_group=1,
+            topk_group=1,
+            moe_intermediate_size=64,
+            topk_method="greedy",
+        ), DeepseekV2ForCausalLM
     from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
 
     config = Qwen3NextConfig(

@@ -57,7 +57,7 @@ class LinkUp:
 
 @dataclass(frozen=True, slots=True)
 class LinkDown:
-    """The link broke, or could not be made for as long as something waited for it: no open sample gets a verdict any more.
+    """The link broke, or the server refused our token: no open sample gets a verdict any more.
 
     Whether the server has one is not known: it may have stored it. The sink touches no buffer any more and sends nothing
     until `reset`; after the next LinkUp samples may be sent again, under new numbers. `code`: a stable error

@@ -110,9 +110,9 @@ def chunk_header(chunk: StagedChunk) -> ingest_pb2.ChunkHeader:
 class GrpcSink:
     """A `SampleSink` over one bidirectional gRPC stream. See `SampleSink` for the meaning of each method.
 
-    `connect_grace_s` is how long samples may wait for a link that is not up before they are given up. Certificates and
-    token are read again for each stream; a token that the server does not take fails samples at once. Chunks go the way of
-    `plane`, and as frames where the server asks for that.
+    It tries for as long as it takes: a stream that never came up is no LinkDown, unless the server refused our token.
+    Certificates and token are read again for each stream. Chunks go the way of `plane`, and as frames where the server asks
+    for that.
     """
 
     def __init__(
@@ -122,7 +122,6 @@ class GrpcSink:
         *,
         access: Access | None = None,
         ack_timeout_s: float = 30.0,
-        connect_grace_s: float = 5.0,
         plane: DataPlane | None = None,
     ) -> None:
         self._target = target
@@ -132,7 +131,6 @@ class GrpcSink:
         self._frames = Frames()
         self._plane = plane or self._frames
         self._ack_timeout_s = ack_timeout_s
-        self._connect_grace_s = connect_grace_s
         self._on_event: Callable[[SinkEvent], None] = lambda event: None
         self._changed = threading.Condition()
         self._opens: deque[ingest_pb2.OpenSample] = deque()
@@ -232,19 +230,12 @@ class GrpcSink:
                 self._call = None
                 if self._closed:
                     return
-                if self._give_up():
-                    self._down = True
+                self._down = self._was_up or self._refused
             if self._down:
                 self._on_event(LinkDown(message, Unauthenticated.code if self._refused else ""))
             with self._changed:
                 self._changed.wait_for(lambda: self._closed or not self._down)
                 self._changed.wait_for(lambda: self._closed, timeout=retry_s)
-
-    def _give_up(self) -> bool:
-        """Whether the samples that wait are lost: something had been sent, they waited for too long, or were refused."""
-        if self._was_up or self._refused:
-            return True
-        return self._waiting() and time.monotonic() - self._progress_at > self._connect_grace_s
 
     def _one_stream(self) -> str:
         """Run one stream to its end; returns why it ended."""
@@ -287,7 +278,7 @@ class GrpcSink:
                 self._take(one)
             return
         with self._changed:
-            if self._closed:
+            if self._closed or (kind == "welcome" and self._was_up):  # The second on a stream means nothing.
                 return
             self._progress_at = time.monotonic()
             if kind == "welcome":

@@ -34,8 +34,8 @@ class WorkersStub(object):
         Args:
             channel: A grpc.Channel.
         """
-        self.Attend = channel.stream_stream(
-                '/slotstream.v1.Workers/Attend',
+        self.Join = channel.stream_stream(
+                '/slotstream.v1.Workers/Join',
                 request_serializer=slotstream_dot_v1_dot_workers__pb2.WorkerReport.SerializeToString,
                 response_deserializer=slotstream_dot_v1_dot_workers__pb2.WorkerOrder.FromString,
                 _registered_method=True)
@@ -64,7 +64,7 @@ class WorkersStub(object):
 class WorkersServicer(object):
     """Missing associated documentation comment in .proto file."""
 
-    def Attend(self, request_iterator, context):
+    def Join(self, request_iterator, context):
         """A worker's lifeline, as long as both processes live. The first report names the worker.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -102,8 +102,8 @@ class WorkersServicer(object):
 
 def add_WorkersServicer_to_server(servicer, server):
     rpc_method_handlers = {
-            'Attend': grpc.stream_stream_rpc_method_handler(
-                    servicer.Attend,
+            'Join': grpc.stream_stream_rpc_method_handler(
+                    servicer.Join,
                     request_deserializer=slotstream_dot_v1_dot_workers__pb2.WorkerReport.FromString,
                     response_serializer=slotstream_dot_v1_dot_workers__pb2.WorkerOrder.SerializeToString,
             ),
@@ -139,7 +139,7 @@ class Workers(object):
     """Missing associated documentation comment in .proto file."""
 
     @staticmethod
-    def Attend(request_iterator,
+    def Join(request_iterator,
             target,
             options=(),
             channel_credentials=None,
@@ -152,7 +152,7 @@ class Workers(object):
         return grpc.experimental.stream_stream(
             request_iterator,
             target,
-            '/slotstream.v1.Workers/Attend',
+            '/slotstream.v1.Workers/Join',
             slotstream_dot_v1_dot_workers__pb2.WorkerReport.SerializeToString,
             slotstream_dot_v1_dot_workers__pb2.WorkerOrder.FromString,
             options,

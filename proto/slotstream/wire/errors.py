@@ -30,6 +30,7 @@ __all__ = [
     "MissingRows",
     "PermissionDenied",
     "ProtocolViolation",
+    "RowPoolFull",
     "RowsNotComputed",
     "SampleFailed",
     "SampleNotFound",
@@ -48,6 +49,11 @@ __all__ = [
     "UnsupportedRequest",
     "error_from_code",
 ]
+
+
+# In the trailing metadata of a call that failed: the code, and of SAMPLE_FAILED the code that the sample failed with.
+CODE_KEY = "slotstream-code"
+REASON_KEY = "slotstream-reason"
 
 
 class ConfigError(ValueError):
@@ -136,6 +142,12 @@ class StagingFull(SlotStreamError):
     """The engine's staging memory has no room: the server, the network or the sender takes rows too slowly."""
 
     code, status, retryable = "STAGING_FULL", "RESOURCE_EXHAUSTED", True
+
+
+class RowPoolFull(SlotStreamError):
+    """No page of the row pool was free for rows that a step was about to compute."""
+
+    code, status, retryable = "ROW_POOL_FULL", "RESOURCE_EXHAUSTED", True
 
 
 class ServerUnavailable(SlotStreamError):

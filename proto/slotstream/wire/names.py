@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from slotstream.wire.errors import BadNamespace, BadParams, BadSampleId, BadTags
 
@@ -22,6 +23,12 @@ METADATA_BYTES_MAX = 16 << 10
 ROWS_MAX = 1 << 21  # Tokens in one sample.
 LAYERS_MAX = 1024
 SAMPLE_BYTES_MAX = 1 << 40
+FINAL = "final"  # The layer that is the output of the model's last norm, as people name it; its id is the last one's + 1.
+LAYER_NAMES_KEY = "layer_names"  # In a sample's metadata, where not every name is its id: a JSON list, in the order of the ids.
+READ_WAIT_S_MAX = 3600.0  # How long a read may wait for its sample.
+LEASE_S_MAX = 86_400.0
+PAGE_SIZE_MAX = 1000  # Samples in a page of a list.
+TAG_FILTERS_MAX = 8  # Tags that a list filters by.
 
 _SAMPLE_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _NAMESPACE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -72,3 +79,13 @@ def check_tags(value: object) -> dict[str, str]:
         if not (key + text).isprintable():
             raise BadTags(f"tag {_shown(key)} holds characters that cannot be printed")
     return dict(value)
+
+
+def layer_names(layer_ids: Sequence[int], metadata: Mapping[str, str]) -> tuple[str, ...]:
+    """What people call the layers of a sample with this metadata: their ids, but for "final". Other metadata change nothing."""
+    plain = tuple(str(layer_id) for layer_id in layer_ids)
+    try:
+        names = json.loads(metadata.get(LAYER_NAMES_KEY, "null"))
+    except ValueError:
+        return plain
+    return (*plain[:-1], FINAL) if names == [*plain[:-1], FINAL] else plain

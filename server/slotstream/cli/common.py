@@ -125,11 +125,11 @@ def age_text(unix_ns: int, now_ns: int) -> str:
     return f"{seconds}s"
 
 
-def layers_text(layer_ids: Sequence[int], *, at_most: int = 4) -> str:
-    """Layer ids, the middle left out where there are many: `1,2…36 (12)` for 12 of them."""
-    if len(layer_ids) <= at_most:
-        return ",".join(map(str, layer_ids))
-    return f"{layer_ids[0]},{layer_ids[1]}…{layer_ids[-1]} ({len(layer_ids)})"
+def layers_text(layers: Sequence[str], *, at_most: int = 4) -> str:
+    """Layer names, the middle left out where there are many: `1,2…36 (12)` for 12 of them."""
+    if len(layers) <= at_most:
+        return ",".join(layers)
+    return f"{layers[0]},{layers[1]}…{layers[-1]} ({len(layers)})"
 
 
 def print_json(value: dict[str, Any]) -> None:

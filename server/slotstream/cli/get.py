@@ -38,7 +38,7 @@ def add_get_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--start", metavar="N", type=int, default=0, help="first row (default: %(default)s)")
     parser.add_argument("--stop", metavar="N", type=int, help="one past the last row (default: the sample's end)")
     parser.add_argument(
-        "--layers", metavar="IDS", type=_layers, help="layer ids in the order wanted, such as 1,3 (default: all)"
+        "--layers", metavar="IDS", type=_layers, help="layers in the order wanted, such as 1,3,final (default: all)"
     )
     parser.add_argument(
         "--wait", metavar="SECONDS", type=float, default=30.0, help="wait for a sample still arriving (default: %(default)s)"
@@ -84,7 +84,8 @@ def run_get(arguments: argparse.Namespace) -> int:
         ) as reader,
     ):
         shape = f"{reader.num_rows} rows x {len(reader.layer_ids)} layers x {reader.info.hidden_size} of {reader.info.dtype}"
-        rows = f"[{reader.start}, {reader.stop}) of layers {layers_text(reader.layer_ids)}: {shape}, {size_text(reader.nbytes)}"
+        layers = layers_text(reader.layer_names)
+        rows = f"[{reader.start}, {reader.stop}) of layers {layers}: {shape}, {size_text(reader.nbytes)}"
         if output is None:
             print("\n".join([*facts(reader.info), f"rows {rows}"]))
             return 0
@@ -113,6 +114,7 @@ def _header(reader: RowReader) -> SampleHeader:
     import dataclasses
 
     from slotstream.wire.layout import SampleHeader, header_bytes_for
+    from slotstream.wire.names import LAYER_NAMES_KEY
 
     info = reader.info
     metadata = {
@@ -121,6 +123,7 @@ def _header(reader: RowReader) -> SampleHeader:
         "sample_id": info.sample_id,
         "namespace": info.namespace,
         "model": info.model,
+        LAYER_NAMES_KEY: json.dumps(reader.layer_names),
         "layer_ids": json.dumps(reader.layer_ids, separators=(",", ":")),
         "tags": json.dumps(info.tags, separators=(",", ":"), sort_keys=True),
         "created_unix_ns": str(info.created_unix_ns),
@@ -174,8 +177,10 @@ def _link(partial: Path, output: Path) -> None:
         partial.replace(output)
 
 
-def _layers(text: str) -> list[int]:
+def _layers(text: str) -> list[int | str]:
+    from slotstream.wire.names import FINAL
+
     try:
-        return [int(word) for word in text.split(",")]
+        return [word if word == FINAL else int(word) for word in text.split(",")]
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list of layer ids such as 1,3") from None
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of layers such as 1,3,final") from None

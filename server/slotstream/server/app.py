@@ -18,20 +18,20 @@ from grpc_health.v1 import health_pb2_grpc
 
 from slotstream.server.access.gate import Gate
 from slotstream.server.access.tls import Certificates
-from slotstream.server.arrivals import Arrivals
 from slotstream.server.config import ServerConfig
 from slotstream.server.healthcheck import HealthService
 from slotstream.server.housekeeping import Housekeeping
-from slotstream.server.ingest.sample_writer import Pools
 from slotstream.server.ingest.service import IngestService
 from slotstream.server.listening import SERVICES, add_port, make_server
 from slotstream.server.logs import configure_logging
 from slotstream.server.metrics import Metrics, serve_metrics
 from slotstream.server.nixl.readers import start_readers
+from slotstream.server.pools import Pools
 from slotstream.server.processes.pool import WorkerPool
-from slotstream.server.processes.primary import WorkerBooks
+from slotstream.server.processes.primary import WorkersService
 from slotstream.server.samples.service import SamplesService
 from slotstream.server.version import server_version
+from slotstream.server.waiters import Waiters
 from slotstream.store.samples import SampleStore
 from slotstream.v1 import workers_pb2
 from slotstream.wire.errors import ConfigError
@@ -114,14 +114,14 @@ class Server:
         pools = Pools()
         self._closing.push_async_callback(asyncio.to_thread, pools.shutdown)
         self.metrics = metrics = Metrics(store)
-        self._arrivals = Arrivals()
+        self._waiters = Waiters()
         readers = await asyncio.to_thread(start_readers, config, metrics)
         if readers is not None:
             self._closing.push_async_callback(asyncio.to_thread, readers.close)
         self._housekeeping = Housekeeping(config, store, metrics, self._directory_changed)
-        self._ingest = IngestService(config, store, pools, metrics, self._arrivals, gate, self._housekeeping.touch, readers)
-        self._samples = SamplesService(config, store, pools, metrics, self._arrivals, gate, self._housekeeping)
-        self._books = WorkerBooks(store, pools, metrics, self._arrivals, self._housekeeping.touch)
+        self._ingest = IngestService(config, store, pools, metrics, self._waiters, gate, self._housekeeping.touch, readers)
+        self._samples = SamplesService(config, store, pools, metrics, self._waiters, gate, self._housekeeping)
+        self._workers = WorkersService(store, pools, metrics, self._waiters, self._housekeeping.touch)
         self._loop = asyncio.get_running_loop()
         self._health = HealthService()
         self._grpc = make_server(config)
@@ -138,7 +138,7 @@ class Server:
         self._closing.push_async_callback(asyncio.to_thread, self._housekeeping.stop)
         self._closing.push_async_callback(self._stop_grpc)
         if config.workers > 1:
-            pool = WorkerPool(config, self.address, self._books, self._samples.handler())
+            pool = WorkerPool(config, self.address, self._workers, self._samples.handler())
             self._closing.push_async_callback(pool.stop)
             await pool.start()
             _log.info("%d processes take ingest streams", config.workers)
@@ -147,7 +147,7 @@ class Server:
     def _directory_changed(self, healthy: bool) -> None:
         with contextlib.suppress(RuntimeError):  # The loop is closed: the process is ending.
             self._loop.call_soon_threadsafe(self._health.change, healthy)
-            self._loop.call_soon_threadsafe(self._books.change, healthy)
+            self._loop.call_soon_threadsafe(self._workers.change, healthy)
 
     def _open_store(self) -> SampleStore:
         return SampleStore.open(self.config.data_dir, free_bytes_min=self.config.free_bytes_min)
@@ -164,20 +164,20 @@ class Server:
         """Take no more samples, and let open ones and running reads finish within drain_s, or until `hurry` is set."""
         self._health.stop_for_good()
         self._ingest.drain()
-        self._books.order(workers_pb2.WorkerOrder.DRAIN)
+        self._workers.order(workers_pb2.WorkerOrder.DRAIN)
         deadline = asyncio.get_running_loop().time() + self.config.drain_s
         await _until(self._idle(), deadline, hurry)
         # No sample will arrive any more: whoever waits for one is told, and running reads get the rest of the time.
         self._ingest.end_streams()
-        self._books.order(workers_pb2.WorkerOrder.END_STREAMS)
+        self._workers.order(workers_pb2.WorkerOrder.END_STREAMS)
         await self._idle()
-        self._arrivals.close()
+        self._waiters.close()
         await _until(self._samples.idle(), deadline, hurry)
 
     async def _idle(self) -> None:
         """Returns once no sample is open, here or in a worker."""
         await self._ingest.idle()
-        await self._books.idle()
+        await self._workers.idle()
 
     async def stop(self) -> None:
         """End every call and close everything. What is still arriving fails as SERVER_DRAINING."""
@@ -186,7 +186,7 @@ class Server:
 
     async def _stop_grpc(self) -> None:
         self._ingest.end_streams()
-        self._arrivals.close()
+        self._waiters.close()
         await self._grpc.stop(_LAST_CALLS_S)
         await self._ingest.idle()
 

@@ -6,7 +6,6 @@ import logging
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from slotstream.server.nixl.pool import POOL_BYTES_MIN
 from slotstream.store.samples import FREE_BYTES_MIN
 from slotstream.store.upkeep.retention import Policy
 from slotstream.wire.address import check_address, is_local
@@ -30,6 +29,7 @@ _COUNTS = (
     "requests_max",
 )
 WORKERS_MAX = 64
+NIXL_POOL_BYTES_MIN = 4 * CHUNK_BYTES_MAX
 _PATIENCES = ("hello_s", "stream_idle_s", "sample_s_max", "read_stall_s")
 
 
@@ -88,8 +88,8 @@ class ServerConfig:
         if self.transport not in TRANSPORTS:
             raise ConfigError(f"--transport {self.transport!r} is not one of {', '.join(TRANSPORTS)}")
         check_transport("--transport", self.transport)
-        _at_least("--nixl-pool-bytes", self.nixl_pool_bytes, POOL_BYTES_MIN)
-        _at_least("--nixl-readers", self.nixl_readers, 0, self.nixl_pool_bytes // POOL_BYTES_MIN)
+        _at_least("--nixl-pool-bytes", self.nixl_pool_bytes, NIXL_POOL_BYTES_MIN)
+        _at_least("--nixl-readers", self.nixl_readers, 0, self.nixl_pool_bytes // NIXL_POOL_BYTES_MIN)
         _at_least("--ingest-bytes-max", self.ingest_bytes_max, self.window_bytes)
         _at_least("--drain-s", self.drain_s, 0, _SECONDS_MAX)
         _at_least("--appear-grace-s", self.appear_grace_s, 0, _SECONDS_MAX)

@@ -42,7 +42,7 @@ class Housekeeping:
         self._touched_lock = threading.Lock()
         self._wake = threading.Event()
         self._stopping = threading.Event()
-        self._threads = [threading.Thread(target=self._keep, name="retention", daemon=True)]
+        self._threads = [threading.Thread(target=self._tick, name="retention", daemon=True)]
         if self._scrub_every_s:
             self._threads.append(threading.Thread(target=self._scrub, name="scrub", daemon=True))
 
@@ -71,7 +71,7 @@ class Housekeeping:
     def scrub_progress(self) -> Progress:
         return self._scrubber.progress
 
-    def _keep(self) -> None:
+    def _tick(self) -> None:
         full_sweep_at = time.monotonic()
         while not self._stopping.is_set():
             self._wake.clear()
@@ -107,8 +107,8 @@ class Housekeeping:
         except Exception:
             _log.exception("a fault in retention; it goes on with the next sweep")
             return True
-        starved = any(swept.starved for swept in done)
-        self._say("less than free_bytes_target is free, and nothing more may be deleted for that" if starved else "")
+        still_short = any(swept.still_short for swept in done)
+        self._say("less than free_bytes_target is free, and nothing more may be deleted for that" if still_short else "")
         for swept in done:
             self._count(swept)
         if any(swept.unfinished for swept in done):

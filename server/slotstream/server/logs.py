@@ -22,10 +22,10 @@ def configure_logging(config: ServerConfig) -> None:
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(config.log_level_number)
-    logging.getLogger("grpc._cython.cygrpc").addFilter(_is_news)
+    logging.getLogger("grpc._cython.cygrpc").addFilter(_is_worth_a_line)
 
 
-def _is_news(record: logging.LogRecord) -> bool:
+def _is_worth_a_line(record: logging.LogRecord) -> bool:
     """Whether what gRPC reports is more than a peer that left before the end of its call could be told to it.
 
     gRPC keeps silent of that itself, unless it notices the departure a moment later than the failure (grpcio 1.76,

@@ -140,7 +140,9 @@ class Metrics:
         self.hash_mismatches = counter("hash_mismatches", "Samples that failed because a chunk did not match its hash.")
         self.violations = counter("protocol_violations", "Ingest streams ended because the peer broke the protocol.")
         self.refused_streams = counter(
-            "refused_streams", "Ingest streams refused or ended for want of a token or for a limit, by code.", ("code",)
+            "refused_streams",
+            "Ingest streams refused or ended for want of a token, for a limit or by a fault (INTERNAL), by code.",
+            ("code",),
         )
         self.open_to_durable = seconds("open_to_durable", "Seconds from a sample's open until it was durable.")
         self.commit_to_durable = seconds("commit_to_durable", "Seconds from a sample's commit until it was durable.")

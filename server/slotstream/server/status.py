@@ -7,10 +7,7 @@ from typing import Any, NoReturn
 import grpc
 import grpc.aio
 
-from slotstream.wire.errors import SampleFailed, SlotStreamError
-
-CODE_KEY = "slotstream-code"
-REASON_KEY = "slotstream-reason"  # Of a SAMPLE_FAILED: the code that the sample failed with.
+from slotstream.wire.errors import CODE_KEY, REASON_KEY, SampleFailed, SlotStreamError
 
 
 async def abort(context: grpc.aio.ServicerContext[Any, Any], error: SlotStreamError) -> NoReturn:

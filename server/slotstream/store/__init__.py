@@ -1,6 +1,7 @@
 """The store: one safetensors file a sample, and a SQLite catalogue that indexes them. Imports neither grpc nor torch.
 
 samples     SampleStore: opens the directory, hands out uploads and readers, deletes
+publishing  the step that makes a sample a committed one
 records     what is known of a sample: frozen data, free of disk and database
 sample/     one sample's file: written, hashed, read
 catalogue/  the index of all files, its tables and its queries

@@ -15,19 +15,18 @@ from slotstream.store.catalogue.catalogue import Catalogue
 from slotstream.store.catalogue.sql import ListQuery
 from slotstream.store.catalogue.sql import get as get_record
 from slotstream.store.disk.clock import Clock
-from slotstream.store.disk.directory import LOCK_NAME, OpenedDirectory
+from slotstream.store.disk.directory import LOCK_NAME, DurableDirectories, OpenedDirectory
 from slotstream.store.disk.files import DIR_MODE, Files, store_error
+from slotstream.store.publishing import Publisher
 from slotstream.store.records import Failure, SampleKey, SampleRecord, SampleSpec, State
-from slotstream.store.sample.file import SampleFile, read_sample_file
 from slotstream.store.sample.reading import SampleReader, unreadable
 from slotstream.store.sample.remote import RemoteUpload
-from slotstream.store.sample.upload import Draft, OpenSample, Upload
+from slotstream.store.sample.upload import OpenSample, Upload
 from slotstream.store.upkeep import verifying
 from slotstream.store.upkeep.lifetimes import Lifetimes
 from slotstream.store.upkeep.recovery import open_recovered
 from slotstream.store.upkeep.verifying import Verdict
 from slotstream.wire.errors import (
-    AlreadyExists,
     ConfigError,
     Damaged,
     Interrupted,
@@ -42,15 +41,13 @@ _log = logging.getLogger(__name__)
 _Open = TypeVar("_Open", Upload, RemoteUpload)
 FREE_BYTES_MIN = 4 << 20
 _STRIPES = 256
-_DIRS_MAX = 4096  # Directories known to be durable; forgetting them costs a sync each.
 _DESCRIPTORS_SPARE = 512  # Left for connections, readers and the catalogue.
 
 
 class SampleStore:
     """Samples on one disk. Thread safe; methods block for the disk. Made by `open`.
 
-    Invariants: a file under a committed name is whole and synced; it is never overwritten; its catalogue row is written
-    after it and before anybody is told. An upload is in `_uploads` from before its ARRIVING row until after its last row.
+    Invariant: an upload is in `_uploads` from before its ARRIVING row until after its last row. See also `publishing`.
     """
 
     def __init__(
@@ -76,9 +73,9 @@ class SampleStore:
         self._id_locks = [threading.Lock() for _ in range(_STRIPES)]
         self._opened = OpenedDirectory(files, data_dir, lock_fd)
         self.lifetimes = Lifetimes(files, data_dir, catalogue, self._opened, self._id_lock, clock)
-        self._dirs: set[Path] = set()
-        self._dirs_lock = threading.Lock()
-        self._unrecorded = False  # Something on disk differs from its row: the next start has to look.
+        self._directories = DurableDirectories(files)
+        self._publisher = Publisher(files, data_dir, catalogue, self._opened, self._id_lock)
+        self._unrecorded = False  # A failure could not be recorded: the next start has to look.
 
     @classmethod
     def open(
@@ -122,7 +119,7 @@ class SampleStore:
             uploads = [upload for same in self._uploads.values() for upload in same]
         for upload in uploads:
             upload.abort(Failure.of(Interrupted("the server stopped while the sample was arriving")))
-        self._catalogue.close(clean=not self._unrecorded)
+        self._catalogue.close(clean=not (self._unrecorded or self._publisher.left_a_file))
         fd, self._lock_fd = self._lock_fd, -1
         if fd >= 0:
             self._files.close(fd)
@@ -145,9 +142,9 @@ class SampleStore:
             self._opened.check()
             if count > self._uploads_max:
                 raise StoreFull(f"{self._uploads_max} samples are arriving already, as many as this server allows")
-            self._make_dirs(spec.key)
+            self._directories.make(spec.key.directory(self.data_dir))
             stamp = self.lifetimes.clock.stamp
-            upload = make(spec, self.data_dir, self._files, self._free_bytes_min, self._publish, self._ended, stamp)
+            upload = make(spec, self.data_dir, self._files, self._free_bytes_min, self._publisher.publish, self._ended, stamp)
             with self._uploads_lock:
                 # Queued under the lock: rows of one id are written in the order in which its uploads came and went.
                 self._uploads.setdefault(spec.key, []).append(upload)
@@ -190,81 +187,6 @@ class SampleStore:
             # `stat` shows an arriving row without an upload as failed, and so does the next start.
             self._unrecorded = True
             _log.warning("the failure of sample %s cannot be recorded: %s", key, error)
-
-    def _make_dirs(self, key: SampleKey) -> None:
-        """The sample's directory, durable. Raises StoreFull and InternalFault."""
-        directory = key.directory(self.data_dir)
-        with self._dirs_lock:
-            # A directory that exists may not be durable yet: its maker may have died before its sync.
-            for path in (directory.parent, directory):
-                if path in self._dirs and self._files.path_size(path) is not None:
-                    continue
-                try:
-                    self._files.make_dir(path)
-                    self._files.sync_dir(path.parent)
-                except OSError as error:
-                    raise store_error(error, f"creating the directory {path}") from error
-                if len(self._dirs) >= _DIRS_MAX:
-                    self._dirs.clear()
-                self._dirs.add(path)
-
-    def _publish(self, upload: OpenSample, draft: Draft) -> bool:
-        key = upload.spec.key
-        path = key.path(self.data_dir)
-        with self._id_lock(key):
-            if self._stored_already(upload, draft, path):
-                return True
-            record = upload.seal(draft)
-            self._opened.check()
-            self._files.rename(upload.partial, path)
-            try:
-                self._files.sync_dir(path.parent)
-                self._catalogue.put_committed(record).result()
-            except (OSError, SlotStreamError):
-                self._take_back(path)
-                raise
-        return False
-
-    def _take_back(self, path: Path) -> None:
-        try:
-            self._files.unlink(path)
-        except OSError as error:
-            self._unrecorded = True
-            _log.error("cannot remove %s, whose commit failed: %s", path, error)
-
-    def _stored_already(self, upload: OpenSample, draft: Draft, path: Path) -> bool:
-        """True when the same content is stored; False when nothing is in the way. Raises AlreadyExists and Damaged."""
-        key = upload.spec.key
-        if self._files.path_size(path) is None:
-            return False
-        record = self._catalogue.get(key)
-        if record is not None and record.state is State.DELETING:
-            self._files.unlink(path)  # A deletion that the disk interrupted.
-            return False
-        try:
-            stored = self._read_header(path)
-        except FileNotFoundError:
-            return False
-        except Damaged as error:
-            if record is not None and record.state is State.FAILED:
-                return False  # It was given up already; what arrives now replaces it.
-            raise Damaged(f"a damaged file is stored under {key}; delete it first ({error})") from error
-        committed = record is not None and record.state is State.COMMITTED
-        if stored.key != key or (committed and record is not None and record.header_xxh3 != stored.header_xxh3):
-            raise Damaged(f"the file stored under {key} is not the one that was committed; delete it first")
-        if upload.content_hashed_by(draft.content, stored.hash_rows) != stored.content:
-            raise AlreadyExists(f"{key} is stored with other content")
-        if not committed:  # A whole file that the catalogue does not show: somebody put it back.
-            self._files.sync_dir(path.parent)
-            self._catalogue.put_committed(stored.record()).result()
-        return True
-
-    def _read_header(self, path: Path) -> SampleFile:
-        fd = self._files.open_read(path)
-        try:
-            return read_sample_file(self._files, fd)
-        finally:
-            self._files.close(fd)
 
     def _id_lock(self, key: SampleKey) -> threading.Lock:
         return self._id_locks[hash(key) % _STRIPES]

@@ -14,5 +14,5 @@ if importlib.util.find_spec("torchvision") is None:
     def _absent(*arguments: object) -> None:
         raise NotImplementedError("Pixtral's images need torchvision")
 
-    _pixtral._num_image_tokens = _pixtral.get_resize_output_image_size = _absent
+    vars(_pixtral).update(_num_image_tokens=_absent, get_resize_output_image_size=_absent)
     sys.modules[_pixtral.__name__] = _pixtral

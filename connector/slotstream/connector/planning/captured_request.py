@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(slots=True)
-class Capture:
+class CapturedRequest:
     """Positions [start, stop) of a request; `next` is the first not planned yet."""
 
     request: Request
@@ -22,6 +22,7 @@ class Capture:
     start: int
     stop: int
     next: int
+    covered: int = 0  # Positions [0, covered) have been scheduled: their rows exist, or are about to.
     opened: bool = False
     hit_tokens: int = 0
     rows: int = 0  # Of the sample, once all of them are planned, and the commit too.
@@ -33,7 +34,8 @@ class Capture:
 
         Each decode step also writes a provisional row for its copy of the sampled token; it is rewritten unless confirmed.
         """
-        return max(self.request.num_prompt_tokens, len(self.request.all_token_ids) - 1)
+        prompt_tokens: int = self.request.num_prompt_tokens
+        return max(prompt_tokens, len(self.request.all_token_ids) - 1)
 
     def sample_open(self) -> SampleOpen:
         """The sample begins."""

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from slotstream.connector.counters import Counters
 from slotstream.connector.faults import SampleFault
 from slotstream.connector.plan import EMPTY_PLAN, RowPlan, SampleAbort, SampleFinish, SampleOpen, StepPlan
-from slotstream.connector.planning.captured_request import Capture
+from slotstream.connector.planning.captured_request import CapturedRequest
 from slotstream.connector.planning.external_loads import ExternalLoads
 from slotstream.connector.planning.request_params import CaptureParams, parse_params
+from slotstream.connector.planning.row_places import BlockPlaces, RowPlaces
 from slotstream.connector.vllm_config import ConnectorConfig
 from slotstream.transport.logs import connector_logger
 from slotstream.wire.errors import (
@@ -56,7 +58,8 @@ class SchedulerHalf:
     """Runs in the engine core's process. `server_problem` says why the server has taken no samples for longer than so many
     seconds, or None.
 
-    `group` is the index of the hidden-state KV-cache group in a request's block tables, whose blocks hold `block_size` tokens.
+    `group` is the index, in a request's block tables, of the KV-cache group whose slots name its rows, and whose blocks hold
+    `block_size` tokens. `places`: where rows are to be found; without, in that group's own cache layer.
     """
 
     def __init__(
@@ -66,31 +69,47 @@ class SchedulerHalf:
         block_size: int,
         max_model_len: int,
         server_problem: Callable[[float], SlotStreamError | None],
+        places: RowPlaces | None = None,
     ) -> None:
         self._config = config
         self._group = group
         self._max_model_len = max_model_len
         self._server_problem = server_problem
         self._no_room = False  # The server is away and the worker can hold no more.
-        self._captures: dict[str, Capture] = {}  # until the request is finished
-        self._live: dict[str, Capture] = {}  # those with rows still to be planned
+        self._captures: dict[str, CapturedRequest] = {}  # until the request is finished
+        self._live: dict[str, CapturedRequest] = {}  # those with rows still to be planned
         self._refused: dict[str, SlotStreamError] = {}
         self._pending = _Pending()
         self._undelivered = EMPTY_PLAN
         self._counters = Counters()
         self._throttle = Throttle(every_s=10.0)
-        self._loaded = ExternalLoads(group, block_size)
+        self._external_loads = ExternalLoads(group, block_size)
+        self._places = places or BlockPlaces()
 
     # -- hooks
 
+    def on_new(self, request: Request) -> None:
+        """A request came. Rows of a prefix-cache hit may exist nowhere: one that is captured then computes all its tokens.
+
+        It still fills the cache, and the hits of all others stay as they are.
+        """
+        if not self._places.computes_all or (request.kv_transfer_params or {}).get("do_remote_prefill"):
+            return
+        try:
+            params = self._params(request)
+        except SlotStreamError:
+            return  # It is refused when it is scheduled.
+        if params.capture and params.tokens[0] < request.num_prompt_tokens:
+            request.skip_reading_prefix_cache = True
+
     def on_match(self, request: Request, hit_tokens: int) -> None:
         """vLLM found the first `hit_tokens` tokens of a request in its own prefix cache, and now asks who has more."""
-        self._loaded.on_match(request.request_id, hit_tokens)
+        self._external_loads.on_match(request.request_id, hit_tokens)
 
     def on_alloc(self, request: Request, blocks: KVCacheBlocks) -> None:
         """vLLM gave a request its blocks: a new one, one resumed after a preemption, or one whose load is over."""
         req_id = request.request_id
-        self._loaded.on_alloc(req_id, blocks)
+        self._external_loads.on_alloc(req_id, blocks)
         if req_id in self._refused or req_id in self._captures:
             return
         try:
@@ -102,14 +121,22 @@ class SchedulerHalf:
         """The plan of the step that `output` schedules."""
         opens: list[SampleOpen] = []
         pending = self._pending
-        if self._live or not self._loaded.idle:
+        if self._live or not self._external_loads.idle:
             scheduled = output.num_scheduled_tokens
             computed = _computed_tokens(output)
-            self._refuse_loaded(self._loaded.on_step(output, computed), computed)
+            self._refuse_loaded(self._external_loads.on_step(output, computed), computed)
+            for req_id in [r for r in self._live if r in (output.preempted_req_ids or ())]:
+                self._or_refuse(req_id, partial(self._on_preempted, req_id))
             for req_id in [r for r in self._live if r in scheduled]:
-                self._plan_request(req_id, computed[req_id], scheduled[req_id], output, opens, pending)
+                step = (computed[req_id], scheduled[req_id])
+                self._or_refuse(req_id, partial(self._plan_request, req_id, *step, output, opens, pending))
         plan = StepPlan(
-            tuple(opens), tuple(pending.rows), tuple(pending.finishes), tuple(pending.aborts), tuple(pending.releases)
+            tuple(opens),
+            tuple(pending.rows),
+            tuple(pending.finishes),
+            tuple(pending.aborts),
+            tuple(pending.releases),
+            self._places.end_plan(),
         )
         # Only now: had anything raised, the blocks that vLLM holds for us would never be released.
         self._pending = _Pending()
@@ -123,7 +150,7 @@ class SchedulerHalf:
     def on_finished(self, request: Request, block_ids: Sequence[int]) -> tuple[bool, dict[str, Any] | None]:
         """A request ended; `block_ids` is its table in our group. Returns (hold the blocks, the response's params)."""
         req_id = request.request_id
-        self._loaded.forget(req_id)
+        self._external_loads.forget(req_id)
         refused = self._refused.pop(req_id, None)
         capture = self._captures.pop(req_id, None)
         live = self._live.pop(req_id, None)
@@ -142,7 +169,7 @@ class SchedulerHalf:
             self._no_room |= fault.code == ServerUnavailable.code
             capture = self._captures.get(fault.req_id)
             if capture is not None:
-                self._live.pop(fault.req_id, None)
+                self._let_go(fault.req_id)
                 self._refused[fault.req_id] = _Relayed(fault.code, fault.message)
 
     def on_cache_reset(self) -> None:
@@ -163,6 +190,7 @@ class SchedulerHalf:
     def fail_all(self) -> None:
         """After a fault in `plan`: no capture that it touched, and none that is live, can be trusted to be whole."""
         error = InternalFault("a fault of slotstream's own: the log says which")
+        self._places.reset()
         lost, self._undelivered = self._undelivered, EMPTY_PLAN
         self._pending.releases.extend(lost.releases)
         for finish in lost.finishes:
@@ -176,9 +204,9 @@ class SchedulerHalf:
     def forget(self, req_id: str) -> None:
         """After a fault in `on_finished`: vLLM frees the request's blocks now, and its sample must not stay open."""
         self._captures.pop(req_id, None)
-        self._live.pop(req_id, None)
+        self._let_go(req_id)
         self._refused.pop(req_id, None)
-        self._loaded.forget(req_id)
+        self._external_loads.forget(req_id)
         pending = self._pending
         pending.rows = [row for row in pending.rows if row.req_id != req_id]
         pending.finishes = [finish for finish in pending.finishes if finish.req_id != req_id]
@@ -189,22 +217,26 @@ class SchedulerHalf:
 
     def _admit(self, request: Request) -> None:
         """Begin the capture that a request asks for, if it asks for one. Raises SlotStreamError."""
-        options = self._config.options
         req_id = request.request_id
-        params = parse_params(
-            request.kv_transfer_params,
-            req_id=req_id,
-            namespace=options.namespace,
-            capture=options.capture,
-            include_output_tokens=options.include_output_tokens,
-        )
+        params = self._params(request)
         if not params.capture:
             return
         if request.prompt_token_ids is None or getattr(request, "prompt_embeds", None) is not None:
             raise UnsupportedRequest("prompts given as embeddings have no token ids to store")
         start, stop = self._window(request, params)
         self._check_server()
-        self._captures[req_id] = self._live[req_id] = Capture(request, params, start, stop, next=start)
+        self._captures[req_id] = self._live[req_id] = CapturedRequest(request, params, start, stop, next=start)
+
+    def _params(self, request: Request) -> CaptureParams:
+        """What a request asks for. Raises SlotStreamError."""
+        options = self._config.options
+        return parse_params(
+            request.kv_transfer_params,
+            req_id=request.request_id,
+            namespace=options.namespace,
+            capture=options.capture,
+            include_output_tokens=options.include_output_tokens,
+        )
 
     def _check_server(self) -> None:
         """Raises why there is no point in capturing: the server is away, for too long or with no room left to wait for it."""
@@ -234,7 +266,7 @@ class SchedulerHalf:
 
     def _refuse(self, req_id: str, error: SlotStreamError) -> None:
         """Fail a capture from here on; the worker is told if it knows of it."""
-        live = self._live.pop(req_id, None)
+        live = self._let_go(req_id)
         self._refused[req_id] = error
         if live is not None and live.opened:
             self._pending.aborts.append(SampleAbort(req_id, error.code, str(error)))
@@ -244,18 +276,29 @@ class SchedulerHalf:
             more = f" ({unsaid} more with this code were not logged)" if unsaid else ""
             logger.warning("slotstream: request %s is not captured: %s%s", req_id, log_text(error.code, str(error)), more)
 
+    def _let_go(self, req_id: str) -> CapturedRequest | None:
+        """No more rows of a request are planned; what was captured, if it was live."""
+        self._places.end(req_id)
+        return self._live.pop(req_id, None)
+
     def _refuse_loaded(self, tables: Mapping[str, Sequence[int]], computed: Mapping[str, int]) -> None:
         """Fail the captures that want rows of tokens which another connector loaded; `tables` are of whom to look at."""
         for req_id, table in tables.items():
             capture = self._live.get(req_id)
             if capture is None:
                 continue
-            tokens = self._loaded.unusable(table, computed[req_id], capture.next, capture.stop)
+            tokens = self._external_loads.unusable(table, computed[req_id], capture.next, capture.stop)
             if tokens:
                 what = f"{tokens} tokens were loaded by another connector: their rows were never computed here"
                 self._refuse(req_id, RowsNotComputed(what))
 
     # -- planning
+
+    def _or_refuse(self, req_id: str, planned: Callable[[], None]) -> None:
+        try:
+            planned()
+        except SlotStreamError as error:
+            self._refuse(req_id, error)
 
     def _plan_request(
         self,
@@ -271,63 +314,86 @@ class SchedulerHalf:
             capture.opened = True
             capture.hit_tokens = computed
             opens.append(capture.sample_open())
-        stop = min(capture.stop, capture.final_rows, computed + scheduled)
-        if stop <= capture.next or self._collect_more(capture, stop):
-            return
         assert output.kv_connector_block_state is not None, "vLLM offers block tables to its connector"
         tables = output.kv_connector_block_state.get_block_ids(req_id)
         assert tables is not None, "a scheduled request has a block table"
-        pending.rows.append(RowPlan(req_id, capture.next, stop, computed, tuple(tables[self._group])))
-        capture.next = stop
+        table = tables[self._group]
+        capture.covered = computed + scheduled
+        self._places.cover(capture, computed, capture.covered, table)
+        stop = min(capture.stop, capture.final_rows, capture.covered)
+        if stop <= capture.next or self._collect_more(capture, stop):
+            return
+        self._plan_rows(capture, stop, computed, table)
         if stop == capture.stop and not capture.params.include_output_tokens:
             self._complete(capture, stop, pending)
 
-    def _collect_more(self, capture: Capture, stop: int) -> bool:
+    def _plan_rows(self, capture: CapturedRequest, stop: int, computed: int, table: Sequence[int]) -> None:
+        """Have the rows up to `stop` read in the next plan. Raises RowsNotComputed."""
+        place = self._places.place(capture, capture.next, stop, computed, table)
+        first_row = capture.next - capture.start
+        self._pending.rows.append(RowPlan(capture.request.request_id, capture.next, stop, first_row, place))
+        capture.next = stop
+        self._places.has_read(capture)
+
+    def _on_preempted(self, req_id: str) -> None:
+        """A request lost its blocks, and will compute all its tokens again: confirmed rows that wait are read before that."""
+        if not self._places.computes_all:
+            return
+        capture = self._live[req_id]
+        capture.request.skip_reading_prefix_cache = True
+        stop = min(capture.stop, capture.final_rows, capture.covered)
+        if stop > capture.next:
+            self._plan_rows(capture, stop, stop, ())
+        self._places.preempted(capture)
+
+    def _collect_more(self, capture: CapturedRequest, stop: int) -> bool:
         """Output rows come one a step: they stay in the cache until a chunk of them is worth a read."""
         if not capture.params.include_output_tokens or capture.next < capture.request.num_prompt_tokens:
             return False
+        if self._places.reads_early:
+            return False
         return stop - capture.next < self._config.options.output_rows_per_chunk
 
-    def _complete(self, capture: Capture, stop: int, pending: _Pending) -> None:
+    def _complete(self, capture: CapturedRequest, stop: int, pending: _Pending) -> None:
         """Every row up to `stop` is planned: plan the commit."""
         finish = capture.sample_finish(stop)
         pending.finishes.append(finish)
         capture.rows = len(finish.token_ids)
-        self._live.pop(finish.req_id, None)
+        self._let_go(finish.req_id)
 
-    def _finish_live(self, capture: Capture, block_ids: Sequence[int]) -> tuple[bool, SlotStreamError | None]:
+    def _finish_live(self, capture: CapturedRequest, block_ids: Sequence[int]) -> tuple[bool, SlotStreamError | None]:
         """A request ended with rows still to be planned. Returns (hold the blocks, why the sample failed)."""
         request, req_id = capture.request, capture.request.request_id
         error = self._why_not_whole(capture)
         stop = min(capture.stop, capture.final_rows)
         if error is None and stop <= capture.start:
             error = BadTokenRange(f"tokens begin at {capture.start}, but the text ended after {stop} rows")
-        if error is None and stop > capture.next and not (block_ids and stop <= request.num_computed_tokens):
-            # Preempted: its blocks are gone, or hold again only a part of what they held.
-            error = RowsNotComputed("the request's blocks were gone before its last rows could be read")
+        hold = False
+        if error is None and stop > capture.next:
+            try:
+                self._plan_rows(capture, stop, stop, block_ids if stop <= request.num_computed_tokens else ())
+                hold = self._places.holds_blocks
+            except SlotStreamError as missing:
+                error = missing
         if error is not None:
             self._refuse_finished(capture, error)
             return False, error
-        hold = stop > capture.next
         if hold:
-            self._pending.rows.append(RowPlan(req_id, capture.next, stop, stop, tuple(block_ids)))
             self._pending.releases.append(req_id)
         self._complete(capture, stop, self._pending)
         return hold, None
 
-    def _why_not_whole(self, capture: Capture) -> SlotStreamError | None:
-        from vllm.v1.request import RequestStatus
-
+    def _why_not_whole(self, capture: CapturedRequest) -> SlotStreamError | None:
         request = capture.request
         if not capture.opened:
             return CaptureAborted("the request ended before it was scheduled")
-        if request.status == RequestStatus.FINISHED_ABORTED and not _may_have_met_a_stop_string(request):
+        if request.status.name == "FINISHED_ABORTED" and not _may_have_met_a_stop_string(request):
             return CaptureAborted("the request was aborted before all its rows existed")
         if not capture.params.include_output_tokens:
             return CaptureAborted("the request ended before its prompt was computed")
         return None
 
-    def _refuse_finished(self, capture: Capture, error: SlotStreamError) -> None:
+    def _refuse_finished(self, capture: CapturedRequest, error: SlotStreamError) -> None:
         req_id = capture.request.request_id
         self._live[req_id] = capture
         self._refuse(req_id, error)
@@ -335,7 +401,7 @@ class SchedulerHalf:
 
     # -- answers
 
-    def _response(self, req_id: str, capture: Capture | None, error: SlotStreamError | None = None) -> dict[str, Any]:
+    def _response(self, req_id: str, capture: CapturedRequest | None, error: SlotStreamError | None = None) -> dict[str, Any]:
         config = self._config
         answer: dict[str, Any] = {"server": config.options.server}
         if capture is not None:

@@ -7,7 +7,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-Slots = npt.NDArray[np.int64]  # Places in the hidden-state cache: block * block size + offset.
+KvSlots = npt.NDArray[np.int64]  # Slots of the KV cache: block * block size + offset.
 
 
 class Ticket(Protocol):

@@ -45,7 +45,7 @@ class Reports:
 
     All are `put` into the spool too, if it can hold them, until they are done with, and `drop` gets their files: this engine
     may end before the server has heard of them. So it is told of a failure once that is `written`, or cannot be. `numbers`
-    gives sample numbers. `on_end` gets the request of each that is done with.
+    gives sample numbers. `on_end` gets the request of each that is done with. `clock`: monotonic seconds.
     """
 
     def __init__(
@@ -57,6 +57,7 @@ class Reports:
         put: Callable[[Report], SpoolFile | None],
         drop: Callable[[SpoolFile], None],
         on_end: Callable[[str], None],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._sink = sink
         self._counters = counters
@@ -65,9 +66,10 @@ class Reports:
         self._put = put
         self._drop = drop
         self._on_end = on_end
+        self._clock = clock
         self._waiting: deque[Report] = deque()
         self._told: dict[int, Report] = {}
-        self._unsaid: deque[tuple[float, Report]] = deque()  # With when each is due, monotonic, unless it was said before.
+        self._unsaid: deque[tuple[float, Report]] = deque()  # With when each is due by the clock, unless it was said before.
         self._paused_until = 0.0
 
     def __len__(self) -> int:
@@ -83,7 +85,7 @@ class Reports:
         if report.file is None:
             report.file = self._put(report)
             if report.file is not None:
-                self._unsaid.append((time.monotonic() + _WRITE_S, report))
+                self._unsaid.append((self._clock() + _WRITE_S, report))
                 return
         self.written(report)
 
@@ -96,7 +98,7 @@ class Reports:
 
     def tick(self) -> None:
         """Called about once a second."""
-        while self._unsaid and (self._unsaid[0][1].said or self._unsaid[0][0] <= time.monotonic()):
+        while self._unsaid and (self._unsaid[0][1].said or self._unsaid[0][0] <= self._clock()):
             self.written(self._unsaid.popleft()[1])
 
     def put_again(self) -> None:
@@ -115,7 +117,7 @@ class Reports:
 
     def send(self) -> None:
         """Tell the next ones. The link is up."""
-        if time.monotonic() < self._paused_until:
+        if self._clock() < self._paused_until:
             return
         while self._waiting and len(self._told) < _AT_ONCE:
             report = self._waiting.popleft()
@@ -131,7 +133,7 @@ class Reports:
             return False
         if again and event.code != report.fault.code:
             self._waiting.append(report)
-            self._paused_until = time.monotonic() + _PAUSE_S
+            self._paused_until = self._clock() + _PAUSE_S
         else:
             self._counters.add("failures_reported")
             self._done(report)

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from slotstream.connector.plan import SampleAbort, SampleFinish, SampleOpen
-from slotstream.connector.sending.copies import Gathered, Slots
-from slotstream.connector.sending.row_check import StepMapping
+from slotstream.connector.sending.copies import Gathered
+from slotstream.connector.sending.row_check import RowEvidence
 from slotstream.wire.errors import SlotStreamError
 
 # How often a copy under way is looked at. To wait for a CUDA event instead keeps a core busy for the whole step.
@@ -23,27 +23,24 @@ _POLL_S = 0.0005
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Rows of one sample in one staging slot; the last `computed` of them were written in this step."""
+    """Rows of one sample in one staging slot."""
 
     req_id: str
     first_row: int
     rows: int
-    slot: int
-    computed: int
+    staging_slot: int
 
 
 @dataclass(frozen=True, slots=True)
 class StagedBatch:
-    """Segments of one gather. `computed`: the slots in the cache of all their computed rows, in order.
+    """Segments of one gather, and what the device says of their rows. `scratch`: staging slots that the copies went through.
 
-    `mapping` is the step's; None where vLLM ran no extraction in this step. `scratch`: slots that the copies went through.
     `copied_unix_ns`: when they were over; 0 where that is still to be seen.
     """
 
     segments: tuple[Segment, ...]
-    computed: Slots
     gathered: Gathered
-    mapping: StepMapping | None
+    evidence: RowEvidence
     scratch: tuple[int, ...] = ()
     copied_unix_ns: int = 0
 
@@ -77,7 +74,7 @@ Event = TypeVar("Event")
 
 
 class Inbox(Generic[Event]):
-    """Anybody puts, one thread gets. Bounded by what the items refer to: leased slots, samples, unacked chunks."""
+    """Anybody puts, one thread gets. Bounded by what the items refer to: leased staging slots, samples, unacked chunks."""
 
     def __init__(self) -> None:
         self._arrived: queue.SimpleQueue[EngineItem | Event] = queue.SimpleQueue()

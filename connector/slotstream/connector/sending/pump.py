@@ -20,11 +20,13 @@ from slotstream.connector.faults import Faults, SampleFault
 from slotstream.connector.plan import SampleAbort, SampleFinish, SampleOpen
 from slotstream.connector.sending.inbox import EngineItem, FailSample, Inbox, Segment, StagedBatch, Stop
 from slotstream.connector.sending.outbox import Outbox
-from slotstream.connector.sending.row_check import BadRowCount, count_bad_rows, slot_problem
+from slotstream.connector.sending.phases import Phase
+from slotstream.connector.sending.row_check import count_bad_rows
 from slotstream.connector.sending.row_hashes import Digests
-from slotstream.connector.sending.sample_state import ChunkState
-from slotstream.connector.sending.spool.shelf import Shelf
-from slotstream.connector.sending.spool.spool import Adopted, Appended, Loaded, ReadBack, Spool, SpoolEvent
+from slotstream.connector.sending.sample_state import ChunkState, NotAllowed, SampleState
+from slotstream.connector.sending.spool.disk_thread import Adopted, Appended, DiskThread, Loaded, ReadBack, SpoolEvent
+from slotstream.connector.sending.spool.reader import SpoolReader
+from slotstream.connector.sending.spool.writer import SpoolWriter
 from slotstream.connector.sending.staging_pool import StagingPool
 from slotstream.connector.vllm_config import ConnectorConfig
 from slotstream.transport.base import Acked, Committed, Failed, FellBack, LinkDown, LinkUp, SampleSink, SinkEvent
@@ -69,14 +71,14 @@ class Pump:
         self._row_bytes = row_bytes
         self._counters = counters
         self._inbox: Inbox[_Event] = Inbox()
-        self._spool: Spool | None = None
+        self._disk: DiskThread | None = None
         if options.spool_dir is not None:
-            self._spool = Spool(Path(options.spool_dir), options.spool_bytes_max, counters, self._inbox.put)
+            self._disk = DiskThread(Path(options.spool_dir), options.spool_bytes_max, counters, self._inbox.put)
         self._digests = Digests()
         self._faults = Faults(counters)
-        self._shelf = Shelf(self._spool, pool)
-        self._outbox = Outbox(config, pool, sink, self._shelf, counters, self._faults, on_end)
-        self._bad_rows: dict[str, BadRowCount] = {}  # by request, while rows come
+        self._spool_writer = SpoolWriter(self._disk, pool)
+        reader = SpoolReader(self._disk, pool)
+        self._outbox = Outbox(config, pool, sink, self._spool_writer, reader, counters, self._faults, on_end, self._guard)
         self._batches_posted = 0  # Written by the engine's thread only,
         self._batches_done = 0  # and this by ours.
         self._stop: Stop | None = None
@@ -87,8 +89,8 @@ class Pump:
     def start(self) -> None:
         """Start the threads and the sink."""
         self._thread.start()
-        if self._spool is not None:
-            self._spool.start()
+        if self._disk is not None:
+            self._disk.start()
         self._sink.start(self._inbox.put)
 
     def post(self, item: SampleOpen | StagedBatch | SampleFinish | SampleAbort | FailSample) -> None:
@@ -100,16 +102,16 @@ class Pump:
         """Staging slots for rows: waits for room until `deadline` (monotonic); None, which `why_full` explains, without."""
         return self._pool.acquire(count, deadline=deadline, keep_waiting=lambda: self.taking_rows)
 
-    def release(self, slots: list[int]) -> None:
-        """Leased slots that were not needed, or have been read."""
-        self._pool.release(slots)
+    def release(self, staging_slots: list[int]) -> None:
+        """Leased staging slots that were not needed, or have been read."""
+        self._pool.release(staging_slots)
 
     @property
     def taking_rows(self) -> bool:
         """Whether waiting for room in staging makes sense: whoever can make some has done so of late."""
         if not self._outbox.link_up:
             unseen = self._batches_posted != self._batches_done  # What the spool will be asked to write.
-            return (self._spool is not None and unseen) or self._shelf.taking_rows(self._wait_s_max)
+            return (self._disk is not None and unseen) or self._spool_writer.taking_rows(self._wait_s_max)
         return not self._outbox.unacked or time.monotonic() - self._outbox.answered_at < self._wait_s_max
 
     @property
@@ -121,7 +123,7 @@ class Pump:
         """What to tell of a sample for which there is no room in staging."""
         if self._outbox.link_up:
             return StagingFull("no room in staging: the server or the network takes rows too slowly")
-        where = "staging" if self._spool is None else "staging and the spool"
+        where = "staging" if self._disk is None else "staging and the spool"
         return ServerUnavailable(f"the server at {self._server} is away, and {where} can hold no more rows until it is back")
 
     def take_faults(self) -> list[SampleFault]:
@@ -136,20 +138,20 @@ class Pump:
             "staging_bytes_in_use": pool.in_use * pool.slot_bytes,
             "staging_bytes_kept": pool.kept * pool.slot_bytes,
             "staging_bytes_limit": pool.nbytes,
-            "spool_bytes_in_use": 0 if self._spool is None else self._spool.bytes_in_use,
+            "spool_bytes_in_use": 0 if self._disk is None else self._disk.bytes_in_use,
             "link_up": int(self._outbox.link_up),
         }
 
     def close(self, timeout_s: float) -> None:
         """Let what is in flight finish, for at most `timeout_s`; what cannot goes to the spool. Then stop the threads."""
         deadline = time.monotonic() + timeout_s
-        stop = Stop(deadline - timeout_s / 2 if self._spool is not None else deadline, deadline)
+        stop = Stop(deadline - timeout_s / 2 if self._disk is not None else deadline, deadline)
         self._inbox.put(stop)
         self._stop = stop  # Not only when it is handled: a copy before that may never end.
         self._thread.join(timeout_s + 2 * _TICK_S)
         self._digests.close()
-        if self._spool is not None:
-            self._spool.close(max(1.0, deadline - time.monotonic()))
+        if self._disk is not None:
+            self._disk.close(max(1.0, deadline - time.monotonic()))
         self._sink.close(1.0)
 
     # -- the thread
@@ -165,7 +167,7 @@ class Pump:
             if item is not None:
                 self._handle_safely(item)
         if self._outbox.samples:
-            what = "lost" if self._spool is None else "left to the next engine, as far as they are in the spool"
+            what = "lost" if self._disk is None else "left to the next engine, as far as they are in the spool"
             logger.warning("slotstream: closed with %d samples in flight; they are %s", self._outbox.samples, what)
 
     def _may_stop(self) -> bool:
@@ -177,25 +179,39 @@ class Pump:
             self._safely(lambda: self._outbox.link_is_down("the engine shut down"))
         if len(self._inbox):
             return False
-        return self._outbox.is_empty or (not self._outbox.link_up and self._shelf.writing == 0)
+        return self._outbox.is_empty or (not self._outbox.link_up and self._spool_writer.writing == 0)
 
     def _handle_safely(self, item: EngineItem | _Event) -> None:
         """Our own bug must neither stop the pump nor leak staging: the samples concerned fail."""
         if self._safely(lambda: self._handle(item)):
             return
-        error = InternalFault("a fault of slotstream's own: the log says which")
         req_ids = {s.req_id for s in item.segments} if isinstance(item, StagedBatch) else {getattr(item, "req_id", "")}
         for req_id in req_ids:
-            self._give_up(req_id, error)
+            if (sample := self._outbox.sample(req_id)) is not None:
+                self._fault(sample)
 
     def _safely(self, action: Callable[[], object]) -> bool:
+        """Do it; False after a bug of ours. Where that was a move that the table has not, its sample fails."""
         try:
             action()
-        except Exception:
+        except Exception as bug:
             self._counters.add("hook_faults")
             logger.exception("slotstream: the pump failed")
+            if isinstance(bug, NotAllowed):
+                self._fault(bug.sample)
             return False
         return True
+
+    def _guard(self, action: Callable[[SampleState], object], sample: SampleState) -> None:
+        """Do it with one sample of many: a bug costs that one, and the others have their turn."""
+        if not self._safely(lambda: action(sample)):
+            self._fault(sample)
+
+    def _fault(self, sample: SampleState) -> None:
+        """A bug of ours met this sample."""
+        if sample.phase is not Phase.OVER:
+            error = InternalFault("a fault of slotstream's own: the log says which")
+            self._safely(lambda: self._outbox.give_up(sample, error.code, str(error)))
 
     def _handle(self, item: EngineItem | _Event) -> None:
         outbox = self._outbox
@@ -246,33 +262,30 @@ class Pump:
         try:
             batch.gathered.wait()
             copied_unix_ns = batch.copied_unix_ns or time.time_ns()
-            if batch.mapping is not None:
-                batch.mapping.load()
-            digests = self._digests.of([self._pool.buffer(s.slot, s.rows * self._row_bytes) for s in batch.segments])
+            batch.evidence.load()
+            digests = self._digests.of([self._pool.buffer(s.staging_slot, s.rows * self._row_bytes) for s in batch.segments])
             for segment, digest, problem in zip(batch.segments, digests, self._problems(batch), strict=True):
                 done += 1
                 self._segment(segment, problem, digest, copied_unix_ns)
         finally:
-            self._pool.release([*batch.scratch, *(s.slot for s in batch.segments[done:])])
+            self._pool.release([*batch.scratch, *(s.staging_slot for s in batch.segments[done:])])
             self._batches_done += 1  # Last: an engine that waits for room must not give up just before there is some.
 
     def _problems(self, batch: StagedBatch) -> Iterator[SlotStreamError | None]:
         """What is wrong with each segment, looked at when it is asked for."""
         peaks = batch.gathered.peaks()
-        if slot_problem(batch.computed, batch.mapping) is None and count_bad_rows(0, peaks) is None:
+        if batch.evidence.problem(0, len(peaks)) is None and count_bad_rows(0, peaks) is None:
             # Nearly always. Asked of each segment it would be a third of what that costs.
             yield from itertools.repeat(None, len(batch.segments))
             return
-        at = computed_at = 0
+        at = 0
         for segment in batch.segments:
             sample = self._outbox.sample(segment.req_id)
-            of_segment, at = peaks[at : at + segment.rows], at + segment.rows
-            computed = batch.computed[computed_at : computed_at + segment.computed]
-            computed_at += segment.computed
+            first, at = at, at + segment.rows
             problem: SlotStreamError | None = None
             if sample is not None:
-                problem = slot_problem(computed, batch.mapping)
-                problem = problem or self._check_rows(sample.opened.sample_id, segment, of_segment)
+                problem = batch.evidence.problem(first, at)
+                problem = problem or self._check_rows(sample, segment, peaks[first:at])
             yield problem
 
     def _segment(self, segment: Segment, problem: SlotStreamError | None, digest: int, copied_unix_ns: int) -> None:
@@ -280,13 +293,13 @@ class Pump:
         if problem is not None:
             self._give_up(segment.req_id, problem)
         if sample is None or problem is not None:
-            self._pool.release([segment.slot])
+            self._pool.release([segment.staging_slot])
             return
         sample.rows_unix_ns = copied_unix_ns
         nbytes = segment.rows * self._row_bytes
-        self._outbox.add(sample, ChunkState(segment.first_row, segment.rows, nbytes, digest, segment.slot))
+        self._outbox.add(sample, ChunkState(segment.first_row, segment.rows, nbytes, digest, segment.staging_slot))
 
-    def _check_rows(self, sample_id: str, segment: Segment, peaks: npt.NDArray[np.float32]) -> BadRows | None:
+    def _check_rows(self, sample: SampleState, segment: Segment, peaks: npt.NDArray[np.float32]) -> BadRows | None:
         """Count and note rows of zeros and rows with a NaN or an infinity; why the sample fails, where the option says so."""
         found = count_bad_rows(segment.first_row, peaks)
         if found is None:
@@ -294,21 +307,19 @@ class Pump:
         count, problem = found
         self._counters.add("zero_rows", count.zero)
         self._counters.add("nonfinite_rows", count.nonfinite)
-        before = self._bad_rows.get(segment.req_id)
-        self._bad_rows[segment.req_id] = count if before is None else before + count
+        sample.bad_rows = count if sample.bad_rows is None else sample.bad_rows + count
         if self._fail_bad_rows:
             return problem
         if (unsaid := self._throttle.admit(BadRows.code)) is not None:
             more = f" ({unsaid} more samples were not logged)" if unsaid else ""
-            logger.warning("slotstream: of sample %s, %s%s", sample_id, problem, more)
+            logger.warning("slotstream: of sample %s, %s%s", sample.opened.sample_id, problem, more)
         return None
 
     def _finish(self, item: SampleFinish) -> None:
-        bad_rows = self._bad_rows.pop(item.req_id, None)
         sample = self._outbox.sample(item.req_id)
         if sample is None:
             return
-        metadata = {**item.metadata, **(bad_rows.metadata if bad_rows is not None else {})}
+        metadata = {**item.metadata, **(sample.bad_rows.metadata if sample.bad_rows is not None else {})}
         metadata["last_rows_unix_ns"] = str(sample.rows_unix_ns)  # By this host's clock.
         self._outbox.finish(
             sample,
@@ -320,6 +331,5 @@ class Pump:
 
     def _fail(self, req_id: str, code: str, message: str) -> None:
         """Fail a sample that still takes rows; the server is told."""
-        self._bad_rows.pop(req_id, None)
         if (sample := self._outbox.sample(req_id)) is not None:
             self._outbox.give_up(sample, code, message)

@@ -5,59 +5,75 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from slotstream.connector.plan import SampleOpen
+from slotstream.connector.sending.phases import MOVES, Event, Phase
+from slotstream.connector.sending.row_check import BadRowCount
 from slotstream.connector.sending.spool.files import Place, SpoolFile
 from slotstream.connector.vllm_config import ConnectorConfig
 from slotstream.v1 import ingest_pb2
+from slotstream.wire.errors import Interrupted
+
+
+class NotAllowed(AssertionError):
+    """A bug of ours: the table has no such move. The sample is where it was."""
+
+    def __init__(self, sample: SampleState, event: Event) -> None:
+        super().__init__(f"sample {sample.serial} is {sample.phase.name}, where {event.name} cannot happen")
+        self.sample = sample
 
 
 @dataclass(slots=True, eq=False)
 class ChunkState:
     """Rows [first_row, first_row + rows) of a sample: in a staging slot, in the spool, in both, or not to be had any more.
 
-    `ticket`: the slot is kept in the pool, where others may take it. `wire`: the number under which the sink has the rows,
-    until their ack. `skip`: where in the data at `place` the rows begin.
+    `ticket`: the staging slot is kept in the pool, where others may take it. `wire`: the number under which the sink has the
+    rows, until their ack. `skip`: where in the data at `place` the rows begin.
     """
 
     first_row: int
     rows: int
     nbytes: int
     digest: int
-    slot: int | None
+    staging_slot: int | None
     ticket: int = 0
     wire: int = 0
-    sent: bool = False  # Submitted since the sample was last opened.
-    writing: bool = False  # The spool reads from the slot.
+    writing: bool = False  # The spool reads from the staging slot.
     place: Place | None = None
     skip: int = 0
 
     @property
     def lost(self) -> bool:
         """Whether the rows are nowhere on this side."""
-        return self.slot is None and self.place is None
+        return self.staging_slot is None and self.place is None
 
 
 @dataclass(slots=True, eq=False)
 class SampleState:
-    """A sample without a verdict. `number`: its number on the present stream, 0 while it is not open there."""
+    """A sample and its phase, which only `move` changes. What is said of one phase means nothing in the others."""
 
     serial: int
     req_id: str  # "" for a sample of an earlier engine.
     opened: ingest_pb2.OpenSample
+    phase: Phase = Phase.WAITING
     chunks: list[ChunkState] = field(default_factory=list)
     commit: ingest_pb2.CommitSample | None = None
-    number: int = 0
-    ending: bool = False  # Commit or abort sent on this stream; only the answer is missing.
-    failure: tuple[str, str] | None = None  # Given up: code and message, which the server is told.
-    over: bool = False  # Its rows have no further use.
-    unsent: int = 0  # Chunks not submitted since the sample was last opened.
-    retry_at: float = 0.0  # monotonic; when it is opened again after the server had no room
-    attempts: int = 0
-    refusal: tuple[str, str] | None = None  # Why the server had no room.
+    number: int = 0  # On the stream: what the server knows it by.
+    unsent: int = 0  # OPEN: chunks that are not submitted yet.
+    why: tuple[str, str] = (Interrupted.code, "its rows were let go of")  # It is not stored, or not yet: code and message.
+    retry_at: float = 0.0  # BACKING_OFF: when it is sent again, by the outbox's clock.
+    refusals: int = 0  # How often it backed off.
     file: SpoolFile | None = None
     unspooled: int = 0  # Chunks that are not in the file.
     commit_spooled: bool = False  # Or asked to be.
     rows_unix_ns: int = 0  # When the last rows were computed and in host memory.
-    queued: bool = False  # Counts among those that are replayed from the spool now.
+    bad_rows: BadRowCount | None = None  # Those found so far, if any.
+
+    def move(self, event: Event) -> Phase:
+        """Go where the table says; the new phase. Raises NotAllowed."""
+        move = MOVES.get((self.phase, event))
+        if move is None:
+            raise NotAllowed(self, event)
+        self.phase = move.to
+        return move.to
 
     def add(self, chunk: ChunkState) -> None:
         """One more chunk."""
@@ -65,18 +81,10 @@ class SampleState:
         self.unsent += 1
         self.unspooled += chunk.place is None
 
-    def unsend(self) -> None:
-        """It is not open on any stream."""
-        self.number = 0
-        self.ending = False
-        self.unsent = len(self.chunks)
-        for chunk in self.chunks:
-            chunk.sent = False
-
     @property
     def in_memory(self) -> bool:
         """Whether staging holds some of its rows, or may."""
-        return any(chunk.slot is not None for chunk in self.chunks)
+        return any(chunk.staging_slot is not None for chunk in self.chunks)
 
 
 def open_message(config: ConnectorConfig, item: SampleOpen) -> ingest_pb2.OpenSample:

@@ -1,1 +1,6 @@
-"""Who may do what: tokens, certificates, and the gate that every call passes."""
+"""Who may do what.
+
+gate    every call passes it; everybody's share of what is limited
+tokens  the tokens file
+tls     the server's certificates
+"""

@@ -30,7 +30,7 @@ class Replies:
         self._added.set()
 
     async def send(self) -> None:
-        """Sends them as they come, until it is cancelled."""
+        """Sends them as they come, until it is cancelled or the peer is gone."""
         most = 1  # Welcome is said by itself.
         while True:
             await self._added.wait()
@@ -38,8 +38,15 @@ class Replies:
             while self._waiting:
                 replies = list(itertools.islice(self._waiting, most))
                 most = BATCH_MAX if self.batches else 1
-                message = replies[0] if len(replies) == 1 else pb.IngestReply(batch=pb.ReplyBatch(replies=replies))
-                await self._write(message.SerializeToString())
+                message = self._message(replies)
+                try:
+                    await self._write(message)
+                except Exception:  # gRPC has no class for it: the peer is gone.
+                    return
                 for _ in replies:  # Only now: none left means that everything is on its way.
                     self._waiting.popleft()
             self._written()
+
+    def _message(self, replies: list[pb.IngestReply]) -> bytes:
+        message = replies[0] if len(replies) == 1 else pb.IngestReply(batch=pb.ReplyBatch(replies=replies))
+        return message.SerializeToString()

@@ -1,4 +1,4 @@
-"""One sample's disk work, in the order it was asked for, off the event loop but for what takes no time (see `pace`).
+"""One sample's disk work, in the order it was asked for, off the event loop but for what takes no time (see `Pools`).
 
 Samples of a stream run side by side, the chunks of one sample one after another: written in order they are hashed in
 order, and nothing has to be read back at the commit. (Linux writes to one file from one thread at a time anyway, and has the
@@ -13,58 +13,21 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
 from typing import Protocol
 
-from slotstream.server.ingest.pace import Pace
 from slotstream.server.nixl.reader import Slot
+from slotstream.server.pools import Pools
 from slotstream.store.records import Failure, SampleKey, SampleRecord, SampleSpec
 from slotstream.store.sample.upload import Upload
-from slotstream.wire.cores import for_cores
 from slotstream.wire.errors import InternalFault, SlotStreamError
 from slotstream.wire.hashing import xxh3
 
 _log = logging.getLogger(__name__)
-_CHUNK_THREADS_MAX = 4
 # What a writer does before it lets another writer have the thread: enough for most samples, which are finished one by one then.
 _TURN = 64
 _TURN_BYTES = 64 << 20
-
-
-@dataclass(slots=True)
-class Pools:
-    """Threads that wait for the disk.
-
-    On few cores one thread opens samples and writes the chunks that the event loop leaves to it (see `pace`): mostly copies
-    into the page cache, and more would only take the processor from the loop. On many, several threads check and write all
-    chunks: that needs no Python, and a core does 6 GB/s of the one and 4 of the other at best. Commits and reads wait for the
-    disk itself.
-    """
-
-    chunk_threads: int = field(default_factory=lambda: for_cores(_CHUNK_THREADS_MAX))
-    chunks: ThreadPoolExecutor = field(init=False)
-    commits: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(8, "commit"))
-    pace: Pace = field(default_factory=Pace)
-    reads: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(8, "read"))
-
-    def __post_init__(self) -> None:
-        self.chunks = ThreadPoolExecutor(self.chunk_threads, "chunk")
-
-    @property
-    def checks_ahead(self) -> bool:
-        """Whether a chunk's hash is computed by another thread than the one that writes its sample."""
-        return self.chunk_threads > 1
-
-    @property
-    def loop_writes(self) -> bool:
-        """Whether the event loop writes chunks itself."""
-        return not self.checks_ahead and self.pace.is_fast
-
-    def shutdown(self) -> None:
-        """Let the threads finish what they have and end them."""
-        for pool in (self.chunks, self.commits, self.reads):
-            pool.shutdown()
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,7 +212,7 @@ class SampleWriter:
         try:
             upload.write_chunk(item.first_row, item.rows, item.data, item.digest, found)
         finally:
-            self._pools.pace.took(time.monotonic() - begun_at)
+            self._pools.disk_speed.note(time.monotonic() - begun_at)
 
     def _commit(self, upload: Upload, item: Commit) -> Ended:
         begun_at = time.monotonic()

@@ -12,7 +12,6 @@ import mmap
 
 from slotstream.wire.names import CHUNK_BYTES_MAX
 
-POOL_BYTES_MIN = 4 * CHUNK_BYTES_MAX
 _SLOT_BYTES_MIN = 64 << 10
 _ORDERS = (CHUNK_BYTES_MAX // _SLOT_BYTES_MIN).bit_length()  # Sizes of slots: doubled each time.
 

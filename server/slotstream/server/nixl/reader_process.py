@@ -5,8 +5,9 @@ NIXL 1.5.1: an endpoint that is closed while its peer dies). Here that costs a f
 the work of the reads is not done under the server's interpreter lock. It hashes what it has read, too: the bytes are in the
 processor's cache then, and would come out of memory again later.
 
-A peer whose transfer failed, or took too long, gets no further one until all that it has are over; then NIXL forgets it, and
-its next chunk begins anew.
+A peer is a sender's agent. It may have several streams at a time: a sender that lost its stream can be back before the server
+has noticed. A peer whose transfer failed, or took too long, gets no further one until all that it has are over; then NIXL
+forgets it, and its next chunk begins anew.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ _RECEIVE_BYTES = 1 << 20
 @dataclass(slots=True, eq=False)
 class _ReadRequest:
     number: int
+    stream: int
     address: int
     nbytes: int
     deadline: float  # Monotonic: of being started without a wait, then of being over.
@@ -51,11 +53,10 @@ class _ReadRequest:
 
 @dataclass(slots=True, eq=False)
 class _Peer:
-    number: int
     name: str
     metadata: bytes
+    streams: set[int] = field(default_factory=set)  # When none is left, nobody waits for it.
     known: bool = True  # To NIXL.
-    gone: bool = False  # Its stream ended.
     broken: bool = False  # Starts nothing before what it has is over.
     waiting: deque[_ReadRequest] = field(default_factory=deque)
     active: deque[_ReadRequest] = field(default_factory=deque)
@@ -80,8 +81,8 @@ class Reader:
         self._agent = NixlAgent(lambda line: self._say("log", line))
         # What that returns stays here: who does not have it cannot write into the pool.
         self._agent.register(self._address, self._memory.nbytes)
-        self._peers: dict[int, _Peer] = {}
-        self._turn: deque[int] = deque()
+        self._peers: deque[_Peer] = deque()
+        self._by_stream: dict[int, _Peer] = {}
         self._received = b""
         self._quarantined = 0
         self._lent = 0  # Slots that the server was told of, and holds.
@@ -101,7 +102,7 @@ class Reader:
 
     def _tell(self) -> None:
         now = time.monotonic()
-        if not self._to_say and now - self._said_at > _ALIVE_S and any(peer.waiting for peer in self._peers.values()):
+        if not self._to_say and now - self._said_at > _ALIVE_S and any(peer.waiting for peer in self._peers):
             self._say("alive")  # Else the server would take one that waits for its slots for one that hangs.
         if self._to_say:
             self._said_at = now
@@ -110,7 +111,7 @@ class Reader:
 
     def _listen(self) -> bool:
         """Do what the server asked for meanwhile; False when it is gone."""
-        busy = any(peer.active for peer in self._peers.values())
+        busy = any(peer.active for peer in self._peers)
         pause_s = 0 if self._moved else _BUSY_S if busy else _IDLE_S if self._peers else None
         self._moved = False
         if not select.select((self._link,), (), (), pause_s)[0]:
@@ -124,29 +125,26 @@ class Reader:
 
     # -- what the server asks for
 
-    def on_connect(self, number: int, name: str, metadata: str) -> None:
-        """A peer, by the number that the server gives it."""
+    def on_connect(self, stream: int, name: str, metadata: str) -> None:
+        """A stream, by the number that the server gives it, and the peer that it offers to read from."""
         try:
-            if any(peer.name == name for peer in self._peers.values()):
-                raise NixlFault("a peer of that name is connected already")
-            peer = _Peer(number, name, bytes.fromhex(metadata))
-            self._add(peer)
+            peer = self._peer_of(name, bytes.fromhex(metadata))
         except NixlFault as error:
-            self._say("refused", number, str(error))
+            self._say("refused", stream, str(error))
             return
-        self._peers[number] = peer
-        self._turn.append(number)
-        self._say("connected", number)
+        peer.streams.add(stream)
+        self._by_stream[stream] = peer
+        self._say("connected", stream)
 
-    def on_request(self, peer: int, wanted: list[tuple[int, int, int]]) -> None:
-        """Read memory of the peer: each time a number, an address and bytes. Each is answered with read or failed."""
-        found = self._peers.get(peer)
+    def on_request(self, stream: int, wanted: list[tuple[int, int, int]]) -> None:
+        """Read memory of the stream's peer: each time a number, an address and bytes. Each is answered with read or failed."""
+        peer = self._by_stream.get(stream)
         deadline = time.monotonic() + self._read_s
         for number, address, nbytes in wanted:
-            if found is None:
+            if peer is None:
                 self._say("failed", number, "the peer is not connected", False)
             else:
-                found.waiting.append(_ReadRequest(number, address, nbytes, deadline))
+                peer.waiting.append(_ReadRequest(number, stream, address, nbytes, deadline))
 
     def on_free(self, slots: list[int]) -> None:
         """The server is done with slots that it was told of."""
@@ -154,12 +152,26 @@ class Reader:
         for slot in slots:
             self._pool.give(slot)
 
-    def on_disconnect(self, number: int) -> None:
-        """The peer's stream ended: nobody waits for what it announced."""
-        if number in self._peers:
-            self._peers[number].gone = True
+    def on_disconnect(self, stream: int) -> None:
+        """The stream ended: nobody waits for what it announced."""
+        peer = self._by_stream.pop(stream, None)
+        if peer is not None:
+            peer.streams.discard(stream)
+            peer.waiting = deque(request for request in peer.waiting if request.stream != stream)
 
     # -- transfers
+
+    def _peer_of(self, name: str, metadata: bytes) -> _Peer:
+        """A peer that is known to NIXL. Raises NixlFault where it cannot be, or the name is another's."""
+        known = next((peer for peer in self._peers if peer.name == name), None)
+        if known is not None:
+            if known.metadata != metadata:
+                raise NixlFault("a peer of that name is connected already, with other metadata")
+            return known
+        peer = _Peer(name, metadata)
+        self._add(peer)
+        self._peers.append(peer)
+        return peer
 
     def _add(self, peer: _Peer) -> None:
         """Make a peer known to NIXL. Raises NixlFault where it is not the one that it says it is."""
@@ -170,20 +182,18 @@ class Reader:
                 self._agent.remove_peer(peer.name)
             raise
         if said != peer.name:
-            if all(other.name != said for other in self._peers.values()):
+            if all(other.name != said for other in self._peers):
                 self._agent.remove_peer(said)
             raise NixlFault("the peer's metadata belongs to another agent")
 
     def _advance(self) -> None:
-        self._turn.rotate(-1)  # Slots are short at times: every peer is the first to get one now and then.
-        for number in tuple(self._turn):
-            peer = self._peers[number]
-            if peer.gone:
-                peer.waiting.clear()
+        self._peers.rotate(-1)  # Slots are short at times: every peer is the first to get one now and then.
+        for peer in tuple(self._peers):
+            if not peer.streams:
                 self._abandon(peer, "")
             self._finish(peer)
             if peer.broken:
-                self._bury(peer)
+                self._clean_up(peer)
             if not peer.broken:
                 self._start(peer)
                 self._finish(peer)  # On one host what was started is over by now.
@@ -270,7 +280,7 @@ class Reader:
         peer.lost += peer.active
         peer.active.clear()
 
-    def _bury(self, peer: _Peer) -> None:
+    def _clean_up(self, peer: _Peer) -> None:
         """Give back the slots of what is over by now; once all is, forget the peer."""
         for request in tuple(peer.lost):
             if request.over or self._ended(request.handle):
@@ -283,9 +293,8 @@ class Reader:
             return
         self._forget(peer)
         peer.broken = False
-        if peer.gone:
-            del self._peers[peer.number]
-            self._turn.remove(peer.number)
+        if not peer.streams:
+            self._peers.remove(peer)
 
     def _forget(self, peer: _Peer) -> None:
         while peer.handles:

@@ -14,9 +14,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
-from slotstream.server.config import ServerConfig
+from slotstream.server.config import NIXL_POOL_BYTES_MIN, ServerConfig
 from slotstream.server.metrics import Metrics
-from slotstream.server.nixl.pool import POOL_BYTES_MIN
 from slotstream.server.nixl.reader import NixlReader, ReadAnswer, ReadPeer, ReadRequest, Slot
 from slotstream.wire.cores import for_cores
 from slotstream.wire.nixl import INSTALL, is_installed
@@ -34,7 +33,7 @@ class Route:
 
 def readers_for(config: ServerConfig, cores: int | None = None) -> int:
     """How many processes read over NIXL in each of the server's: what was asked for, else by the cores that it may use."""
-    most = min(_READERS_MAX, config.nixl_pool_bytes // POOL_BYTES_MIN)
+    most = min(_READERS_MAX, config.nixl_pool_bytes // NIXL_POOL_BYTES_MIN)
     return config.nixl_readers or for_cores(most, cores=cores, sharers=config.workers)
 
 

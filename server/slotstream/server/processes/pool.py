@@ -15,7 +15,7 @@ import grpc.aio
 
 from slotstream.server.config import ServerConfig
 from slotstream.server.listening import LOCAL_OPTIONS
-from slotstream.server.processes.primary import WorkerBooks
+from slotstream.server.processes.primary import WorkersService
 from slotstream.server.processes.worker import parameters
 from slotstream.v1 import workers_pb2 as pb
 from slotstream.v1 import workers_pb2_grpc
@@ -31,12 +31,12 @@ class WorkerPool:
     """`config.workers` - 1 processes beside this one. Belongs to one event loop."""
 
     def __init__(
-        self, config: ServerConfig, address: str, books: WorkerBooks, samples: grpc.GenericRpcHandler[Any, Any]
+        self, config: ServerConfig, address: str, workers: WorkersService, samples: grpc.GenericRpcHandler[Any, Any]
     ) -> None:
         """`address` is the one that the workers listen on too; `samples` answers the calls that they pass on."""
         self._config = config
         self._address = address
-        self._books = books
+        self._workers = workers
         self._samples = samples
         self._closing = contextlib.AsyncExitStack()
         self._ending = False
@@ -48,22 +48,23 @@ class WorkerPool:
         private = f"unix:{directory}/primary"
         server = grpc.aio.server(options=LOCAL_OPTIONS)
         server.add_generic_rpc_handlers((self._samples,))
-        workers_pb2_grpc.add_WorkersServicer_to_server(self._books, server)  # type: ignore[no-untyped-call]
+        workers_pb2_grpc.add_WorkersServicer_to_server(self._workers, server)  # type: ignore[no-untyped-call]
         server.add_insecure_port(private)
         await server.start()
+        self._closing.push_async_callback(self._workers.finish)
         self._closing.push_async_callback(server.stop, 1.0)
         count = self._config.workers - 1
-        tasks = [asyncio.create_task(self._keep(number, private)) for number in range(1, count + 1)]
+        tasks = [asyncio.create_task(self._run_worker(number, private)) for number in range(1, count + 1)]
         self._closing.push_async_callback(self._join, tasks)
         try:
-            await asyncio.wait_for(self._books.attended(count), _START_S)
+            await asyncio.wait_for(self._workers.joined(count), _START_S)
         except TimeoutError as error:
             raise ConfigError(f"--workers: not all of {count} processes came up within {_START_S:.0f} s") from error
 
     async def stop(self) -> None:
         """End every worker; what is still open there fails."""
         self._ending = True
-        self._books.order(pb.WorkerOrder.END_STREAMS)
+        self._workers.order(pb.WorkerOrder.END_STREAMS)
         await self._closing.aclose()
 
     async def _join(self, tasks: list[asyncio.Task[None]]) -> None:
@@ -73,7 +74,7 @@ class WorkerPool:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _keep(self, number: int, private: str) -> None:
+    async def _run_worker(self, number: int, private: str) -> None:
         """Run one worker, again and again until the pool ends."""
         while not self._ending:
             process = await asyncio.create_subprocess_exec(

@@ -1,22 +1,22 @@
-"""The primary's side of its worker processes: the uploads that they have open, what they count, what they are told."""
+"""The Workers service, the primary's side of its workers: the uploads that they have open, what they count and are told."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, TypeVar
 
 import grpc.aio
 
-from slotstream.server.arrivals import Arrivals
 from slotstream.server.ingest.requests import spec_of
-from slotstream.server.ingest.sample_writer import Pools
 from slotstream.server.metrics import Metrics
+from slotstream.server.pools import Pools
 from slotstream.server.processes.remote_store import failure_message, failure_of
+from slotstream.server.waiters import Waiters
 from slotstream.store.records import Failure, SampleKey, SampleRecord, State
 from slotstream.store.sample.file import Content
 from slotstream.store.sample.remote import RemoteUpload
@@ -31,30 +31,31 @@ _Context = grpc.aio.ServicerContext[Any, Any]
 _ENDED = "a process of the server ended while the sample was arriving"
 
 
-class WorkerBooks(workers_pb2_grpc.WorkersServicer):
+class WorkersService(workers_pb2_grpc.WorkersServicer):
     """The Workers service. Belongs to one event loop; the store's work is done in the pools' threads."""
 
     def __init__(
-        self, store: SampleStore, pools: Pools, metrics: Metrics, arrivals: Arrivals, committed: Callable[[str], None]
+        self, store: SampleStore, pools: Pools, metrics: Metrics, waiters: Waiters, committed: Callable[[str], None]
     ) -> None:
         """`committed` is told the namespace of every sample that was stored."""
         self._committed = committed
         self._store = store
         self._pools = pools
         self._metrics = metrics
-        self._arrivals = arrivals
+        self._waiters = waiters
         self._uploads: dict[int, tuple[int, RemoteUpload]] = {}  # number -> worker, upload
         self._numbers = itertools.count(1)
         self._orders: dict[int, asyncio.Queue[pb.WorkerOrder]] = {}  # of the workers that are there
         self._serving = True
         self._idle = asyncio.Event()
         self._idle.set()
-        self._attending = asyncio.Condition()
+        self._joining = asyncio.Condition()
+        self._running: set[asyncio.Task[Any]] = set()  # The loop itself holds tasks only weakly.
 
-    async def attended(self, count: int) -> None:
+    async def joined(self, count: int) -> None:
         """Returns once `count` workers are there."""
-        async with self._attending:
-            await self._attending.wait_for(lambda: len(self._orders) >= count)
+        async with self._joining:
+            await self._joining.wait_for(lambda: len(self._orders) >= count)
 
     def order(self, kind: pb.WorkerOrder.Kind) -> None:
         """Tell every worker."""
@@ -70,14 +71,14 @@ class WorkerBooks(workers_pb2_grpc.WorkersServicer):
         """Returns once no worker has a sample open."""
         await self._idle.wait()
 
-    async def Attend(self, requests: AsyncIterator[pb.WorkerReport], context: _Context) -> AsyncIterator[pb.WorkerOrder]:
+    async def Join(self, requests: AsyncIterator[pb.WorkerReport], context: _Context) -> AsyncIterator[pb.WorkerOrder]:
         first = await anext(requests)
         worker = first.worker
         orders = self._orders[worker] = asyncio.Queue()
         if not self._serving:
             orders.put_nowait(pb.WorkerOrder(kind=pb.WorkerOrder.NOT_SERVING))
-        async with self._attending:
-            self._attending.notify_all()
+        async with self._joining:
+            self._joining.notify_all()
 
         async def listen() -> None:
             async for report in requests:
@@ -98,7 +99,7 @@ class WorkerBooks(workers_pb2_grpc.WorkersServicer):
                     task.cancel()
             del self._orders[worker]
             self._metrics.gone(worker)
-            await asyncio.shield(self._abandon(worker))
+            await asyncio.shield(self._task(self._abandon(worker)))
 
     async def _abandon(self, worker: int) -> None:
         """Fail what a worker that is gone had open."""
@@ -108,7 +109,40 @@ class WorkerBooks(workers_pb2_grpc.WorkersServicer):
         for number in lost:
             await self._end(number, Failure.of(Interrupted(_ENDED)))
 
+    # Calls, each a task of its own: one that is cancelled (its worker died, or waited for as long as it does) must not forget
+    # what a thread is doing for it.
+
     async def Begin(self, request: pb.BeginUpload, context: _Context) -> pb.UploadBegun:
+        begun = self._task(self._begin(request))
+        try:
+            return await asyncio.shield(begun)
+        except asyncio.CancelledError:
+            self._task(self._end_unheard(begun))
+            raise
+
+    async def Publish(self, request: pb.PublishUpload, context: _Context) -> pb.UploadEnded:
+        return await asyncio.shield(self._task(self._publish(request)))
+
+    async def Fail(self, request: pb.FailUpload, context: _Context) -> pb.UploadEnded:
+        await asyncio.shield(self._task(self._end(request.upload, failure_of(request.failure))))
+        return pb.UploadEnded()
+
+    async def Refuse(self, request: pb.RefuseUpload, context: _Context) -> pb.UploadEnded:
+        await asyncio.shield(self._task(self._refuse(request)))
+        return pb.UploadEnded()
+
+    def _task(self, work: Coroutine[Any, Any, _T]) -> asyncio.Task[_T]:
+        task = asyncio.create_task(work)
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+        return task
+
+    async def finish(self) -> None:
+        """Returns once everything that calls began is done. No call may be running any more."""
+        while self._running:
+            await asyncio.wait(tuple(self._running))
+
+    async def _begin(self, request: pb.BeginUpload) -> pb.UploadBegun:
         try:
             if request.worker not in self._orders:
                 raise ServerDraining("the server is shutting down")
@@ -119,12 +153,16 @@ class WorkerBooks(workers_pb2_grpc.WorkersServicer):
         number = next(self._numbers)
         self._uploads[number] = request.worker, upload
         self._idle.clear()
-        self._arrivals.notify(spec.key)
+        self._waiters.notify(spec.key)
         if request.worker not in self._orders:  # It went meanwhile.
             await self._end(number, Failure.of(Interrupted(_ENDED)))
         return pb.UploadBegun(upload=number, partial=upload.partial.name, created_unix_ns=upload.created_unix_ns)
 
-    async def Publish(self, request: pb.PublishUpload, context: _Context) -> pb.UploadEnded:
+    async def _end_unheard(self, begun: asyncio.Task[pb.UploadBegun]) -> None:
+        """The worker did not hear the sample's number: nobody else will ever end it."""
+        await self._end((await begun).upload, Failure.of(Interrupted("the sample took too long to begin")))
+
+    async def _publish(self, request: pb.PublishUpload) -> pb.UploadEnded:
         found = self._uploads.get(request.upload)
         if found is None:
             return pb.UploadEnded(failure=failure_message(Failure.of(Interrupted("the sample is not open any more"))))
@@ -142,29 +180,24 @@ class WorkerBooks(workers_pb2_grpc.WorkersServicer):
         finally:
             self._forget(request.upload, upload.spec.key)
 
-    async def Fail(self, request: pb.FailUpload, context: _Context) -> pb.UploadEnded:
-        await self._end(request.upload, failure_of(request.failure))
-        return pb.UploadEnded()
-
-    async def Refuse(self, request: pb.RefuseUpload, context: _Context) -> pb.UploadEnded:
+    async def _refuse(self, request: pb.RefuseUpload) -> None:
         record = SampleRecord(
             request.namespace, request.sample_id, State.ARRIVING, request.created_unix_ns, model=request.model
         )
         await self._in(self._pools.chunks, self._store.record_failed, record, failure_of(request.failure))
-        self._arrivals.notify(record.key)
-        return pb.UploadEnded()
+        self._waiters.notify(record.key)
 
     async def _end(self, number: int, failure: Failure) -> None:
+        """Fail a sample that is open; one that is being committed ends with its commit."""
         found = self._uploads.get(number)
-        if found is not None:
-            await self._in(self._pools.chunks, found[1].abort, failure)
+        if found is not None and await self._in(self._pools.chunks, found[1].abort, failure):
             self._forget(number, found[1].spec.key)
 
     def _forget(self, number: int, key: SampleKey) -> None:
         self._uploads.pop(number, None)
         if not self._uploads:
             self._idle.set()
-        self._arrivals.notify(key)
+        self._waiters.notify(key)
 
     async def _in(self, pool: ThreadPoolExecutor, call: Callable[..., _T], *arguments: Any) -> _T:
         return await asyncio.get_running_loop().run_in_executor(pool, call, *arguments)

@@ -101,7 +101,7 @@ class RemoteStore:
         return bool(answer.duplicate)
 
     def _ended(self, number: int, upload: OpenSample, failure: Failure | None) -> None:
-        if failure is not None:  # A commit, or its failure, the primary has booked itself; a second word does nothing.
+        if failure is not None:  # The primary knows of a commit, and of one that failed; being told again does nothing.
             self._fail(number, failure)
 
     def _fail(self, number: int, failure: Failure) -> None:

@@ -1,6 +1,6 @@
 """A worker process of a server: takes ingest streams on the server's port, and passes everything else on to the primary.
 
-    python -m slotstream.server.processes.worker < parameters     started by the primary (worker_pool.py), never by hand
+    python -m slotstream.server.processes.worker < parameters     started by the primary (pool.py), never by hand
 
 It ends when the primary tells it to, or is gone: a signal to the process group means the primary, which has to drain first.
 """
@@ -24,16 +24,16 @@ from grpc_health.v1 import health_pb2_grpc
 
 from slotstream.server.access.gate import Gate
 from slotstream.server.access.tls import Certificates
-from slotstream.server.arrivals import Arrivals
 from slotstream.server.config import ServerConfig
 from slotstream.server.healthcheck import HealthService
-from slotstream.server.ingest.sample_writer import Pools
 from slotstream.server.ingest.service import IngestService
 from slotstream.server.listening import LOCAL_OPTIONS, SERVICES, add_port, make_server
 from slotstream.server.logs import configure_logging
 from slotstream.server.metrics import Metrics
 from slotstream.server.nixl.readers import start_readers
+from slotstream.server.pools import Pools
 from slotstream.server.processes.remote_store import RemoteStore
+from slotstream.server.waiters import Waiters
 from slotstream.v1 import workers_pb2 as pb
 from slotstream.v1 import workers_pb2_grpc
 from slotstream.wire.access import AUTHORIZATION_KEY
@@ -77,7 +77,7 @@ class Worker:
             store = RemoteStore(blocking, self._number, self._config.data_dir, self._config.free_bytes_min)
             # The primary wakes who waits for a sample, and applies retention: it hears of each one's beginning and end.
             readers = await asyncio.to_thread(start_readers, self._config, self.metrics)
-            ingest = IngestService(self._config, store, pools, self.metrics, Arrivals(), gate, lambda namespace: None, readers)
+            ingest = IngestService(self._config, store, pools, self.metrics, Waiters(), gate, lambda namespace: None, readers)
             health = HealthService()
             health.serve("", *SERVICES)
             server = make_server(self._config)
@@ -86,7 +86,7 @@ class Worker:
             add_port(server, self._config, certificates)
             await server.start()
             try:
-                await self._attend(channel, ingest, health)
+                await self._follow_orders(channel, ingest, health)
             finally:
                 ingest.end_streams()
                 await server.stop(_LAST_CALLS_S)
@@ -96,10 +96,10 @@ class Worker:
                 await asyncio.to_thread(pools.shutdown)
                 await channel.close(None)
 
-    async def _attend(self, channel: grpc.aio.Channel, ingest: IngestService, health: HealthService) -> None:
+    async def _follow_orders(self, channel: grpc.aio.Channel, ingest: IngestService, health: HealthService) -> None:
         """Report to the primary and do as it says; returns when it wants no more of this process."""
         stub: Any = workers_pb2_grpc.WorkersStub(channel)  # type: ignore[no-untyped-call]
-        orders = stub.Attend(self._reports())
+        orders = stub.Join(self._reports())
         try:
             async for order in orders:
                 if order.kind == pb.WorkerOrder.DRAIN:

@@ -1,1 +1,6 @@
-"""The Samples service: samples are read, listed, checked and deleted."""
+"""The Samples service: samples are read, listed, checked and deleted.
+
+service  the calls
+reads    the replies of a read, one at a time
+convert  between the store's records and messages
+"""

@@ -16,14 +16,14 @@ import grpc.aio
 from google.protobuf.message import DecodeError, Message
 
 from slotstream.server.access.gate import Gate, Session, Shares
-from slotstream.server.arrivals import Arrivals
 from slotstream.server.config import ServerConfig
 from slotstream.server.housekeeping import Housekeeping
-from slotstream.server.ingest.sample_writer import Pools
 from slotstream.server.metrics import Metrics
+from slotstream.server.pools import Pools
 from slotstream.server.samples import convert
 from slotstream.server.samples.reads import Opened, after, close_unwanted, covers, opened
 from slotstream.server.status import abort
+from slotstream.server.waiters import Waiters
 from slotstream.store.records import SampleKey
 from slotstream.store.sample.reading import SampleReader
 from slotstream.store.samples import SampleStore
@@ -42,10 +42,9 @@ from slotstream.wire.errors import (
     TooMany,
     TooSlow,
 )
-from slotstream.wire.names import CONTROL_BYTES_MAX, DEFAULT_NAMESPACE, check_namespace
+from slotstream.wire.names import CONTROL_BYTES_MAX, DEFAULT_NAMESPACE, READ_WAIT_S_MAX, check_namespace
 
 _log = logging.getLogger(__name__)
-WAIT_S_MAX = 3600.0
 USAGE_PAGE = 1000
 _WAITING_SHARE = (
     0.75  # Of the reads of one peer: whoever waits for samples that never come must not keep others from those that are there.
@@ -77,7 +76,7 @@ class SamplesService:
         store: SampleStore,
         pools: Pools,
         metrics: Metrics,
-        arrivals: Arrivals,
+        waiters: Waiters,
         gate: Gate,
         housekeeping: Housekeeping,
     ) -> None:
@@ -86,7 +85,7 @@ class SamplesService:
         self._store = store
         self._pools = pools
         self._metrics = metrics
-        self._arrivals = arrivals
+        self._waiters = waiters
         self._gate = gate
         self._read_shares = Shares("reads", config.reads_max, config.peer_reads_max)
         self._request_shares = Shares("requests", _PEERS_ASSUMED * config.requests_max, config.requests_max)
@@ -150,9 +149,9 @@ class SamplesService:
         async with self._answering("Read", context) as session, self._one_read():
             request = _parsed(pb.ReadRequest, raw)
             key = _key(session, "read", request)
-            if not 0 <= request.wait_s <= WAIT_S_MAX:
-                raise BadParams(f"wait_s must be 0 to {WAIT_S_MAX:.0f} seconds")
-            self._arrivals.check_open()
+            if not 0 <= request.wait_s <= READ_WAIT_S_MAX:
+                raise BadParams(f"wait_s must be 0 to {READ_WAIT_S_MAX:.0f} seconds")
+            self._waiters.check_open()
             try:
                 reader, frames, header = await self._open(key, request)
             except (SampleNotFound, StillArriving):
@@ -229,10 +228,10 @@ class SamplesService:
         """As `_open`, of a sample that is committed within `wait_s`. Raises DeadlineExceeded and ServerDraining, too."""
         loop = asyncio.get_running_loop()
         begun = loop.time()
-        with self._arrivals.watch(key) as changed:
+        with self._waiters.watch(key) as changed:
             while True:
                 changed.clear()
-                self._arrivals.check_open()
+                self._waiters.check_open()
                 try:
                     return await self._open(key, request)
                 except StillArriving:
@@ -318,7 +317,7 @@ class SamplesService:
             return pb.UsageReply(namespaces=[convert.usage_of(lifetimes.usage(space), policy) for space in spaces])
         after = check_namespace(request.page_token) if request.page_token else ""
         page = lifetimes.usages(after, USAGE_PAGE)
-        files, nbytes = lifetimes.quarantine_census()
+        files, nbytes = lifetimes.quarantine_totals()
         return pb.UsageReply(
             namespaces=[convert.usage_of(usage, policy) for usage in page],
             next_page_token=page[-1].namespace if len(page) == USAGE_PAGE else "",

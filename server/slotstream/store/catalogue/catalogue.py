@@ -112,6 +112,7 @@ class Catalogue:
         """Run `operation` in the writer's next transaction; one that is not `urgent` may wait for others a little.
 
         Operations run in the order they were asked for. One may run twice, so it must not act outside the database.
+        One that raises undoes the whole transaction, and the others in it begin again: what is to be expected is returned.
         `durable`: the future is done once the change, with all before it, survives a power cut.
         """
         future: Future[_T] = Future()

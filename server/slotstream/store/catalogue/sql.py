@@ -21,10 +21,9 @@ from slotstream.store.catalogue import page_token
 from slotstream.store.records import SampleKey, SampleRecord, State, compact_json
 from slotstream.wire.errors import BadNamespace, BadParams, BadSampleId
 from slotstream.wire.hashing import xxh3
+from slotstream.wire.names import PAGE_SIZE_MAX, TAG_FILTERS_MAX
 
 SCHEMA_VERSION = 2
-PAGE_SIZE_MAX = 1000
-TAG_FILTERS_MAX = 8
 _TAG_SAMPLE = 1000  # Rows looked at to guess which of several tags is the rarest.
 
 SCHEMA = """

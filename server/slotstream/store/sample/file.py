@@ -8,6 +8,7 @@ from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 
 from slotstream.store.disk.files import Files
 from slotstream.store.records import STORE_KEYS, SampleKey, SampleRecord, SampleSpec, State, compact_json, connector_metadata
@@ -207,6 +208,15 @@ def read_sample_file(files: Files, fd: int) -> SampleFile:
         raise Damaged("the file's header describes rows that are longer than any sample's")
     decoded = tuple(decode_hashes(hashes, header.num_tokens, hash_rows))
     return SampleFile(header, key, layer_ids, hash_rows, decoded, ids_xxh3, to_hex(xxh3(raw)))
+
+
+def sample_file_at(files: Files, path: Path) -> SampleFile:
+    """The checked header of the file at `path`. Raises Damaged, FileNotFoundError and OSError."""
+    fd = files.open_read(path)
+    try:
+        return read_sample_file(files, fd)
+    finally:
+        files.close(fd)
 
 
 def _layer(value: object) -> int:

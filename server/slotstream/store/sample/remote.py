@@ -1,4 +1,4 @@
-"""Samples whose rows another process of this server writes: what the owner of the catalogue knows of them, and its other end.
+"""Samples whose rows another process of this server writes: what the owner of the catalogue knows of them.
 
 The process that takes an ingest stream creates, fills, syncs and removes the partial file itself. The owner registers the
 sample, and publishes it: one id, whoever sends it, is published by one process.

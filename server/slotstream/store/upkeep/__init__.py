@@ -1,1 +1,11 @@
-"""What happens to stored samples later: retention, deletion, checks, quarantine and recovery."""
+"""What happens to stored samples later.
+
+lifetimes   readers, acks, leases, deletions and the quarantine
+retention   the rules, and what they decide
+sweeping    carries them out
+deleting    how a sample goes
+verifying   whether what is stored is what was committed
+scrubbing   verifies everything, slowly
+quarantine  where damaged files go
+recovery    what a start does about what the last server left
+"""

@@ -55,13 +55,13 @@ class Deleter:
             raise store_error(error, f"deleting {key}") from error
         self._catalogue.drop_deleting([key]).result()
 
-    def delete_unused(self, doomed: Sequence[retention_sql.Candidate]) -> list[retention_sql.Candidate]:
+    def delete_unused(self, candidates: Sequence[retention_sql.Candidate]) -> list[retention_sql.Candidate]:
         """Remove those that nobody reads, leases, or has replaced; which they were. Raises StoreFull and InternalFault."""
         now = self._now()
 
         def mark(db: sqlite3.Connection) -> list[retention_sql.Candidate]:
             marked = []
-            for candidate in doomed:
+            for candidate in candidates:
                 record = get_record(db, candidate.key.namespace, candidate.key.sample_id)
                 if record is None or not _is_same(record, candidate):
                     continue

@@ -23,12 +23,11 @@ from slotstream.store.upkeep import verifying
 from slotstream.store.upkeep.deleting import Deleter
 from slotstream.store.upkeep.quarantine import Quarantine
 from slotstream.store.upkeep.verifying import Verdict
-from slotstream.wire.errors import BadParams, Leased, SampleNotFound, StoreFull
-from slotstream.wire.names import check_holder
+from slotstream.wire.errors import BadParams, Leased, SampleNotFound, SlotStreamError, StoreFull
+from slotstream.wire.names import LEASE_S_MAX, check_holder
 
 _log = logging.getLogger(__name__)
 LEASES_MAX = 10_000
-LEASE_S_MAX = 86_400.0
 _NS = 1_000_000_000
 
 
@@ -98,19 +97,22 @@ class Lifetimes:
         now = self.clock.now()
         until = now + round(seconds * _NS)
 
-        def take(db: sqlite3.Connection) -> int | None:
+        def take(db: sqlite3.Connection) -> int | SlotStreamError:
+            """When the lease ends; or why there is none, which raised in here would undo what shares the transaction."""
             record = get_record(db, key.namespace, key.sample_id)
             if record is None or record.state is not State.COMMITTED:
-                raise SampleNotFound(f"there is no committed sample {key}")
+                return SampleNotFound(f"there is no committed sample {key}")
             if seconds == 0:
                 retention_sql.release(db, key, holder)
                 return 0
             retention_sql.forget_leases(db, now)
-            return until if retention_sql.lease(db, key, holder, until, LEASES_MAX) else None
+            if not retention_sql.lease(db, key, holder, until, LEASES_MAX):
+                return StoreFull(f"{LEASES_MAX} leases are held already, as many as this server allows")
+            return until
 
         ends = self._catalogue.submit(take).result()
-        if ends is None:
-            raise StoreFull(f"{LEASES_MAX} leases are held already, as many as this server allows")
+        if isinstance(ends, SlotStreamError):
+            raise ends
         return ends
 
     def standing(self, key: SampleKey) -> Standing:
@@ -127,10 +129,10 @@ class Lifetimes:
             raise Leased(f"{record.key} is leased to a reader for another {left_s:.0f} seconds")
         self._deleter.delete(record)
 
-    def delete_unused(self, doomed: Sequence[Candidate]) -> list[Candidate]:
+    def delete_unused(self, candidates: Sequence[Candidate]) -> list[Candidate]:
         """Remove those that nobody reads, holds a lease on, or has replaced; which they were."""
         self._opened.check()
-        return self._deleter.delete_unused(doomed)
+        return self._deleter.delete_unused(candidates)
 
     def finish_deletions(self) -> None:
         """Try again what the disk refused earlier."""
@@ -141,16 +143,16 @@ class Lifetimes:
 
     # Damage.
 
-    def verify(self, record: SampleRecord, paced: Callable[[int], None]) -> Verdict | None:
-        """Check every byte of a committed sample; None when it went away meanwhile. `paced`: told of bytes as they are read."""
+    def verify(self, record: SampleRecord, on_read: Callable[[int], None]) -> Verdict | None:
+        """Check every byte of a committed sample; None when it is gone meanwhile. `on_read`: told of bytes as they are read."""
         self._opened.check()
-        return verifying.verify_current(self._files, self._data_dir, self._catalogue, record, paced)
+        return verifying.verify_current(self._files, self._data_dir, self._catalogue, record, on_read)
 
     def quarantine(self, verdict: Verdict) -> str | None:
         """Take a damaged sample out of service: its file moves to the quarantine and its row says FAILED (DAMAGED).
 
         What became of the file, in words; None when nothing was done: the sample changed meanwhile, or what failed was
-        the disk's word of the moment and not the file's bytes.
+        a read, which may work the next time, and not the file's bytes.
         """
         record = verdict.record
         if not verdict.damage or verdict.transient or record is None:
@@ -172,10 +174,10 @@ class Lifetimes:
         _log.error("sample %s is damaged: %s", record.key, message)
         return done
 
-    def quarantine_census(self) -> tuple[int, int]:
-        """Files in the quarantine and their bytes."""
+    def quarantine_totals(self) -> tuple[int, int]:
+        """Files in the quarantine, and their bytes."""
         try:
-            return self._quarantine.census()
+            return self._quarantine.totals()
         except OSError as error:
             raise store_error(error, "looking at the quarantine") from error
 

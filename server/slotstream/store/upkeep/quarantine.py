@@ -40,7 +40,7 @@ class Quarantine:
         self._files.sync_dir(source.parent)
         return str(target.relative_to(self._data_dir))
 
-    def census(self) -> tuple[int, int]:
+    def totals(self) -> tuple[int, int]:
         """Files here and their bytes; counts no further than a hundred thousand of them."""
         count = nbytes = 0
         for space in self._files.walk(self._data_dir / QUARANTINE_NAME):

@@ -32,7 +32,7 @@ from slotstream.store.catalogue.retention_sql import latest_stamp
 from slotstream.store.disk.clock import Clock
 from slotstream.store.disk.files import Files
 from slotstream.store.records import PARTIAL_SUFFIX, SampleKey, SampleRecord, State
-from slotstream.store.sample.file import SampleFile, read_sample_file
+from slotstream.store.sample.file import sample_file_at
 from slotstream.store.upkeep.quarantine import holds
 from slotstream.store.upkeep.verifying import key_of_path, tree_files
 from slotstream.wire.errors import BadNamespace, BadSampleId, ConfigError, Damaged, Interrupted
@@ -184,7 +184,7 @@ class _Adopting:
         if before is not None and before.state is State.COMMITTED:
             return
         try:
-            file = _read(self._files, path)
+            file = sample_file_at(self._files, path)
             record = file.record()
         except Damaged as error:
             _log.warning("%s is left alone: %s", path, error)
@@ -211,14 +211,6 @@ class _Adopting:
         for written in self._written:
             written.result()
         self._written.clear()
-
-
-def _read(files: Files, path: Path) -> SampleFile:
-    fd = files.open_read(path)
-    try:
-        return read_sample_file(files, fd)
-    finally:
-        files.close(fd)
 
 
 def _finish_deletion(files: Files, data_dir: Path, catalogue: Catalogue, record: SampleRecord, done: Recovered) -> None:

@@ -92,7 +92,7 @@ class Scrubber:
             raise _Stopped
         progress = replace(self.progress, row=row)
         if record.state is State.COMMITTED:
-            verdict = self._lifetimes.verify(record, self._pace)
+            verdict = self._lifetimes.verify(record, self._slow_down)
             damaged = verdict is not None and self._lifetimes.quarantine(verdict) is not None
             if verdict is not None and verdict.transient:
                 _log.warning("sample %s cannot be checked now: %s", record.key, verdict.message)
@@ -101,7 +101,7 @@ class Scrubber:
         if time.monotonic() - self._remembered_at >= _REMEMBER_S:
             self._save()
 
-    def _pace(self, nbytes: int) -> None:
+    def _slow_down(self, nbytes: int) -> None:
         self._checked(nbytes)
         if self._stopping.wait(nbytes / self._bytes_per_s):
             raise _Stopped

@@ -24,14 +24,14 @@ _BEGIN = (-(1 << 62), -1)
 
 @dataclass(slots=True)
 class Swept:
-    """What a sweep did. `unfinished`: it stopped at its budget; the caller should call again. `starved`: room is still
+    """What a sweep did. `unfinished`: it stopped at its budget; the caller should call again. `still_short`: room is still
     missing, and nothing more may be deleted for that.
     """
 
     samples: Counter[Reason] = field(default_factory=Counter)
     bytes: Counter[Reason] = field(default_factory=Counter)
     unfinished: bool = False
-    starved: bool = False
+    still_short: bool = False
 
 
 class Sweeper:
@@ -100,7 +100,7 @@ class _Sweep:
         while nbytes > 0 and not self._is_spent():
             page = to_free(nbytes, _first(oldest, _PAGE))
             if not page:
-                self.done.starved = True
+                self.done.still_short = True
                 return
             nbytes -= sum(candidate.file_bytes for candidate in self._delete(page, [Reason.FREE_SPACE] * len(page)))
 

@@ -27,7 +27,7 @@ from slotstream.store.catalogue.catalogue import FILE_NAME
 from slotstream.store.disk.directory import LOCK_NAME
 from slotstream.store.disk.files import Files, store_error
 from slotstream.store.records import PARTIAL_SUFFIX, SampleKey, SampleRecord, State
-from slotstream.store.sample.file import read_sample_file
+from slotstream.store.sample.file import sample_file_at
 from slotstream.store.sample.reading import SampleReader
 from slotstream.store.upkeep.quarantine import QUARANTINE_NAME
 from slotstream.wire.errors import BadNamespace, BadSampleId, ConfigError, Damaged, SampleNotFound, SlotStreamError, StoreFull
@@ -59,8 +59,10 @@ class Index(Protocol):
     def scan(self, namespace: str = "") -> Iterator[SampleRecord]: ...
 
 
-def verify_record(files: Files, data_dir: Path, record: SampleRecord, paced: Callable[[int], None] = lambda _: None) -> Verdict:
-    """Reads the whole file of a committed sample and checks every hash. `paced` is told of the bytes of each read."""
+def verify_record(
+    files: Files, data_dir: Path, record: SampleRecord, on_read: Callable[[int], None] = lambda _: None
+) -> Verdict:
+    """Reads the whole file of a committed sample and checks every hash. `on_read` is told of the bytes of each read."""
 
     def damaged(damage: str, message: str, *, transient: bool = False) -> Verdict:
         return Verdict(record.namespace, record.sample_id, damage, message, record=record, transient=transient)
@@ -74,17 +76,13 @@ def verify_record(files: Files, data_dir: Path, record: SampleRecord, paced: Cal
             return damaged("TRUNCATED", f"the file is {size} bytes long; it was committed with {record.file_bytes}")
         if size > record.file_bytes:
             return damaged("UNREADABLE", f"the file is {size} bytes long; it was committed with {record.file_bytes}")
-        fd = files.open_read(path)
-        try:
-            file = read_sample_file(files, fd)
-        finally:
-            files.close(fd)
+        file = sample_file_at(files, path)
         if file.key == record.key and file.header_xxh3 != record.header_xxh3:
             return damaged("HASH_MISMATCH", "the file's header is not the one that was committed")
         with SampleReader(files, path, record) as reader:
             try:
                 for group in range(len(reader.file.hashes)):
-                    paced(len(reader.read_group(group)))
+                    on_read(len(reader.read_group(group)))
                 reader.token_ids(0, 0)
             except Damaged as error:
                 return damaged("HASH_MISMATCH", str(error))
@@ -102,11 +100,11 @@ def verify_record(files: Files, data_dir: Path, record: SampleRecord, paced: Cal
 
 
 def verify_current(
-    files: Files, data_dir: Path, index: Index, record: SampleRecord, paced: Callable[[int], None] = lambda _: None
+    files: Files, data_dir: Path, index: Index, record: SampleRecord, on_read: Callable[[int], None] = lambda _: None
 ) -> Verdict | None:
     """`verify_record`, but None when the sample was deleted or replaced while it was being checked."""
     while True:
-        verdict = verify_record(files, data_dir, record, paced)
+        verdict = verify_record(files, data_dir, record, on_read)
         if not verdict.damage:
             return verdict
         current = index.get(record.key)
@@ -190,12 +188,8 @@ def _is_known(files: Files, index: Index, key: SampleKey, path: Path, arriving: 
 def _committed_unix_s(files: Files, path: Path, key: SampleKey) -> float:
     """When the file says it was committed; 0 when it is not the sample that its path names."""
     try:
-        fd = files.open_read(path)
-        try:
-            file = read_sample_file(files, fd)
-            return file.record().committed_unix_ns / 1e9 if file.key == key else 0.0
-        finally:
-            files.close(fd)
+        file = sample_file_at(files, path)
+        return file.record().committed_unix_ns / 1e9 if file.key == key else 0.0
     except (OSError, Damaged):
         return 0.0
 
@@ -281,12 +275,8 @@ def _verify_files_alone(files: Files, data_dir: Path, namespace: str, wanted: Sa
             yield Verdict("", str(path.relative_to(data_dir)), FOREIGN, "not a file of a sample")
             continue
         try:
-            fd = files.open_read(path)
-            try:
-                file = read_sample_file(files, fd)
-                record = file.record()
-            finally:
-                files.close(fd)
+            file = sample_file_at(files, path)
+            record = file.record()
         except FileNotFoundError:
             yield Verdict(key.namespace, key.sample_id, "MISSING", "the file is gone")
         except OSError as error:

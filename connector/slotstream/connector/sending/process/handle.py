@@ -68,7 +68,7 @@ def in_process(config: ConnectorConfig, hello: ingest_pb2.Hello) -> SenderMaker:
 
 def sender_for(config: ConnectorConfig, hello: ingest_pb2.Hello) -> SenderMaker:
     """What connector option `sender` asks for."""
-    if config.options.sender == "process":
+    if config.sends_in_process:
         return in_process(config, hello)
     return in_thread(config, sink_for(config.options, hello))
 
@@ -165,7 +165,7 @@ class SenderProcess:
         """See `Sender`."""
         if isinstance(item, StagedBatch):
             self._posted += 1
-            item = _LentBatch(item.segments, item.computed, item.gathered, item.mapping, item.scratch, lender=self._lender)
+            item = _LentBatch(item.segments, item.gathered, item.evidence, item.scratch, lender=self._lender)
         self._inbox.put(item)
 
     def lease(self, count: int, deadline: float) -> list[int] | None:
@@ -309,15 +309,14 @@ class SenderProcess:
         if lender is not None and lender is self._child:
             try:
                 batch.gathered.wait()
-                if batch.mapping is not None:
-                    batch.mapping.load()
+                batch.evidence.load()
                 arrived = Arrived(batch.gathered.peaks().copy())  # They may lie in scratch, which is about to be lent again.
-                return [StagedBatch(batch.segments, batch.computed, arrived, batch.mapping, copied_unix_ns=time.time_ns())]
+                return [StagedBatch(batch.segments, arrived, batch.evidence, copied_unix_ns=time.time_ns())]
             except Exception:
                 self._counters.add("hook_faults")
                 logger.exception("slotstream: a copy into staging failed")
                 error = InternalFault("a fault of slotstream's own: the log says which")
-                lender.stock.extend(segment.slot for segment in batch.segments)
+                lender.stock.extend(segment.staging_slot for segment in batch.segments)
             finally:
                 lender.stock.extend(batch.scratch)
         return [FailSample(req_id, error) for req_id in dict.fromkeys(segment.req_id for segment in batch.segments)]

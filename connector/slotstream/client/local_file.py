@@ -14,7 +14,7 @@ from slotstream.wire.layout import SampleHeader, decode_hashes, decode_header, g
 _FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # A FIFO in its place must not hang the reader.
 
 
-class NotInPlaceError(Exception):
+class WrongFileError(Exception):
     """The file at hand is not that of the sample: the rows have to come from the server."""
 
 
@@ -22,7 +22,7 @@ class SampleFile:
     """An open sample file. It stays readable when the sample is deleted or replaced meanwhile."""
 
     def __init__(self, path: Path, header_xxh3: int) -> None:
-        """Raises NotInPlaceError when there is no such file, or its header is not the one that the server hashed."""
+        """Raises WrongFileError when there is no such file, or its header is not the one that the server hashed."""
         self._fd = -1
         try:
             self._fd = os.open(path, _FLAGS)
@@ -32,7 +32,7 @@ class SampleFile:
         except (OSError, Damaged, KeyError, ValueError) as error:
             self.close()
             why = os.strerror(error.errno or 0) if isinstance(error, OSError) else error
-            raise NotInPlaceError(f"{path}: {why}") from error
+            raise WrongFileError(f"{path}: {why}") from error
 
     def _checked_header(self, header_xxh3: int) -> SampleHeader:
         if not stat.S_ISREG(os.fstat(self._fd).st_mode):

@@ -24,7 +24,7 @@ LARGE = SyntheticSample("large", layer_ids=(1, 2, 4, 6), hidden_size=512, num_to
 @pytest.fixture(scope="module")
 def own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     """A server whose files may be spoiled, and whose counters count these tests alone."""
-    with ServerProcess(tmp_path_factory.mktemp("placed"), "--metrics", "127.0.0.1:0") as server:
+    with ServerProcess(tmp_path_factory.mktemp("local"), "--metrics", "127.0.0.1:0") as server:
         with IngestClient(server.address) as sender:
             sender.store(LARGE)
         yield server

@@ -1,4 +1,4 @@
-"""The program's doors: where it listens for whom, the socket's mode, and a log without secrets."""
+"""Where the program listens and for whom, the socket's mode, and a log without secrets."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from server_kit import Peer, Reader, Sample, hello
+from server.server_kit import Peer, Reader, Sample, hello
 from support.secure import bearer, entry, token, write_tokens
 from support.server import ServerProcess, run_cli
 
@@ -39,18 +39,18 @@ CERT = {"tls_cert": Path("c"), "tls_key": Path("k")}
         ("localhost.example.org:1", False),
     ],
 )
-def test_an_address_that_others_reach_needs_a_door(listen: str, private: bool) -> None:
+def test_an_address_that_others_reach_needs_a_way_to_tell_them_apart(listen: str, private: bool) -> None:
     assert ServerConfig(data_dir=Path("d"), listen=listen, allow_anonymous=True).is_private == private
-    doors: list[dict[str, Any]] = [{"tokens_file": Path("t")}, {"allow_anonymous": True}]
-    doors += [] if listen.startswith("unix:") else [{**CERT, "tls_client_ca": Path("a")}]
-    for door in doors:
-        ServerConfig(data_dir=Path("d"), listen=listen, **door)
+    ways: list[dict[str, Any]] = [{"tokens_file": Path("t")}, {"allow_anonymous": True}]
+    ways += [] if listen.startswith("unix:") else [{**CERT, "tls_client_ca": Path("a")}]
+    for way in ways:
+        ServerConfig(data_dir=Path("d"), listen=listen, **way)
     if private:
         ServerConfig(data_dir=Path("d"), listen=listen)
         return
-    for no_door in ({}, CERT):  # A certificate of ours says nothing of who calls.
+    for none in ({}, CERT):  # A certificate of ours says nothing of who calls.
         with pytest.raises(ConfigError, match=r"^--listen: .* --tokens or --tls-client-ca, or --allow-anonymous"):
-            ServerConfig(data_dir=Path("d"), listen=listen, **no_door)  # type: ignore[arg-type]
+            ServerConfig(data_dir=Path("d"), listen=listen, **none)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def test_what_contradicts_itself_is_named(options: dict[str, Any], named: str) -
         ServerConfig(data_dir=Path("d"), **options)
 
 
-def test_it_does_not_start_with_an_open_door_that_nobody_asked_for(tmp_path: Path) -> None:
+def test_it_serves_strangers_only_when_told_to(tmp_path: Path) -> None:
     done = run_cli("serve", "--data", str(tmp_path / "data"), "--listen", "0.0.0.0:0")
     assert done.returncode == 2
     assert "--allow-anonymous" in done.stderr
@@ -118,7 +118,7 @@ def test_neither_logs_nor_metrics_hold_prompts_ids_or_secrets(tmp_path: Path) ->
         ):
             peer.say(marked.open(1), marked.chunk(1, 1, 0, 40), marked.commit(1, token_ids=MARKED_IDS))
             peer.committed()
-            wrongs = (
+            wrongs: tuple[dict[str, Any], ...] = (
                 {"token_ids": [*MARKED_IDS[:-1], 1 << 63]},
                 {"token_ids": MARKED_IDS[:-1]},
                 {"metadata": {"PROMPTMARK": "x" * 17_000}},

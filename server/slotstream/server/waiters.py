@@ -10,7 +10,7 @@ from slotstream.store.records import SampleKey
 from slotstream.wire.errors import ServerDraining
 
 
-class Arrivals:
+class Waiters:
     """Wakes waiters by sample. Belongs to one event loop."""
 
     def __init__(self) -> None:

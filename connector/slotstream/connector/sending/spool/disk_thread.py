@@ -1,4 +1,4 @@
-"""The spool's thread: the only one of the connector that touches a disk. It does what it is asked, in order, and says so."""
+"""The thread that touches the spool's disk, the only one of the connector. It does what it is asked, in order, and says so."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from slotstream.connector.counters import Counters
 from slotstream.connector.sending.spool import files as spool_files
@@ -26,7 +25,7 @@ logger = connector_logger(__name__)
 class Appended:
     """A record was written; or not, and then `offset` is None and the file is as before, or takes no more."""
 
-    token: Any
+    token: object
     offset: int | None
 
 
@@ -34,7 +33,7 @@ class Appended:
 class ReadBack:
     """Rows were read into their buffer, whose hash is `digest`; None when they cannot be had as they were written."""
 
-    token: Any
+    token: object
     digest: int | None
 
 
@@ -56,8 +55,8 @@ class Loaded:
 SpoolEvent = Appended | ReadBack | Adopted | Loaded
 
 
-class Spool:
-    """Samples on the engine's own disk, at most `bytes_max` of them. Every answer goes to `post`, from the spool's thread.
+class DiskThread:
+    """Samples on the engine's own disk, at most `bytes_max` of them. Every answer goes to `post`, from this thread.
 
     A directory that cannot be written to is no error here: what is asked is answered as refused, counted and logged.
     """
@@ -81,11 +80,11 @@ class Spool:
         """Start the thread."""
         self._thread.start()
 
-    def append(self, file: SpoolFile, request: ingest_pb2.IngestRequest, data: memoryview | None, token: Any) -> None:
+    def append(self, file: SpoolFile, request: ingest_pb2.IngestRequest, data: memoryview | None, token: object) -> None:
         """Add a record, answered with Appended. `data` must stay as it is until then."""
         self._tasks.put(lambda: self._append(file, request, data, token))
 
-    def read(self, file: SpoolFile, place: Place, skip: int, into: memoryview, token: Any) -> None:
+    def read(self, file: SpoolFile, place: Place, skip: int, into: memoryview, token: object) -> None:
         """Read the chunk at `place` but for its first `skip` bytes, as much as `into` takes; answered with ReadBack."""
         self._tasks.put(lambda: self._read(file, place, skip, into, token))
 
@@ -120,7 +119,7 @@ class Spool:
         for owned in (*self._adopted, *([self._own] if self._own is not None else [])):
             owned.give_up()
 
-    def _append(self, file: SpoolFile, request: ingest_pb2.IngestRequest, data: memoryview | None, token: Any) -> None:
+    def _append(self, file: SpoolFile, request: ingest_pb2.IngestRequest, data: memoryview | None, token: object) -> None:
         offset: int | None = None
         try:
             size = spool_files.record_bytes(request.ByteSize(), 0 if data is None else data.nbytes)
@@ -158,7 +157,7 @@ class Spool:
             file.directory = self._own
             self._own.files += 1
 
-    def _read(self, file: SpoolFile, place: Place, skip: int, into: memoryview, token: Any) -> None:
+    def _read(self, file: SpoolFile, place: Place, skip: int, into: memoryview, token: object) -> None:
         digest: int | None = None
         try:
             if skip == 0 and into.nbytes == place.nbytes:

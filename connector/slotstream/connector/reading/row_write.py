@@ -1,0 +1,110 @@
+"""The write that the model's forward pass does: rows into their pages, with Triton on a GPU and torch on a CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from slotstream.connector.reading.row_pages import RowPages
+
+_BLOCK = 1024  # Elements that a program moves at a time.
+_kernel: Any = None
+
+
+def write_rows(pages: RowPages, layers: Sequence[torch.Tensor], slots: torch.Tensor) -> None:
+    """Store row i of each of `layers` ([tokens, hidden], in the order of the pool) for slot `slots[i]`; padding slots are < 0.
+
+    Rows beyond the slots, and slots beyond the rows, are left out: graphs pad either. Reads nothing that a step changes but the
+    tensors themselves, so that a CUDA graph can replay it.
+    """
+    count = min(slots.shape[0], layers[0].shape[0])
+    if count == 0:
+        return
+    if pages.device.type == "cpu":
+        _write_on_cpu(pages, layers, slots[:count])
+    else:
+        _write_on_gpu(pages, layers, slots, count)
+
+
+def _write_on_cpu(pages: RowPages, layers: Sequence[torch.Tensor], slots: torch.Tensor) -> None:
+    if pages.table.shape[0] == 1 and pages.shape.pages == 0:
+        return  # The KV cache is not there yet: vLLM tries the model out.
+    kv_slots = slots.to(torch.int64)
+    page_rows = pages.shape.page_rows
+    entries = torch.div(kv_slots, page_rows, rounding_mode="floor")
+    owned = pages.table[entries.clamp(0, pages.table.shape[0] - 1)].to(torch.int64)
+    wanted = (kv_slots >= 0) & (entries < pages.table.shape[0]) & (owned >= 0) & (owned < pages.shape.pages)
+    rows = torch.nonzero(wanted).flatten()
+    if rows.numel() == 0:
+        return
+    at = owned[rows] * page_rows + kv_slots[rows] % page_rows
+    for number, layer in enumerate(layers):
+        pages.pool[:, number].index_copy_(0, at, layer.index_select(0, rows))
+    pages.stamps.index_copy_(0, at, torch.stack((kv_slots[rows], pages.step.expand(rows.numel())), 1))
+
+
+def _write_on_gpu(pages: RowPages, layers: Sequence[torch.Tensor], slots: torch.Tensor, count: int) -> None:
+    kernel = compiled_kernel()
+    for number, layer in enumerate(layers):
+        kernel[(count,)](
+            layer if layer.is_contiguous() else layer.contiguous(),
+            slots,
+            pages.table,
+            pages.table.shape[0],
+            pages.shape.pages,
+            pages.pool,
+            pages.stamps,
+            pages.step,
+            number,
+            PAGE_ROWS=pages.shape.page_rows,
+            LAYERS=pages.pool.shape[1],
+            HIDDEN=pages.pool.shape[2],
+            BLOCK=_BLOCK,
+        )
+
+
+def compiled_kernel() -> Any:
+    """The Triton kernel: one program a token. Triton is imported here, and comes with torch for CUDA."""
+    global _kernel
+    if _kernel is not None:
+        return _kernel
+    import triton  # type: ignore[import-untyped]
+    import triton.language as tl  # type: ignore[import-untyped]
+
+    @triton.jit(do_not_specialize=["entries", "pages", "layer"])  # type: ignore[untyped-decorator]
+    def put(  # type: ignore[no-untyped-def]
+        rows,
+        slots,
+        table,
+        entries,
+        pages,
+        pool,
+        stamps,
+        step,
+        layer,
+        PAGE_ROWS: tl.constexpr,
+        LAYERS: tl.constexpr,
+        HIDDEN: tl.constexpr,
+        BLOCK: tl.constexpr,
+    ):
+        token = tl.program_id(0).to(tl.int64)
+        slot = tl.load(slots + token).to(tl.int64)
+        if slot >= 0:
+            entry = slot // PAGE_ROWS
+            if entry < entries:
+                page = tl.load(table + entry).to(tl.int64)
+                if (page >= 0) & (page < pages):
+                    at = page * PAGE_ROWS + slot % PAGE_ROWS
+                    if layer == 0:
+                        tl.store(stamps + at * 2, slot)
+                        tl.store(stamps + at * 2 + 1, tl.load(step))
+                    to = (at * LAYERS + layer) * HIDDEN
+                    for first in range(0, HIDDEN, BLOCK):
+                        column = first + tl.arange(0, BLOCK)
+                        inside = column < HIDDEN
+                        tl.store(pool + to + column, tl.load(rows + token * HIDDEN + column, mask=inside), mask=inside)
+
+    _kernel = put
+    return put

@@ -1,0 +1,243 @@
+"""Where we reach into vLLM beside its connector interface: one function a seam, each checked before it is used.
+
+| seam | what for | seen in |
+| --- | --- | --- |
+| `WorkerWrapperBase.init_device` | to find the model runner before it loads its model | 0.32, 0.33 |
+| runner `.load_model` | to choose layers, and put the capture into `forward`, once there is a model | 0.32, 0.33: V1, V2, CPU |
+| runner `.initialize_kv_cache` | to cut the row pool into pages, once the KV cache is known | 0.32, 0.33: V1, V2, CPU |
+| runner `.model_memory_usage` | to bill the row pool where vLLM's profiling sees it | 0.32, 0.33: V1, V2 |
+| model `.set_aux_hidden_state_layers` | which layers the model gives beside its answer | 0.32, 0.33: `SupportsEagle3` |
+| model `.forward` | to take them out of the answer | 0.32, 0.33 |
+| `ForwardContext.slot_mapping` | the slot of each row, as the device has it | 0.32, 0.33 |
+| `VllmConfig.additional_config` | to tell the compile cache of the layers | 0.32, 0.33 |
+| `Request.skip_reading_prefix_cache` | so that a captured request computes all its tokens | 0.32, 0.33 |
+
+Without the option `layers` none of them is used but the first, which checks the options before the model is loaded.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from slotstream.connector.reading import forward_capture
+from slotstream.connector.reading.forward_capture import ForwardCapture
+from slotstream.connector.reading.row_pages import RowPages
+from slotstream.connector.reading.row_write import write_rows
+from slotstream.connector.reading.staging_plan import StagingPlan, step_tokens_max
+from slotstream.connector.row_pool import pool_rows, pool_shape, slot_group
+from slotstream.connector.vllm_config import ConnectorConfig, vllm_version
+from slotstream.transport.logs import connector_logger
+from slotstream.wire.errors import ConfigError
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+logger = connector_logger(__name__)
+
+CONFIG_KEY = "slotstream"
+
+
+def install(config_of: Callable[[VllmConfig], ConnectorConfig | None]) -> None:
+    """Reach the model runner of every worker of this process. May be called twice.
+
+    `config_of` says what our connector is told by a configuration, None where vLLM runs another or none. Raises ConfigError.
+    """
+    from vllm.v1.worker.worker_base import WorkerWrapperBase
+
+    inner = getattr(WorkerWrapperBase, "init_device", None)
+    if inner is None:
+        raise missing("WorkerWrapperBase.init_device")
+    if getattr(inner, "slotstream", False):
+        return
+
+    @functools.wraps(inner)
+    def init_device(self: Any, *args: Any, **kwargs: Any) -> Any:
+        config = config_of(self.vllm_config)
+        if config is None:
+            return inner(self, *args, **kwargs)
+        StagingPlan.of(config, step_tokens_max(self.vllm_config))
+        if config.direct:
+            pool_rows(config, self.vllm_config)
+            tell_compile_cache(self.vllm_config, config)
+        result = inner(self, *args, **kwargs)
+        if config.direct:
+            attach(getattr(self.worker, "model_runner", None), self.vllm_config, config)
+        return result
+
+    init_device.slotstream = True  # type: ignore[attr-defined]
+    setattr(WorkerWrapperBase, "init_device", init_device)  # noqa: B010  (mypy knows it as a method, or not at all)
+
+
+def missing(seam: str) -> ConfigError:
+    """What to say of a seam that this vLLM does not have."""
+    return ConfigError(
+        f"vLLM {vllm_version()} has no {seam} as slotstream knows it: use vLLM 0.32 or 0.33, or capture with "
+        "extract_hidden_states instead of connector option layers"
+    )
+
+
+def tell_compile_cache(vllm_config: VllmConfig, config: ConnectorConfig) -> None:
+    """vLLM's compile cache knows nothing of auxiliary layers: two runs with other layers would share a compiled graph."""
+    additional = vllm_config.additional_config
+    assert isinstance(additional, dict), "the configuration was checked"
+    additional[CONFIG_KEY] = {
+        "layers": list(config.options.layers or ()),
+        "row_pool_bytes": config.options.row_pool_bytes,
+        "version": config.metadata["slotstream_version"],
+    }
+
+
+def attach(runner: Any, vllm_config: VllmConfig, config: ConnectorConfig) -> None:
+    """Wrap what a model runner does once: loading its model, and laying out the KV cache. Raises ConfigError."""
+    for name in ("load_model", "initialize_kv_cache"):
+        if not callable(getattr(runner, name, None)):
+            raise missing(f"{type(runner).__name__}.{name}")
+    first = next(iter(inspect.signature(runner.initialize_kv_cache).parameters), "")
+    if first != "kv_cache_config":
+        raise missing(f"{type(runner).__name__}.initialize_kv_cache(kv_cache_config, ...)")
+    load_model, initialize_kv_cache = runner.load_model, runner.initialize_kv_cache
+
+    @functools.wraps(load_model)
+    def load(*args: Any, **kwargs: Any) -> Any:
+        result = load_model(*args, **kwargs)
+        forward_capture.current = put_capture(runner, vllm_config, config)
+        return result
+
+    @functools.wraps(initialize_kv_cache)
+    def initialize(kv_cache_config: Any, *args: Any, **kwargs: Any) -> Any:
+        if forward_capture.current is not None:
+            lay_out(forward_capture.current, kv_cache_config, vllm_config)
+        return initialize_kv_cache(kv_cache_config, *args, **kwargs)
+
+    runner.load_model, runner.initialize_kv_cache = load, initialize
+
+
+def put_capture(runner: Any, vllm_config: VllmConfig, config: ConnectorConfig) -> ForwardCapture:
+    """Choose the layers of a runner's model and put the capture into its forward pass. Raises ConfigError."""
+    model = runner.get_model() if hasattr(runner, "get_model") else getattr(runner, "model", None)
+    if not isinstance(model, torch.nn.Module):
+        raise missing(f"{type(runner).__name__}.get_model")
+    ours = config.residual_layer_ids
+    drafters = drafter_layers(runner, model)
+    asked = tuple(sorted({*ours, *(drafters or ())}))
+    if ours:
+        choose_layers(model, asked, has_drafter=drafters is not None)
+        relay_layers(runner, model, vllm_config)
+    rank_stores = _stores_rows()
+    model_config = vllm_config.model_config
+    dtype = model_config.dtype
+    assert isinstance(dtype, torch.dtype), "vLLM resolves the dtype before it loads the model"
+    pages = None
+    if rank_stores:
+        rows = pool_rows(config, vllm_config)
+        pages = RowPages(rows, len(config.layer_ids), config.hidden_size, dtype, torch.device(runner.device))
+        bill(runner, vllm_config, pages)
+    capture = ForwardCapture(
+        type(model).__name__,
+        asked,
+        ours,
+        drafters,
+        final=config.wants_final,
+        hidden=config.hidden_size,
+        dtype=dtype,
+        pages=pages,
+    )
+    model.forward = capture.wrap(model.forward)
+    return capture
+
+
+def _stores_rows() -> bool:
+    """Rows are the same on every tensor-parallel rank, and only the last rank of a pipeline has them all."""
+    from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_parallel_rank
+
+    return bool(get_pp_group().is_last_rank) and get_tensor_model_parallel_rank() == 0
+
+
+def drafter_layers(runner: Any, model: torch.nn.Module) -> tuple[int, ...] | None:
+    """The layers that vLLM's drafter had the model give it, ascending; None where it wants none. Raises ConfigError."""
+    if not getattr(runner, "use_aux_hidden_state_outputs", False):
+        return None
+    for module in model.modules():
+        if ids := getattr(module, "aux_hidden_state_layers", ()):
+            return tuple(sorted(set(ids)))
+    raise ConfigError(
+        f"the drafter wants layers of {type(model).__name__}, and which ones cannot be told: drop the speculative config, or "
+        "capture with extract_hidden_states"
+    )
+
+
+def choose_layers(model: torch.nn.Module, asked: Sequence[int], *, has_drafter: bool) -> None:
+    """Have the model give these layers, ascending, beside its answer. Raises ConfigError."""
+    from vllm.model_executor.models.interfaces import supports_eagle3
+
+    name = type(model).__name__
+    setter = getattr(model, "set_aux_hidden_state_layers", None)
+    if not supports_eagle3(model) or not callable(setter):
+        raise ConfigError(
+            f'{name} does not offer its layers (vLLM\'s SupportsEagle3): only "layers": ["final"] can be captured of this model'
+        )
+    on_transformers = any(base.__module__.startswith("vllm.model_executor.models.transformers") for base in type(model).__mro__)
+    if on_transformers and (0 in asked or has_drafter):
+        what = "a drafter that wants layers of its own" if has_drafter else "layer 0"
+        raise ConfigError(f"{name} runs on transformers' model code, which cannot give {what}: capture other layers")
+    try:
+        setter(tuple(asked))
+    except Exception as error:
+        raise ConfigError(f"{name} does not take the layers {list(asked)}: {type(error).__name__}: {error}") from error
+
+
+def relay_layers(runner: Any, model: torch.nn.Module, vllm_config: VllmConfig) -> None:
+    """With a pipeline, have each rank hand the layers on to the last, as vLLM does for EAGLE-3. Raises ConfigError."""
+    if vllm_config.parallel_config.pipeline_parallel_size < 2:
+        return
+    try:
+        from vllm.v1.worker.gpu.spec_decode.eagle import eagle3_utils
+    except ImportError as error:
+        raise missing("relay of auxiliary layers between the ranks of a pipeline") from error
+    try:
+        eagle3_utils.verify_supports_aux_hidden_states_over_pp(model, "capture of layers")
+    except ValueError as error:
+        raise ConfigError(f"{error}: capture this model without --pipeline-parallel-size") from error
+    eagle3_utils.reserve_aux_intermediate_tensor_slots(model)
+    runner.pp_handler.configure_aux_hidden_state_relay(model)
+    if not runner.is_first_pp_rank:  # Made while the model was loaded, without the layers.
+        runner.intermediate_tensors = model.make_empty_intermediate_tensors(  # type: ignore[operator]
+            batch_size=runner.max_num_tokens, dtype=vllm_config.model_config.dtype, device=runner.device
+        )
+
+
+def bill(runner: Any, vllm_config: VllmConfig, pages: RowPages) -> None:
+    """Add the row pool to what vLLM counts as the model's, so that gpu_memory_utilization holds."""
+    usage = getattr(runner, "model_memory_usage", None)
+    if usage is not None:
+        runner.model_memory_usage = usage + pages.nbytes
+    logger.info(
+        "slotstream: the row pool takes %d MiB of device memory (%d rows)%s",
+        math.ceil(pages.nbytes / (1 << 20)),
+        pages.pool.shape[0],
+        ", beside the KV cache's --kv-cache-memory-bytes" if vllm_config.cache_config.kv_cache_memory_bytes else "",
+    )
+
+
+def lay_out(capture: ForwardCapture, kv_cache_config: Any, vllm_config: VllmConfig) -> None:
+    """Cut the row pool for this KV cache, and compile the write by a launch on padding. Raises ConfigError."""
+    pages = capture.pages
+    if pages is None:
+        return
+    group = slot_group(kv_cache_config, vllm_config.model_config.get_total_num_hidden_layers())
+    if not group.layer:
+        raise ConfigError("the last rank of the pipeline has no attention layer: its slots cannot name the rows")
+    pages.cut(pool_shape(pages.pool.shape[0], group.block_size), kv_cache_config.num_blocks * group.block_size)
+    capture.layer = group.layer
+    padding = torch.full((1,), -1, dtype=torch.int64, device=pages.device)
+    row = pages.pool[0, 0].new_zeros((1, pages.pool.shape[2]))
+    try:
+        write_rows(pages, [row] * pages.pool.shape[1], padding)
+    except Exception as error:
+        raise ConfigError(f"the kernel that writes rows does not run here: {type(error).__name__}: {error}") from error

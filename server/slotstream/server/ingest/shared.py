@@ -1,0 +1,105 @@
+"""What all ingest streams of a server share: the store and its threads, and what they may use of the server together."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from slotstream.server.access.gate import Shares
+from slotstream.server.config import ServerConfig
+from slotstream.server.ingest.sample_writer import Ended, SampleWriter, UploadStore
+from slotstream.server.metrics import Metrics, code_label
+from slotstream.server.nixl.readers import NixlReaders
+from slotstream.server.pools import Pools
+from slotstream.server.waiters import Waiters
+from slotstream.wire.errors import HashMismatch
+from slotstream.wire.logtext import log_text
+
+_log = logging.getLogger(__name__)
+
+
+class Shared:
+    """Belongs to the event loop."""
+
+    def __init__(
+        self,
+        config: ServerConfig,
+        store: UploadStore,
+        pools: Pools,
+        metrics: Metrics,
+        waiters: Waiters,
+        committed: Callable[[str], None],
+        readers: NixlReaders | None,
+    ) -> None:
+        """`committed` is told the namespace of every sample stored. `readers`: None where chunks come in frames only."""
+        self.config = config
+        self.store = store
+        self.pools = pools
+        self.metrics = metrics
+        self.waiters = waiters
+        self.readers = readers
+        self.draining = False  # No more samples are opened.
+        self.open_shares = Shares("open samples", sys.maxsize, config.peer_open_samples_max)  # The store limits all of them.
+        self._committed = committed
+        self._open = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._held_bytes = 0
+        self._waiting: set[asyncio.Event] = set()
+        metrics.held_bytes.set_function(lambda: self._held_bytes)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether all streams together hold as many bytes of frames as they may: then none reads on."""
+        return self._held_bytes >= self.config.ingest_bytes_max
+
+    def hold(self, nbytes: int) -> None:
+        """Frames were taken, or let go of (less than 0): then those who waited for it read on."""
+        was_full = self.is_full
+        self._held_bytes += nbytes
+        if was_full and not self.is_full:
+            for room in self._waiting:
+                room.set()
+
+    @contextmanager
+    def waking(self, room: asyncio.Event) -> Iterator[None]:
+        """While the block runs, `room` is set whenever `is_full` ends."""
+        self._waiting.add(room)
+        try:
+            yield
+        finally:
+            self._waiting.discard(room)
+
+    def opened(self) -> None:
+        """A sample begins."""
+        self._open += 1
+        self._idle.clear()
+        self.metrics.open_samples.set(self._open)
+
+    def ended(self, writer: SampleWriter, ended: Ended) -> None:
+        """A sample ended: counts it, and wakes who waits for it."""
+        self._open -= 1
+        self.metrics.open_samples.set(self._open)
+        if not self._open:
+            self._idle.set()
+        if ended.failure is None:
+            self.metrics.samples.labels("duplicate" if ended.duplicate else "committed", "").inc()
+            self.metrics.open_to_durable.observe(ended.open_s)
+            self.metrics.commit_to_durable.observe(ended.commit_s)
+            if writer.key is not None:
+                self._committed(writer.key.namespace)
+            _log.debug("sample %s committed", writer.key)
+        else:
+            self.metrics.samples.labels("failed", code_label(ended.failure.code)).inc()
+            if ended.failure.code == HashMismatch.code:
+                self.metrics.hash_mismatches.inc()
+            _log.info("sample %s failed: %s", writer.key, log_text(ended.failure.code, ended.failure.message))
+        if writer.key is not None:
+            self.waiters.notify(writer.key)
+
+    async def idle(self) -> None:
+        """Returns once no sample is open."""
+        await self._idle.wait()

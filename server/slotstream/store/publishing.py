@@ -1,0 +1,97 @@
+"""The step that makes a sample a committed one: its partial file gets its final name, and its row says COMMITTED.
+
+A file under a final name is whole and synced, and is never overwritten. Its row is written after it, and before anybody is
+told. The same content again is a duplicate; other content under an id that is taken is refused.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+from slotstream.store.catalogue.catalogue import Catalogue
+from slotstream.store.disk.directory import OpenedDirectory
+from slotstream.store.disk.files import Files
+from slotstream.store.records import SampleKey, State
+from slotstream.store.sample.file import sample_file_at
+from slotstream.store.sample.upload import Draft, OpenSample
+from slotstream.wire.errors import AlreadyExists, Damaged, SlotStreamError
+
+_log = logging.getLogger(__name__)
+
+
+class Publisher:
+    """Publishes the samples of one store. Thread safe."""
+
+    def __init__(
+        self,
+        files: Files,
+        data_dir: Path,
+        catalogue: Catalogue,
+        opened: OpenedDirectory,
+        id_lock: Callable[[SampleKey], AbstractContextManager[object]],
+    ) -> None:
+        """`id_lock`: held by whoever publishes or deletes an id."""
+        self._files = files
+        self._data_dir = data_dir
+        self._catalogue = catalogue
+        self._opened = opened
+        self._id_lock = id_lock
+        self.left_a_file = False  # Of a commit that failed: the next start has to look.
+
+    def publish(self, upload: OpenSample, draft: Draft) -> bool:
+        """Make the upload's partial the committed file. True when the same content is stored already, and nothing was done.
+
+        Raises AlreadyExists and Damaged for what is stored under the id, StoreFull, StoreGone, InternalFault and OSError.
+        """
+        key = upload.spec.key
+        path = key.path(self._data_dir)
+        with self._id_lock(key):
+            if self._is_stored(upload, draft, path):
+                return True
+            record = upload.seal(draft)
+            self._opened.check()
+            self._files.rename(upload.partial, path)
+            try:
+                self._files.sync_dir(path.parent)
+                self._catalogue.put_committed(record).result()
+            except (OSError, SlotStreamError):
+                self._take_back(path)
+                raise
+        return False
+
+    def _take_back(self, path: Path) -> None:
+        try:
+            self._files.unlink(path)
+        except OSError as error:
+            self.left_a_file = True
+            _log.error("cannot remove %s, whose commit failed: %s", path, error)
+
+    def _is_stored(self, upload: OpenSample, draft: Draft, path: Path) -> bool:
+        """True when the same content is stored; False when nothing is in the way. Raises AlreadyExists and Damaged."""
+        key = upload.spec.key
+        if self._files.path_size(path) is None:
+            return False
+        record = self._catalogue.get(key)
+        if record is not None and record.state is State.DELETING:
+            self._files.unlink(path)  # A deletion that the disk interrupted.
+            return False
+        try:
+            stored = sample_file_at(self._files, path)
+        except FileNotFoundError:
+            return False
+        except Damaged as error:
+            if record is not None and record.state is State.FAILED:
+                return False  # It was given up already; what arrives now replaces it.
+            raise Damaged(f"a damaged file is stored under {key}; delete it first ({error})") from error
+        committed = record is not None and record.state is State.COMMITTED
+        if stored.key != key or (committed and record is not None and record.header_xxh3 != stored.header_xxh3):
+            raise Damaged(f"the file stored under {key} is not the one that was committed; delete it first")
+        if upload.content_hashed_by(draft.content, stored.hash_rows) != stored.content:
+            raise AlreadyExists(f"{key} is stored with other content")
+        if not committed:  # A whole file that the catalogue does not show: somebody put it back.
+            self._files.sync_dir(path.parent)
+            self._catalogue.put_committed(stored.record()).result()
+        return True

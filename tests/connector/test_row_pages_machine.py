@@ -1,0 +1,368 @@
+"""Pages for any requests in any steps: every row that is read is its own token's, and in the end every page is free.
+
+A small engine plays vLLM's scheduler (chunks, preemptions, drafts that are rejected, answers that come a step late, aborts,
+faults) around the real scheduler half, and the real page table and write on the CPU. A row holds (request, position, token), so
+one that is read from the wrong place, too early, or after somebody else wrote there, is seen.
+
+SLOTSTREAM_MACHINE_EXAMPLES=2000 gives it a long run.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections import Counter
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.worker_rig import config
+
+from slotstream.connector.faults import SampleFault
+from slotstream.connector.plan import RowPlan, StepPlan
+from slotstream.connector.planning.page_allocator import PageAllocator
+from slotstream.connector.planning.row_places import PagePlaces
+from slotstream.connector.planning.scheduler import SchedulerHalf
+from slotstream.connector.reading.row_pages import RowPages
+from slotstream.connector.reading.row_write import write_rows
+from slotstream.connector.row_pool import RowPoolShape, page_rows_of
+from slotstream.connector.sending.row_check import StampEvidence
+
+EXAMPLES = int(os.environ.get("SLOTSTREAM_MACHINE_EXAMPLES", "150"))
+_MODEL_LEN = 400
+
+
+@dataclass
+class _Request:
+    """As much of vLLM's Request as the scheduler half looks at."""
+
+    request_id: str
+    number: int
+    prompt: list[int]
+    max_tokens: int
+    kv_transfer_params: dict[str, Any]
+    all_token_ids: list[int] = field(default_factory=list)
+    num_computed_tokens: int = 0
+    skip_reading_prefix_cache: bool = False
+    status: Any = None
+    table: list[int] = field(default_factory=list)
+    late: list[list[int]] = field(default_factory=list)  # Tokens that are sampled, and that the scheduler has not heard of.
+    mm_features: tuple[()] = ()
+    sampling_params: Any = None
+    prompt_embeds: Any = None
+
+    def __post_init__(self) -> None:
+        self.all_token_ids = list(self.prompt)
+        self.say("WAITING")
+
+    def say(self, status: str) -> None:
+        self.status = SimpleNamespace(name=status)
+
+    @property
+    def prompt_token_ids(self) -> list[int]:
+        return self.prompt
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.prompt)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.all_token_ids) - len(self.prompt)
+
+    def is_finished(self) -> bool:
+        return bool(self.status.name.startswith("FINISHED"))
+
+    def get_finished_reason(self) -> str:
+        return "length"
+
+
+class _Engine:
+    """`asynchronous`: what is sampled in a step is known to the scheduler only after the next one was planned."""
+
+    def __init__(
+        self, rng: random.Random, *, asynchronous: bool, drafts: int, blocks: int, block_size: int, pages: int
+    ) -> None:
+        self.rng = rng
+        self.asynchronous = asynchronous
+        self.drafts = 0 if asynchronous else drafts
+        self.block_size = block_size
+        self.free_blocks = list(range(1, blocks))
+        shape = RowPoolShape(pages, page_rows_of(block_size))
+        self.allocator = PageAllocator(shape, block_size)
+        options = config(layers=[0], output_rows_per_chunk=rng.choice([1, 3, 32]))
+        self.half = SchedulerHalf(options, 1, block_size, _MODEL_LEN, lambda _: None, PagePlaces(self.allocator))
+        self.device = RowPages(shape.rows, 1, 4, torch.float32, torch.device("cpu"))
+        self.device.cut(shape, blocks * block_size)
+        self.waiting: list[_Request] = []
+        self.running: list[_Request] = []
+        self.preempted: set[str] = set()
+        self.allocated: list[_Request] = []
+        self.truth: dict[str, _Request] = {}
+        self.stored: dict[str, dict[int, tuple[float, ...]]] = {}
+        self.first_positions: dict[str, int] = {}
+        self.ended: dict[str, str] = {}
+        self.failed: Counter[str] = Counter()
+        self.numbers = 0
+
+    # What a user does.
+
+    def add(self) -> None:
+        self.numbers += 1
+        prompt = [self.rng.randrange(1000) for _ in range(self.rng.choice([1, 2, 7, 8, 9, 31, 33, 100]))]
+        params: dict[str, Any] = {"include_output_tokens": self.rng.random() < 0.6}
+        if self.rng.random() < 0.3:
+            start = self.rng.randrange(len(prompt))
+            params["tokens"] = [start, None]
+        if self.rng.random() < 0.2:
+            params = {"capture": False}
+        request = _Request(f"r{self.numbers}", self.numbers, prompt, self.rng.randint(1, 60), {"slotstream": params})
+        self.waiting.append(request)
+        self.half.on_new(request)
+
+    def abort(self) -> None:
+        if everybody := self.waiting + self.running:
+            self._finish(self.rng.choice(everybody), "FINISHED_ABORTED")
+
+    def fault(self) -> None:
+        """The worker gives a sample up."""
+        if self.half._live:
+            self.half.on_faults([SampleFault(self.rng.choice(list(self.half._live)), "STAGING_FULL", "no room")])
+
+    # One step of vLLM's.
+
+    def step(self, *, broken: bool = False) -> None:
+        scheduled = self._schedule()
+        output: Any = SimpleNamespace(
+            num_scheduled_tokens=dict(scheduled),
+            scheduled_cached_reqs=SimpleNamespace(
+                req_ids=list(scheduled),
+                num_computed_tokens=[self._by_id(r).num_computed_tokens for r in scheduled],
+                new_block_ids=[None for _ in scheduled],
+            ),
+            scheduled_new_reqs=[],
+            preempted_req_ids=set(self.preempted),
+            has_sync_kv_loads=False,
+            kv_cache_block_copies=None,
+            kv_connector_block_state=SimpleNamespace(get_block_ids=lambda r: ((), tuple(self._by_id(r).table))),
+        )
+        self.preempted.clear()
+        if broken:  # The hook guard's way: nothing is known of a plan that was not made.
+            self.half.fail_all()
+            plan = StepPlan()
+        else:
+            plan = self.half.plan(output)
+            self.half.delivered()
+        self._check_pages()
+        self.device.begin_step(plan)
+        sampled = self._forward(scheduled)
+        self._execute(plan)
+        for request, tokens in sampled:
+            request.num_computed_tokens += scheduled[request.request_id]
+            request.late.append(tokens)
+        for request in self.running + self.waiting:
+            while len(request.late) > (1 if self.asynchronous and request.request_id in scheduled else 0):
+                self._answer(request, request.late.pop(0))
+
+    def _by_id(self, req_id: str) -> _Request:
+        return next(r for r in self.running if r.request_id == req_id)
+
+    def _schedule(self) -> dict[str, int]:
+        while self.waiting and len(self.running) < 5 and self.rng.random() < 0.7:
+            request = self.waiting.pop(0)
+            request.say("RUNNING")
+            self.running.append(request)
+            self.allocated.append(request)
+            self._hit(request)
+        scheduled: dict[str, int] = {}
+        for request in list(self.running):
+            if request not in self.running or (self.rng.random() < 0.1 and request.num_computed_tokens):
+                continue  # Preempted for another, or left out this time.
+            known = len(request.all_token_ids) + sum(map(len, request.late))
+            left = known - request.num_computed_tokens
+            if left <= 0 or known >= len(request.prompt) + request.max_tokens + (1 if self.asynchronous else 0):
+                continue
+            count = min(left, self.rng.choice([1, 5, 8, 16, 64]))
+            if count == left and not request.late and request.num_output_tokens:
+                count += self.rng.randint(0, self.drafts)
+            if not self._blocks_for(request, request.num_computed_tokens + count, scheduled):
+                continue
+            scheduled[request.request_id] = count
+        for request in self.allocated:
+            if request in self.running:
+                blocks: Any = SimpleNamespace(blocks=([], [SimpleNamespace(block_id=b) for b in request.table]))
+                self.half.on_alloc(request, blocks)
+        self.allocated.clear()
+        return {r: n for r, n in scheduled.items() if any(r == one.request_id for one in self.running)}
+
+    def _hit(self, request: _Request) -> None:
+        """Some of its tokens are in the prefix cache: nobody computes their rows."""
+        hit = self.rng.randrange(len(request.all_token_ids))
+        if not request.skip_reading_prefix_cache and hit <= len(self.free_blocks) * self.block_size:
+            self._blocks_for(request, hit, {})
+            request.num_computed_tokens = hit
+
+    def _blocks_for(self, request: _Request, tokens: int, scheduled: dict[str, int]) -> bool:
+        while len(request.table) * self.block_size < tokens:
+            if not self.free_blocks:
+                victim = next((r for r in reversed(self.running) if r is not request and r.table), None)
+                if victim is None:
+                    return False
+                scheduled.pop(victim.request_id, None)
+                self._preempt(victim)
+                continue
+            request.table.append(self.free_blocks.pop(self.rng.randrange(len(self.free_blocks))))
+        return True
+
+    def _preempt(self, request: _Request) -> None:
+        self.running.remove(request)
+        self.waiting.insert(0, request)
+        self.free_blocks += request.table
+        request.table = []
+        request.say("PREEMPTED")
+        request.num_computed_tokens = 0
+        self.preempted.add(request.request_id)  # What it has sampled is still delivered, as vLLM does.
+
+    def _forward(self, scheduled: dict[str, int]) -> list[tuple[_Request, list[int]]]:
+        rows, slots, sampled = [], [], []
+        for req_id, count in scheduled.items():
+            request = self._by_id(req_id)
+            first = request.num_computed_tokens
+            known = request.all_token_ids + [token for tokens in request.late for token in tokens]
+            drafts = [self.rng.randrange(1000) for _ in range(first + count - len(known))]
+            for position, token in enumerate([*known, *drafts][first : first + count], first):
+                rows.append([request.number, position, token, 1.0])
+                slots.append(request.table[position // self.block_size] * self.block_size + position % self.block_size)
+            if first + count >= len(known):  # Each draft that holds is a token, and then one more is sampled.
+                accepted = self.rng.randint(0, len(drafts)) if drafts else 0
+                sampled.append((request, [*drafts[:accepted], self.rng.randrange(1000)]))
+            else:
+                sampled.append((request, []))
+        padding = self.rng.randint(0, 3)
+        order = list(range(len(rows)))
+        self.rng.shuffle(order)
+        if rows:
+            hidden = torch.tensor([rows[at] for at in order] + [[-7.0] * 4] * padding)
+            write_rows(self.device, [hidden], torch.tensor([slots[at] for at in order] + [-1] * padding))
+        return sampled
+
+    def _answer(self, request: _Request, tokens: list[int]) -> None:
+        room = len(request.prompt) + request.max_tokens - len(request.all_token_ids)
+        request.all_token_ids += tokens[:room]
+        if not self.asynchronous:
+            # Rejected drafts are computed again.
+            request.num_computed_tokens = min(request.num_computed_tokens, max(len(request.all_token_ids) - 1, 0))
+        if len(request.all_token_ids) >= len(request.prompt) + request.max_tokens:
+            self._finish(request, "FINISHED_LENGTH_CAPPED")
+
+    def _finish(self, request: _Request, status: str) -> None:
+        for queue in (self.running, self.waiting):
+            if request in queue:
+                queue.remove(request)
+        request.say(status)
+        hold, answer = self.half.on_finished(request, request.table)
+        assert not hold, "row pages hold no blocks of vLLM's"
+        self.free_blocks += request.table
+        self.truth[request.request_id] = request
+        if answer is not None and "error" in answer["slotstream"]:
+            code = answer["slotstream"]["error"]["code"]
+            self.failed[code] += 1
+            self.ended.setdefault(request.request_id, code)
+
+    # What the worker does with a plan, and what must be true.
+
+    def _execute(self, plan: StepPlan) -> None:
+        for opened in plan.opens:
+            self.first_positions[opened.req_id] = opened.first_position
+            self.stored[opened.req_id] = {}
+        for rows in plan.rows:
+            self._read(rows)
+        for finish in plan.finishes:
+            self.ended.setdefault(finish.req_id, "COMMITTED")
+            kept = self.stored[finish.req_id]
+            assert sorted(kept) == list(range(len(finish.token_ids))), "a row is missing, or one too many"
+            first = self.first_positions[finish.req_id]
+            number = int(finish.req_id[1:])
+            wanted = {row: (number, first + row, token, 1.0) for row, token in enumerate(finish.token_ids)}
+            assert kept == wanted
+        for abort in plan.aborts:
+            self.ended.setdefault(abort.req_id, abort.code)
+
+    def _read(self, plan: RowPlan) -> None:
+        located = self.device.locate(plan)
+        index = torch.from_numpy(located.index)
+        stamps = self.device.stamps[index].numpy()
+        assert StampEvidence(located.kv_slots, located.steps, stamps).problem(0, len(located)) is None, plan
+        for row, values in enumerate(self.device.pool[index].flatten(1).tolist(), plan.first_row):
+            assert row not in self.stored[plan.req_id], "a row is read twice"
+            self.stored[plan.req_id][row] = tuple(values)
+
+    def _check_pages(self) -> None:
+        held = [page.page for pages in self.allocator._held.values() for page in pages.values()]
+        everywhere = held + self.allocator._free
+        assert len(set(everywhere)) == len(everywhere) == self.allocator._pages, "a page is lost, or somebody else's too"
+
+    def drain(self) -> None:
+        """To the end of every request, and one step more: what the last ones gave back."""
+        for _ in range(5000):
+            if not self.waiting and not self.running:
+                break
+            self.step()
+        else:
+            pytest.fail("the engine makes no progress")
+        self.step()
+        assert self.allocator.free == self.allocator._pages
+        self.step()
+        assert not (self.device.table >= 0).any()
+
+
+@settings(max_examples=EXAMPLES, deadline=None)
+@given(seed=st.integers(0, 1 << 32), asynchronous=st.booleans(), drafts=st.integers(0, 3))
+def test_every_row_that_is_read_is_its_own_and_every_page_comes_back(seed: int, asynchronous: bool, drafts: int) -> None:
+    rng = random.Random(seed)
+    block_size = rng.choice([4, 8, 33, 64])
+    engine = _Engine(
+        rng,
+        asynchronous=asynchronous,
+        drafts=drafts,
+        blocks=rng.choice([200, 500]) // block_size + 10,
+        block_size=block_size,
+        pages=rng.choice([8, 16, 200]),
+    )
+    for _ in range(rng.randint(5, 60)):
+        move = rng.random()
+        if move < 0.3:
+            engine.add()
+        elif move < 0.34:
+            engine.abort()
+        elif move < 0.36:
+            engine.fault()
+        else:
+            engine.step(broken=rng.random() < 0.01)
+    engine.drain()
+    assert set(engine.failed) <= {
+        "ROW_POOL_FULL",
+        "ABORTED",
+        "STAGING_FULL",
+        "INTERNAL",
+        "BAD_TOKEN_RANGE",
+        "ROWS_NOT_COMPUTED",
+    }
+
+
+def test_a_pool_with_room_fails_nobody() -> None:
+    """Without aborts and faults every sample is whole, whatever is preempted: no row is read out of a cache."""
+    for seed in range(30):
+        rng = random.Random(seed)
+        engine = _Engine(rng, asynchronous=bool(seed % 2), drafts=3, blocks=40, block_size=8, pages=400)
+        for _ in range(8):
+            engine.add()
+            engine.step()
+        engine.drain()
+        assert not engine.failed, engine.failed
+        captured = [r for r in engine.truth.values() if r.kv_transfer_params["slotstream"].get("capture", True)]
+        assert all(engine.ended[r.request_id] == "COMMITTED" for r in captured)

@@ -1,0 +1,141 @@
+"""Where the connector reaches into vLLM: what it says where a seam is missing, or a model cannot give its layers."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from support.worker_rig import config
+
+from slotstream.connector.reading import vllm_seams
+from slotstream.connector.row_pool import slot_group
+from slotstream.wire.errors import ConfigError
+
+pytestmark = pytest.mark.timeout(300)
+
+
+class _Runner:
+    def load_model(self) -> None: ...
+
+    def initialize_kv_cache(self, kv_cache_config: Any, is_profiling: bool = False) -> None: ...
+
+
+def test_every_seam_is_there_in_this_vllm() -> None:
+    """By signature, of every runner that this installation has."""
+    import inspect
+
+    from vllm.config import VllmConfig
+    from vllm.forward_context import ForwardContext
+    from vllm.model_executor.models.interfaces import SupportsEagle3
+    from vllm.v1.request import Request
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner as V2
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner as V1
+    from vllm.v1.worker.worker_base import WorkerWrapperBase
+
+    for runner in (V1, V2):
+        assert next(iter(list(inspect.signature(runner.initialize_kv_cache).parameters)[1:])) == "kv_cache_config"
+        assert callable(runner.load_model)
+        assert callable(runner.get_model)
+    assert callable(WorkerWrapperBase.init_device)
+    assert callable(SupportsEagle3.set_aux_hidden_state_layers)
+    assert "slot_mapping" in ForwardContext.__dataclass_fields__
+    assert "additional_config" in VllmConfig.__dataclass_fields__
+    assert "skip_reading_prefix_cache" in inspect.getsource(Request.__init__)
+
+
+@pytest.mark.parametrize(
+    ("runner", "seam"),
+    [
+        pytest.param(None, "NoneType.load_model", id="no runner"),
+        pytest.param(
+            SimpleNamespace(load_model=lambda: None), "SimpleNamespace.initialize_kv_cache", id="a seam that was renamed"
+        ),
+        pytest.param(
+            SimpleNamespace(load_model=lambda: None, initialize_kv_cache=lambda other: None),
+            "SimpleNamespace.initialize_kv_cache(kv_cache_config, ...)",
+            id="another signature",
+        ),
+    ],
+)
+def test_a_missing_seam_is_named_with_the_version_and_what_to_do(runner: Any, seam: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        vllm_seams.attach(runner, SimpleNamespace(), config(layers=[1]))
+    said = str(caught.value)
+    assert f"has no {seam} as slotstream knows it" in said
+    assert said.startswith("vLLM ")
+    assert "extract_hidden_states instead of connector option layers" in said
+    assert "\n" not in said
+
+
+def test_a_model_without_its_layers_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r'Linear does not offer its layers .*only "layers": \["final"\] can be captured'):
+        vllm_seams.choose_layers(torch.nn.Linear(2, 2), [1], has_drafter=False)
+
+
+def test_a_drafters_layers_that_cannot_be_told_are_refused() -> None:
+    runner = SimpleNamespace(use_aux_hidden_state_outputs=True)
+    with pytest.raises(ConfigError, match="the drafter wants layers of Linear, and which ones cannot be told"):
+        vllm_seams.drafter_layers(runner, torch.nn.Linear(2, 2))
+    inner: Any = torch.nn.Linear(2, 2)
+    inner.aux_hidden_state_layers = (5, 2)
+    model = torch.nn.Sequential(inner)
+    assert vllm_seams.drafter_layers(runner, model) == (2, 5)
+    assert vllm_seams.drafter_layers(SimpleNamespace(), model) is None
+
+
+def test_the_compile_cache_hears_of_the_layers() -> None:
+    """vLLM's hash of a configuration covers additional_config, and so differs where the layers do."""
+    from vllm.config import VllmConfig
+
+    hashes = set()
+    for layers in ([1], [1, 2], [1, "final"]):
+        found = VllmConfig()
+        chosen = config(layers=layers)
+        object.__setattr__(chosen, "metadata", {"slotstream_version": "1"})
+        vllm_seams.tell_compile_cache(found, chosen)
+        hashes.add(found.compute_hash())
+    assert len(hashes | {VllmConfig().compute_hash()}) == 4
+
+
+def test_the_plug_in_imports_no_worker_and_may_be_called_twice() -> None:
+    code = (
+        "import sys\n"
+        "from importlib.metadata import entry_points\n"
+        "(ours,) = [e for e in entry_points(group='vllm.general_plugins') if e.name == 'slotstream']\n"
+        "register = ours.load()\n"
+        "register(); register()\n"
+        "assert not [m for m in sys.modules if m.startswith(('vllm', 'torch'))], 'imported too much'\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def _group(layers: list[str], spec: Any) -> Any:
+    from vllm.v1.kv_cache_interface import KVCacheGroupSpec
+
+    return KVCacheGroupSpec(layers, spec)
+
+
+def test_slots_are_those_of_the_target_models_full_attention() -> None:
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, SlidingWindowSpec
+
+    common: dict[str, Any] = {"block_size": 16, "num_kv_heads": 1, "head_size": 8, "dtype": torch.bfloat16}
+    sliding = _group(["model.layers.0.self_attn.attn"], SlidingWindowSpec(**common, sliding_window=64))
+    full = _group(["model.layers.1.self_attn.attn"], FullAttentionSpec(**common))
+    drafter = _group(["model.layers.6.self_attn.attn"], FullAttentionSpec(**common))
+    draft_model = _group(["draft_model.layers.0.self_attn.attn"], FullAttentionSpec(**common))
+    state = _group(["model.layers.2.mamba"], MambaSpec(block_size=64, shapes=((1,),), dtypes=(torch.float32,)))
+
+    def chosen(*groups: Any) -> Any:
+        return slot_group(SimpleNamespace(kv_cache_groups=list(groups)), 6)
+
+    assert chosen(state, sliding, full).index == 2
+    assert chosen(drafter, draft_model, sliding).index == 2
+    assert chosen(state, full).layer == "model.layers.1.self_attn.attn"
+    assert chosen(full).block_size == 16
+    with pytest.raises(ConfigError, match="this model has no decoder self-attention"):
+        chosen(state)
