@@ -164,8 +164,7 @@ def _server_options() -> str:
 def error_codes() -> list[type[errors.SlotStreamError]]:
     """Every class with a code of its own, by code. Raises ValueError where one has no sentence."""
     found: list[type[errors.SlotStreamError]] = [errors.InternalFault]
-    for name in errors.__all__:
-        kind = getattr(errors, name)
+    for kind in vars(errors).values():
         if isinstance(kind, type) and issubclass(kind, errors.SlotStreamError) and "code" in vars(kind):
             found += [kind] * (kind is not errors.SlotStreamError)
     if silent := [kind.__name__ for kind in found if not vars(kind).get("__doc__")]:

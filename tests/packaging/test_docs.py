@@ -23,7 +23,7 @@ TARGETS = set(re.findall(r"^([a-z][a-z-]*):", (ROOT / "Makefile").read_text(), r
 
 _FILE = re.compile(r"[\w.-]+(/[\w.-]+)*\.(py|md|proto|yaml|toml)")
 _BARE = re.compile(r"[\w-]+(\.(py|md|proto)|/)")
-_BELOW_A_FOLDER = re.compile(r"[\w.-]+(/[\w.-]+)+/?")
+_BELOW_A_FOLDER = re.compile(r"\w[\w.-]*(/[\w.-]+)+/?")
 _PLACEHOLDER = re.compile(r"(^|[/-])[A-Z]{3,}($|/)")
 
 

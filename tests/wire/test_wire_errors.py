@@ -31,6 +31,7 @@ CODES = {
     "NOT_FOUND": ("SampleNotFound", "NOT_FOUND", False),
     "PERMISSION_DENIED": ("PermissionDenied", "PERMISSION_DENIED", False),
     "PROTOCOL": ("ProtocolViolation", "FAILED_PRECONDITION", False),
+    "ROW_POOL_FULL": ("RowPoolFull", "RESOURCE_EXHAUSTED", True),
     "ROWS_NOT_COMPUTED": ("RowsNotComputed", "FAILED_PRECONDITION", False),
     "ROW_POOL_FULL": ("RowPoolFull", "RESOURCE_EXHAUSTED", True),
     "SAMPLE_FAILED": ("SampleFailed", "FAILED_PRECONDITION", False),

@@ -87,5 +87,5 @@ def _hidden_state_group(kv_cache_config: KVCacheConfig) -> int:
         return 0
     raise ConfigError(
         f"none of this model's {len(groups)} KV-cache groups is the hidden states' own, so nothing says which block table "
-        "their rows are in: this model cannot be captured with this version of vLLM's extraction (option layers may)"
+        "their rows are in: this model cannot be captured with extract_hidden_states (connector option layers may)"
     )

@@ -1,4 +1,4 @@
-"""The standard health service, open to everybody: https://github.com/grpc/grpc/blob/master/doc/health-checking.md specifies it.
+"""The standard health service, open to everybody. Specified in https://github.com/grpc/grpc/blob/master/doc/health-checking.md.
 
 We do not use the one of grpcio-health-checking. There, once somebody stops watching a service, nobody else who watches it is
 told anything more (one condition for all of them is dropped with the first), and nothing limits how many watch.
