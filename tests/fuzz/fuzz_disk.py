@@ -16,7 +16,7 @@ from contextlib import closing
 from functools import cache
 from pathlib import Path
 
-from fuzz_harness import Source, Target, damaged, sentence
+from fuzz_harness import Source, Target, damaged, scratch_base, sentence
 
 from slotstream.server.samples.convert import info_of
 from slotstream.store.catalogue import retention_sql, sql
@@ -42,9 +42,7 @@ _TOKEN_IDS = [1000 + row for row in range(_ROWS)]
 
 def scratch(name: str) -> Path:
     """A directory of this process, in memory where there is such a place, that goes when the process does."""
-    memory = Path("/dev/shm")
-    base = memory if os.access(memory, os.W_OK) else None
-    directory = Path(tempfile.mkdtemp(prefix=f"slotstream-fuzz-{name}-", dir=base))
+    directory = Path(tempfile.mkdtemp(prefix=f"slotstream-fuzz-{name}-", dir=scratch_base()))
     atexit.register(shutil.rmtree, directory, ignore_errors=True)
     return directory
 
@@ -252,11 +250,17 @@ def _directories() -> tuple[Path, ...]:
 _CATALOGUE_FILES = (FILE_NAME, FILE_NAME + "-wal", FILE_NAME + "-shm")
 
 
+@cache
+def _damaged_directory() -> Path:
+    """Where `check_catalogues` puts its copy of an image."""
+    return scratch("damaged") / "data"
+
+
 def check_catalogues(data: bytes) -> None:
     """A server opens it, rebuilt if need be, or says what to do; and then serves what was stored or nothing."""
     source = Source(data)
     image = source.pick(_directories())
-    directory = image.with_name(image.name + "-now")
+    directory = _damaged_directory()
     shutil.rmtree(directory, ignore_errors=True)
     shutil.copytree(image, directory)
     for name in (source.pick(_CATALOGUE_FILES), source.pick(_CATALOGUE_FILES)):

@@ -39,6 +39,14 @@ class Target:
         return sorted((path.read_bytes() for path in self.corpus_dir.glob("*")), key=lambda data: (len(data), data))
 
 
+SCRATCH = "SLOTSTREAM_FUZZ_SCRATCH"  # The environment's word on where directories go.
+
+
+def scratch_base() -> str | None:
+    """Where to make directories: in memory, where there is such a place."""
+    return os.environ.get(SCRATCH) or ("/dev/shm" if os.access("/dev/shm", os.W_OK) else None)
+
+
 class Source:
     """Reads decisions off an input. After its end every decision is the first choice, so short inputs mean something."""
 

@@ -11,6 +11,7 @@ import argparse
 import importlib.util
 import json
 import logging
+import os
 import random
 import shutil
 import subprocess
@@ -25,7 +26,7 @@ from typing import Any
 _HERE = Path(__file__).parent
 sys.path.insert(0, str(_HERE))
 
-from fuzz_harness import Footprint, Target, mutated  # noqa: E402
+from fuzz_harness import SCRATCH, Footprint, Target, mutated, scratch_base  # noqa: E402
 
 _INPUT_S_MAX = 60  # An input that takes longer hangs: the slowest take a second on a busy machine.
 _RESIDENT_MIB_MAX = 2048
@@ -142,14 +143,19 @@ def inputs(st: Any, target: Target) -> Any:
 
 def _run(name: str, runs: int, arguments: argparse.Namespace, engine: str) -> str:
     """Fuzzes one target in a process of its own; the line of the table, which says FAILED when something was found."""
-    with tempfile.TemporaryDirectory(prefix="slotstream-fuzz-run-") as work:
+    # The worker's own directories are in it: atheris ends a process without Python's `atexit`.
+    with tempfile.TemporaryDirectory(prefix="slotstream-fuzz-run-", dir=scratch_base()) as work:
         notes, found = Path(work) / "notes", Path(work) / "found"
         found.mkdir()
         command = [sys.executable, str(_HERE / "run.py"), name, "--worker", engine, "--runs", str(runs), "--notes", str(notes)]
         command += ["--seed", str(arguments.seed), "--seconds", str(arguments.seconds), "--found", str(found)]
         began = time.monotonic()
         done = subprocess.run(
-            [*command, "--findings", str(arguments.findings)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False
+            [*command, "--findings", str(arguments.findings)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, SCRATCH: work},
+            check=False,
         )
         took = time.monotonic() - began
         said: dict[str, int] = json.loads(notes.read_text()) if notes.exists() else {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import fuzz_server
 import pytest
-from fuzz_harness import Source, damaged
+from fuzz_harness import SCRATCH, Source, damaged
 from fuzz_targets import TARGETS
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -25,6 +26,13 @@ from slotstream.wire.errors import Damaged
 _EXAMPLES = 2500  # Over all targets, by their shares.
 _GAPS = RangeSet.gaps
 _ALL = sum(target.share for target in TARGETS.values())
+ENGINES = [
+    "hypothesis",
+    pytest.param(
+        "atheris",
+        marks=pytest.mark.skipif(importlib.util.find_spec("atheris") is None, reason="atheris has no wheel for this Python"),
+    ),
+]
 
 
 @pytest.mark.parametrize("name", TARGETS)
@@ -54,18 +62,7 @@ def test_some_inputs(name: str) -> None:
     check()
 
 
-@pytest.mark.parametrize(
-    "engine",
-    [
-        "hypothesis",
-        pytest.param(
-            "atheris",
-            marks=pytest.mark.skipif(
-                importlib.util.find_spec("atheris") is None, reason="atheris has no wheel for this Python"
-            ),
-        ),
-    ],
-)
+@pytest.mark.parametrize("engine", ENGINES)
 def test_the_command(tmp_path: Path, engine: str) -> None:
     command = [sys.executable, str(Path(__file__).with_name("run.py")), "addresses", "page_tokens", "--runs", "1000"]
     done = subprocess.run(
@@ -74,6 +71,15 @@ def test_the_command(tmp_path: Path, engine: str) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count(f"sound ({engine})") == 2
     assert not (tmp_path / "found").exists()
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_run_leaves_no_directory_behind(tmp_path: Path, engine: str) -> None:
+    command = [sys.executable, str(Path(__file__).with_name("run.py")), "catalogues", "--runs", "5", "--engine", engine]
+    (tmp_path / "scratch").mkdir()
+    env = {**os.environ, SCRATCH: str(tmp_path / "scratch")}
+    subprocess.run([*command, "--findings", str(tmp_path / "found")], env=env, check=True, timeout=240)
+    assert not list((tmp_path / "scratch").iterdir())
 
 
 _BROKEN = """

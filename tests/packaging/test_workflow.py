@@ -26,7 +26,7 @@ def _run(*command: str, cwd: Path = ROOT, env: dict[str, str] | None = None, sta
 
 
 def test_help_lists_every_target_once() -> None:
-    listed = [line.split()[0] for line in _run("make", "help").splitlines()]
+    listed = [line.split()[0] for line in _run("make", "--no-print-directory", "help").splitlines()]
     (phony,) = re.findall(r"^\.PHONY: ((?:.*\\\n)*.*)$", MAKEFILE, re.M)
     assert sorted(listed) == sorted(phony.replace("\\", "").split())
     assert listed[:4] == ["help", "demo", "test", "unit"]

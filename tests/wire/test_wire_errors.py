@@ -33,7 +33,6 @@ CODES = {
     "PROTOCOL": ("ProtocolViolation", "FAILED_PRECONDITION", False),
     "ROW_POOL_FULL": ("RowPoolFull", "RESOURCE_EXHAUSTED", True),
     "ROWS_NOT_COMPUTED": ("RowsNotComputed", "FAILED_PRECONDITION", False),
-    "ROW_POOL_FULL": ("RowPoolFull", "RESOURCE_EXHAUSTED", True),
     "SAMPLE_FAILED": ("SampleFailed", "FAILED_PRECONDITION", False),
     "SERVER_DRAINING": ("ServerDraining", "UNAVAILABLE", True),
     "SERVER_UNAVAILABLE": ("ServerUnavailable", "UNAVAILABLE", True),
