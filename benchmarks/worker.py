@@ -32,7 +32,7 @@ from machine import machine, plain, progress
 from slotstream.client import connect
 from slotstream.connector.counters import Counters
 from slotstream.connector.faults import SampleFault
-from slotstream.connector.options import SENDERS, ConnectorOptions
+from slotstream.connector.options import ConnectorOptions
 from slotstream.connector.plan import BlockPlace, RowPlan, SampleFinish, SampleOpen, StepPlan
 from slotstream.connector.reading.row_source import CachedRows
 from slotstream.connector.reading.staging_plan import StagingPlan
@@ -49,6 +49,7 @@ from slotstream.wire.nixl import is_installed
 
 LAYERS, HIDDEN, BLOCK = 4, 128, 16
 ROW_BYTES = LAYERS * HIDDEN * 2
+_SENDERS = ("thread", "process")
 _TRANSPORTS = ("grpc", "nixl") if is_installed() else ("grpc",)
 _LINK_S = 30.0
 
@@ -213,7 +214,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--rows", type=int, default=1024, metavar="N", help="rows of a sample, of 1 KiB each (default: %(default)s)")
     add("--chunks", type=int, default=8, metavar="N", help="chunks of a sample (default: %(default)s)")
     add("--work-ms", type=float, default=13.0, metavar="N", help="other work of the engine's thread (default: %(default)s)")
-    add("--senders", nargs="+", choices=SENDERS, default=SENDERS, help="where the sender runs (default: each)")
+    add("--senders", nargs="+", choices=_SENDERS, default=_SENDERS, help="where the sender runs (default: each)")
     add("--steps", type=int, default=150, metavar="N", help="steps of each run (default: %(default)s)")
     add("--rounds", type=int, default=5, metavar="N", help="interleaved rounds to take medians of (default: %(default)s)")
     add("--work-dir", type=Path, default=Path("/dev/shm"), metavar="DIR", help="put the data here (default: %(default)s)")
