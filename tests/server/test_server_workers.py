@@ -68,7 +68,7 @@ def test_one_id_is_stored_once_whoever_sends_it(peers: list[Peer], running: Runn
     for peer in peers:
         peer.say(other.open(101), other.chunk(101, 5, 0, other.rows), other.commit(101))
         assert peer.failed().code == "ALREADY_EXISTS"
-    # The same rows, hashed in other groups, since this time their number is not known beforehand.
+    # The same rows, though this time their number is not known beforehand.
     for peer in peers:
         peer.say(sample.open(102, rows_max=90000, rows_exact=False), sample.chunk(102, 6, 0, sample.rows), sample.commit(102))
         assert peer.committed().duplicate
