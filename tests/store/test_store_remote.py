@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from store_kit import BROKEN, FaultyFiles, Sample, read_all, tree
+from store.store_kit import BROKEN, FaultyFiles, Sample, read_all, tree
 
 from slotstream.store.disk.files import Files
 from slotstream.store.records import Failure, State
