@@ -22,6 +22,11 @@ from slotstream.wire.errors import ConfigError
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
 _NO_LAYERS = {"method": "extract_hidden_states", "num_speculative_tokens": 1}
+_NONE: dict[str, Any] = {}
+
+
+def _layers(*layers: object, **options: object) -> dict[str, Any]:
+    return {"kv_connector_extra_config": {"layers": list(layers), **options}}
 
 
 @pytest.mark.extended  # A whole vLLM each, up to the point where it refuses.
@@ -35,8 +40,8 @@ _NO_LAYERS = {"method": "extract_hidden_states", "num_speculative_tokens": 1}
         ),
         pytest.param(
             connector_options(server="127.0.0.1:50151"),
-            'slotstream needs vLLM to extract hidden states: add --speculative-config \'{"method": "extract_hidden_states"',
-            id="no extraction",
+            'name the layers to capture: add "layers": [3, "final"] to kv_connector_extra_config (layer ids from 0 to 6',
+            id="no layers",
         ),
     ],
 )
@@ -52,6 +57,21 @@ def test_vllm_stops_at_start_and_says_why(
 @pytest.mark.parametrize(
     ("speculative", "transfer", "more", "sentence"),
     [
+        pytest.param(_NONE, {}, {}, 'name the layers to capture: add "layers": [3, "final"]', id="neither way to the rows"),
+        pytest.param(
+            _NO_LAYERS | {"draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": [1]}}},
+            _layers(1),
+            {},
+            "are two ways to the same rows",
+            id="both ways to the rows",
+        ),
+        pytest.param(
+            _NONE, _layers(1, 7), {}, "connector option layers [1, 7] must be layer ids from 0 to 6", id="layer 7 of 6"
+        ),
+        pytest.param(_NONE, _layers("last"), {}, 'whole numbers from 0 on and "final"', id="a layer's name"),
+        pytest.param(_NONE, _layers("final", "final"), {}, "must not name a layer twice", id="final twice"),
+        pytest.param(_NONE, _layers(1, row_pool_bytes=-1), {}, "connector option row_pool_bytes must be", id="row pool"),
+        pytest.param(_NONE, _layers(1), {"kv_sharing_fast_prefill": True}, "drop --kv-sharing-fast-prefill", id="fast prefill"),
         pytest.param(_NO_LAYERS, {}, {}, "set eagle_aux_hidden_state_layer_ids in the speculative config's", id="no layers"),
         pytest.param(
             _NO_LAYERS | {"draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": [1, 99]}}},
@@ -137,7 +157,7 @@ def _refused(model: Path, speculative: dict[str, Any], transfer: dict[str, Any],
     arguments = EngineArgs(
         model=str(model),
         max_model_len=1024,
-        speculative_config=speculative,
+        speculative_config=speculative or None,
         kv_transfer_config=KVTransferConfig(**connector),
         **more,
     )

@@ -9,6 +9,7 @@ from typing import Any
 
 from slotstream.client import SampleNotFound, connect
 from support.stack import Stack
+from support.waiting import wait_until
 from support.workload import Ask, assert_rows_are_true, send, text_tokens
 
 
@@ -56,6 +57,8 @@ def capture_works(running: Stack, name: str) -> None:
         if "error" not in _capture(running, sample_id):
             break
     with connect(running.address) as client:
+        # The engine admits as soon as the server answers it; the worker's stream may take longer than the server's patience.
+        wait_until(lambda: any(info.sample_id == sample_id for info in client.list(namespace="outage")), sample_id)
         assert_rows_are_true(client.get(sample_id, namespace="outage"))
         for info in client.list(namespace="outage"):
             assert "-away" not in info.sample_id
