@@ -101,13 +101,14 @@ class Reports:
         while self._unsaid and (self._unsaid[0][1].said or self._unsaid[0][0] <= self._clock()):
             self.written(self._unsaid.popleft()[1])
 
-    def put_again(self) -> None:
-        """Into the spool with some of those that it did not take when they came."""
+    def put_again(self) -> bool:
+        """Into the spool with some of those that it did not take when they came; whether there are more of them."""
         left = (report for report in (*self._told.values(), *self._waiting) if report.file is None or report.file.is_void)
         for report in itertools.islice(left, _AT_ONCE):
             if report.file is not None:
                 self._drop(report.file)
             report.file = self._put(report)
+        return next(left, None) is not None
 
     def _done(self, report: Report) -> None:
         self.written(report)

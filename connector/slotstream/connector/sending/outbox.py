@@ -248,8 +248,8 @@ class Outbox:
                 self._guard(self._send, sample)
             elif behind and sample.phase.waits_here:
                 self._writer.put(sample)
-        if behind:
-            self._reports.put_again()
+        if behind and self._reports.put_again():
+            self._writer.stay_behind()
         self._reports.tick()
         self._advance()
 

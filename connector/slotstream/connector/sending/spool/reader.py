@@ -93,10 +93,10 @@ class SpoolReader:
         """The sample of an adopted file; with code and message, where it cannot be stored."""
         opened = found.opened
         if opened is None or (opened.namespace, opened.sample_id) != (file.namespace, file.sample_id):
+            found.damaged |= opened is not None  # Not where the writer died before it had said anything.
             opened = ingest_pb2.OpenSample(
                 namespace=file.namespace, sample_id=file.sample_id, dtype="BF16", layer_ids=[0], hidden_size=1, rows_max=1
             )
-            found.damaged |= file.nbytes > 0
         sample = SampleState(serial, "", opened, commit=found.commit, file=file, commit_spooled=True)
         for header, place in found.chunks:
             row_bytes = place.nbytes // header.rows

@@ -150,6 +150,10 @@ class SpoolWriter:
             if sample.file is not None and not sample.file.nbytes:
                 sample.file = None  # Its first record was refused: nothing can follow.
 
+    def stay_behind(self) -> None:
+        """Not all was asked for again."""
+        self._behind = True
+
     def is_behind(self) -> bool:
         """Whether it is time to ask again for what was refused. Once."""
         if not self._behind or self._resting():
