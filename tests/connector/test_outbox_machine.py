@@ -185,7 +185,8 @@ class OutboxMachine(RuleBasedStateMachine):
             self.engine.disk.full = not self.engine.disk.full
         elif disaster == "rude server" and (numbers := self.server.ended):
             number = _pick(numbers, data.draw(WHICH))
-            self.engine.hear(data.draw(st.sampled_from([Committed(number, False), Failed(number, "STORE_FULL", "again")])))
+            verdicts: list[Committed | Failed] = [Committed(number, False), Failed(number, "STORE_FULL", "again")]
+            self.engine.hear(data.draw(st.sampled_from(verdicts)))
         elif disaster == "rot" and (files := spool_files_in(self.base)):
             rot(self.promises, _pick(files, data.draw(WHICH)), data.draw(st.integers(0, 1 << 16)))
 
