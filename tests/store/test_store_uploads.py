@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -43,6 +44,26 @@ def test_a_sample_comes_back_as_it_went_in(store: SampleStore) -> None:
     assert 0 < record.created_unix_ns <= record.committed_unix_ns
     assert read_all(store, sample.key) == (sample.data, sample.token_ids)
     assert tree(store.data_dir) == {f"default/{sample.key.shard}/s.safetensors": record.file_bytes}
+
+
+def test_a_sample_is_known_at_every_moment_of_its_failure(store: SampleStore) -> None:
+    """Its rows of the catalogue are queued behind slow work: neither that it arrived nor that it failed is written yet."""
+    sample, goes_on = Sample(), threading.Event()
+    slow = store._catalogue.submit(lambda db: goes_on.wait(30))
+    with ThreadPoolExecutor(1) as pool:
+        try:
+            upload = sample.send(store)
+            ending = pool.submit(upload.abort, Failure("ABORTED", "the engine aborted it"))
+            while store.is_arriving(sample.key):
+                assert not ending.done()
+            record = store.stat(sample.key)
+            assert record is not None
+            assert (record.state, record.error_code) == (State.FAILED, "ABORTED")
+        finally:
+            goes_on.set()
+        ending.result()
+        assert slow.result()
+    assert store.stat(sample.key) == record
 
 
 def test_the_file_is_plain_safetensors(store: SampleStore) -> None:

@@ -67,6 +67,7 @@ class SampleStore:
         self._free_bytes_min = free_bytes_min
         self._uploads_max = uploads_max
         self._uploads: dict[SampleKey, list[OpenSample]] = {}
+        self._failing: dict[SampleKey, SampleRecord] = {}  # Ended, and their rows are queued.
         self._opening = 0
         self._uploads_lock = threading.Lock()
         # One at a time publishes or deletes an id. Striped, so that the locks do not grow with the ids.
@@ -162,31 +163,40 @@ class SampleStore:
         with self._uploads_lock:
             if record.key in self._uploads:
                 return
-            written = self._catalogue.put_failed(record, failure.code, failure.message)
-        self._wait_failed(record.key, written)
+            failed, written = self._put_failed(record, failure)
+        self._wait_failed(failed, written)
 
     def _ended(self, upload: OpenSample, failure: Failure | None) -> None:
-        """An upload's last word. Its row is queued before it leaves `_uploads`, so whoever misses it there finds the row."""
+        """An upload's last word. At every moment `_uploads`, `_failing` or the catalogue knows the sample."""
         key = upload.spec.key
-        written: Future[bool] | None = None
         with self._uploads_lock:
             same = self._uploads[key]
             same.remove(upload)
-            if not same:
-                del self._uploads[key]
-                if failure is not None:
-                    record = SampleRecord.arriving(upload.spec, upload.created_unix_ns)
-                    written = self._catalogue.put_failed(record, failure.code, failure.message)
-        if written is not None:
-            self._wait_failed(key, written)
+            if same:
+                return
+            del self._uploads[key]
+            if failure is None:
+                return
+            failed, written = self._put_failed(SampleRecord.arriving(upload.spec, upload.created_unix_ns), failure)
+        self._wait_failed(failed, written)
 
-    def _wait_failed(self, key: SampleKey, written: Future[bool]) -> None:
+    def _put_failed(self, record: SampleRecord, failure: Failure) -> tuple[SampleRecord, Future[bool]]:
+        """Queue the row of a failed sample. `_uploads_lock` is held."""
+        failed = replace(record, state=State.FAILED, error_code=failure.code, error_message=failure.message)
+        self._failing[record.key] = failed
+        return failed, self._catalogue.put_failed(record, failure.code, failure.message)
+
+    def _wait_failed(self, failed: SampleRecord, written: Future[bool]) -> None:
         try:
             written.result()
         except SlotStreamError as error:
             # `stat` shows an arriving row without an upload as failed, and so does the next start.
             self._unrecorded = True
-            _log.warning("the failure of sample %s cannot be recorded: %s", key, error)
+            _log.warning("the failure of sample %s cannot be recorded: %s", failed.key, error)
+        finally:
+            with self._uploads_lock:
+                if self._failing.get(failed.key) is failed:
+                    del self._failing[failed.key]
 
     def _id_lock(self, key: SampleKey) -> threading.Lock:
         return self._id_locks[hash(key) % _STRIPES]
@@ -211,14 +221,15 @@ class SampleStore:
         with self._uploads_lock:
             return key in self._uploads
 
-    def _arriving_record(self, key: SampleKey) -> SampleRecord | None:
+    def _live_record(self, key: SampleKey) -> SampleRecord | None:
+        """Of a sample that is arriving, or that failed a moment ago."""
         with self._uploads_lock:
             same = self._uploads.get(key)
-            return SampleRecord.arriving(same[0].spec, same[0].created_unix_ns) if same else None
+            return SampleRecord.arriving(same[0].spec, same[0].created_unix_ns) if same else self._failing.get(key)
 
     def stat(self, key: SampleKey) -> SampleRecord | None:
         """What is known about a sample, the uploads of this process included; None when there is none."""
-        live = self._arriving_record(key)
+        live = self._live_record(key)
         record = self._catalogue.get(key)
         if record is not None and record.state is State.COMMITTED:
             return record
@@ -230,7 +241,7 @@ class SampleStore:
 
     def _settle(self, key: SampleKey) -> SampleRecord | None:
         """The row of a sample that was arriving a moment ago, once all that was asked of the catalogue so far is written."""
-        live = self._arriving_record(key)
+        live = self._live_record(key)
         if live is not None:
             return live
         record = self._catalogue.submit(lambda db: get_record(db, key.namespace, key.sample_id)).result()
@@ -238,7 +249,7 @@ class SampleStore:
             return record
         # Its failure could not be recorded (a full disk), or another upload of it has just begun.
         lost = replace(record, state=State.FAILED, error_code=Interrupted.code, error_message="the upload was interrupted")
-        return self._arriving_record(key) or lost
+        return self._live_record(key) or lost
 
     def list_page(self, query: ListQuery) -> tuple[list[SampleRecord], str]:
         """One page, newest first, and the next page's token ("" on the last). Raises BadPage and InternalFault."""

@@ -87,10 +87,17 @@ class Reports:
             if report.file is not None:
                 self._unsaid.append((self._clock() + _WRITE_S, report))
                 return
-        self.written(report)
+        self._say(report)
 
-    def written(self, report: Report) -> None:
-        """It lies in the spool; or it cannot, and there is nothing to wait for."""
+    def written(self, report: Report, *, refused: bool) -> None:
+        """A record of it lies in the spool; or cannot (`refused`): then `put_again` writes the whole of it anew."""
+        if refused and report.file is not None:
+            self._drop(report.file)
+            report.file = None
+        self._say(report)
+
+    def _say(self, report: Report) -> None:
+        """Tell the engine, once."""
         if not report.said:
             report.said = True
             sample_id = ingest_pb2.OpenSample.FromString(report.opened).sample_id
@@ -99,19 +106,17 @@ class Reports:
     def tick(self) -> None:
         """Called about once a second."""
         while self._unsaid and (self._unsaid[0][1].said or self._unsaid[0][0] <= self._clock()):
-            self.written(self._unsaid.popleft()[1])
+            self._say(self._unsaid.popleft()[1])
 
     def put_again(self) -> bool:
         """Into the spool with some of those that it did not take when they came; whether there are more of them."""
-        left = (report for report in (*self._told.values(), *self._waiting) if report.file is None or report.file.is_void)
+        left = (report for report in (*self._told.values(), *self._waiting) if report.file is None)
         for report in itertools.islice(left, _AT_ONCE):
-            if report.file is not None:
-                self._drop(report.file)
             report.file = self._put(report)
         return next(left, None) is not None
 
     def _done(self, report: Report) -> None:
-        self.written(report)
+        self._say(report)
         self._on_end(report.fault.req_id)
         if report.file is not None:
             self._drop(report.file)

@@ -258,7 +258,7 @@ class Outbox:
     def appended(self, event: Appended) -> None:
         """A record was written, or refused."""
         if isinstance(event.token, Report):
-            self._reports.written(event.token)
+            self._reports.written(event.token, refused=event.offset is None)
         record = self._writer.appended(event)
         if record is not None:
             if record.chunk is not None:

@@ -76,11 +76,6 @@ class SpoolFile:
     dropped: bool = False
 
     @property
-    def is_void(self) -> bool:
-        """Whether nothing is in it, nor ever will be."""
-        return self.broken and not self.nbytes
-
-    @property
     def path(self) -> Path:
         assert self.directory is not None
         return self.directory.path / f"{self.serial:010d}~{self.namespace}~{self.sample_id}.spool"
