@@ -24,7 +24,7 @@ from support.worker_rig import config
 
 from slotstream.connector.faults import SampleFault
 from slotstream.connector.plan import RowPlan, StepPlan
-from slotstream.connector.planning.page_allocator import PageAllocator
+from slotstream.connector.planning.page_allocator import NULL_BLOCK, PageAllocator
 from slotstream.connector.planning.row_places import PagePlaces
 from slotstream.connector.planning.scheduler import SchedulerHalf
 from slotstream.connector.reading.row_pages import RowPages
@@ -82,10 +82,21 @@ class _Request:
 
 
 class _Engine:
-    """`asynchronous`: what is sampled in a step is known to the scheduler only after the next one was planned."""
+    """`asynchronous`: what is sampled in a step is known to the scheduler only after the next one was planned.
+
+    `window`: how many positions attention looks back; blocks behind it go to others. 0: all of them.
+    """
 
     def __init__(
-        self, rng: random.Random, *, asynchronous: bool, drafts: int, blocks: int, block_size: int, pages: int
+        self,
+        rng: random.Random,
+        *,
+        asynchronous: bool,
+        drafts: int,
+        blocks: int,
+        block_size: int,
+        pages: int,
+        window: int = 0,
     ) -> None:
         self.rng = rng
         self.asynchronous = asynchronous
@@ -95,13 +106,16 @@ class _Engine:
         shape = RowPoolShape(pages, page_rows_of(block_size))
         self.allocator = PageAllocator(shape, block_size)
         options = config(layers=[0], output_rows_per_chunk=rng.choice([1, 3, 32]))
-        self.half = SchedulerHalf(options, 1, block_size, _MODEL_LEN, lambda _: None, PagePlaces(self.allocator))
+        self.window = window
+        places = PagePlaces(self.allocator, keeps_blocks=not window)
+        self.half = SchedulerHalf(options, 1, block_size, _MODEL_LEN, lambda _: None, places)
         self.device = RowPages(shape.rows, 1, 4, torch.float32, torch.device("cpu"))
         self.device.cut(shape, blocks * block_size)
         self.waiting: list[_Request] = []
         self.running: list[_Request] = []
         self.preempted: set[str] = set()
         self.allocated: list[_Request] = []
+        self.got: dict[str, list[int]] = {}  # Blocks that requests got for the next step.
         self.truth: dict[str, _Request] = {}
         self.stored: dict[str, dict[int, tuple[float, ...]]] = {}
         self.first_positions: dict[str, int] = {}
@@ -142,7 +156,7 @@ class _Engine:
             scheduled_cached_reqs=SimpleNamespace(
                 req_ids=list(scheduled),
                 num_computed_tokens=[self._by_id(r).num_computed_tokens for r in scheduled],
-                new_block_ids=[None for _ in scheduled],
+                new_block_ids=[((), tuple(self.got[r])) if r in self.got else None for r in scheduled],
             ),
             scheduled_new_reqs=[],
             preempted_req_ids=set(self.preempted),
@@ -151,6 +165,7 @@ class _Engine:
             kv_connector_block_state=SimpleNamespace(get_block_ids=lambda r: ((), tuple(self._by_id(r).table))),
         )
         self.preempted.clear()
+        self.got.clear()
         if broken:  # The hook guard's way: nothing is known of a plan that was not made.
             self.half.fail_all()
             plan = StepPlan()
@@ -207,6 +222,11 @@ class _Engine:
             request.num_computed_tokens = hit
 
     def _blocks_for(self, request: _Request, tokens: int, scheduled: dict[str, int]) -> bool:
+        if self.window:
+            for at in range(max(request.num_computed_tokens - self.window + 1, 0) // self.block_size):
+                if request.table[at] != NULL_BLOCK:
+                    self.free_blocks.append(request.table[at])
+                    request.table[at] = NULL_BLOCK
         while len(request.table) * self.block_size < tokens:
             if not self.free_blocks:
                 victim = next((r for r in reversed(self.running) if r is not request and r.table), None)
@@ -216,16 +236,21 @@ class _Engine:
                 self._preempt(victim)
                 continue
             request.table.append(self.free_blocks.pop(self.rng.randrange(len(self.free_blocks))))
+            self.got.setdefault(request.request_id, []).append(request.table[-1])
         return True
 
     def _preempt(self, request: _Request) -> None:
         self.running.remove(request)
         self.waiting.insert(0, request)
-        self.free_blocks += request.table
+        self._free(request)
+        self.got.pop(request.request_id, None)
         request.table = []
         request.say("PREEMPTED")
         request.num_computed_tokens = 0
         self.preempted.add(request.request_id)  # What it has sampled is still delivered, as vLLM does.
+
+    def _free(self, request: _Request) -> None:
+        self.free_blocks += [block for block in request.table if block != NULL_BLOCK]
 
     def _forward(self, scheduled: dict[str, int]) -> list[tuple[_Request, list[int]]]:
         rows, slots, sampled = [], [], []
@@ -266,7 +291,7 @@ class _Engine:
         request.say(status)
         hold, answer = self.half.on_finished(request, request.table)
         assert not hold, "row pages hold no blocks of vLLM's"
-        self.free_blocks += request.table
+        self._free(request)
         self.truth[request.request_id] = request
         if answer is not None and "error" in answer["slotstream"]:
             code = answer["slotstream"]["error"]["code"]
@@ -332,6 +357,7 @@ def test_every_row_that_is_read_is_its_own_and_every_page_comes_back(seed: int, 
         blocks=rng.choice([200, 500]) // block_size + 10,
         block_size=block_size,
         pages=rng.choice([8, 16, 200]),
+        window=rng.choice([0, 0, 1, 20, 90]),
     )
     for _ in range(rng.randint(5, 60)):
         move = rng.random()
@@ -358,7 +384,7 @@ def test_a_pool_with_room_fails_nobody() -> None:
     """Without aborts and faults every sample is whole, whatever is preempted: no row is read out of a cache."""
     for seed in range(30):
         rng = random.Random(seed)
-        engine = _Engine(rng, asynchronous=bool(seed % 2), drafts=3, blocks=40, block_size=8, pages=400)
+        engine = _Engine(rng, asynchronous=bool(seed % 2), drafts=3, blocks=40, block_size=8, pages=400, window=30 * (seed % 3))
         for _ in range(8):
             engine.add()
             engine.step()

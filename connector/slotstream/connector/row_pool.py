@@ -66,12 +66,14 @@ def pool_shape(rows: int, block_size: int) -> RowPoolShape:
 class SlotGroup:
     """The KV-cache group whose slots name the rows: its index and its block size in tokens.
 
-    `layer`: a layer of the target model in it, on this rank; "" where this rank has none.
+    `layer`: a layer of the target model in it, on this rank; "" where this rank has none. `keeps_blocks`: whether a request's
+    blocks stay its own for as long as it runs, as those of full attention do.
     """
 
     index: int
     block_size: int
     layer: str
+    keeps_blocks: bool
 
 
 def slot_group(kv_cache_config: KVCacheConfig, num_layers: int) -> SlotGroup:
@@ -87,7 +89,7 @@ def slot_group(kv_cache_config: KVCacheConfig, num_layers: int) -> SlotGroup:
         UniformTypeKVCacheSpecs,
     )
 
-    found: list[tuple[bool, SlotGroup]] = []
+    found: list[SlotGroup] = []
     for index, group in enumerate(kv_cache_config.kv_cache_groups):
         layers = [name for name in group.layer_names if _is_target_layer(name, num_layers)]
         if group.layer_names and not layers:
@@ -101,12 +103,12 @@ def slot_group(kv_cache_config: KVCacheConfig, num_layers: int) -> SlotGroup:
             continue
         sees_all = isinstance(spec, FullAttentionSpec) and spec.sliding_window is None and spec.attention_chunk_size is None
         # A rank of a pipeline may hold none of a group's layers; its index is the same on all of them.
-        found.append((sees_all, SlotGroup(index, group.kv_cache_spec.block_size, layers[0] if layers else "")))
+        found.append(SlotGroup(index, group.kv_cache_spec.block_size, layers[0] if layers else "", sees_all))
     if not found:
         raise ConfigError(
             "layers cannot be captured: this model has no decoder self-attention, whose KV-cache slots would name its rows"
         )
-    return max(found, key=lambda one: (one[0], -one[1].index))[1]
+    return max(found, key=lambda group: (group.keeps_blocks, -group.index))
 
 
 def _is_target_layer(name: str, num_layers: int) -> bool:

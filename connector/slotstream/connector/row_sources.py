@@ -25,14 +25,15 @@ def row_group(config: ConnectorConfig, vllm_config: VllmConfig, kv_cache_config:
         return slot_group(kv_cache_config, vllm_config.model_config.get_total_num_hidden_layers())
     index = _hidden_state_group(kv_cache_config)
     group = kv_cache_config.kv_cache_groups[index]
-    return SlotGroup(index, group.kv_cache_spec.block_size, "")
+    return SlotGroup(index, group.kv_cache_spec.block_size, "", keeps_blocks=True)
 
 
 def row_places(config: ConnectorConfig, vllm_config: VllmConfig, group: SlotGroup) -> RowPlaces:
     """The engine core's half of the source. Raises ConfigError for a row pool that is too small."""
     if not config.direct:
         return BlockPlaces()
-    return PagePlaces(PageAllocator(pool_shape(pool_rows(config, vllm_config), group.block_size), group.block_size))
+    pages = PageAllocator(pool_shape(pool_rows(config, vllm_config), group.block_size), group.block_size)
+    return PagePlaces(pages, keeps_blocks=group.keeps_blocks)
 
 
 def check_capture(config: ConnectorConfig) -> None:

@@ -23,6 +23,7 @@ class CapturedRequest:
     stop: int
     next: int
     covered: int = 0  # Positions [0, covered) have been scheduled: their rows exist, or are about to.
+    quiet_until: int = 0  # Steps that compute no position from here on neither need a place nor have rows read.
     opened: bool = False
     hit_tokens: int = 0
     rows: int = 0  # Of the sample, once all of them are planned, and the commit too.
@@ -36,6 +37,16 @@ class CapturedRequest:
         """
         prompt_tokens: int = self.request.num_prompt_tokens
         return max(prompt_tokens, len(self.request.all_token_ids) - 1)
+
+    @property
+    def readable(self) -> int:
+        """Positions [next, n) are wanted, and their rows exist and are final."""
+        return min(self.stop, self.final_rows, self.covered)
+
+    @property
+    def is_in_output(self) -> bool:
+        """Whether the next rows are those of output tokens, which come one or a few a step."""
+        return self.params.include_output_tokens and self.next >= self.request.num_prompt_tokens
 
     def sample_open(self) -> SampleOpen:
         """The sample begins."""

@@ -21,7 +21,8 @@ NULL_BLOCK = 0  # vLLM's placeholder for blocks that a request needs no longer: 
 class _Page:
     """`entry`: its index in the table, -1 where its slots may be another's. `step`: since when it belongs to those slots.
 
-    `written`: the last step that may write into it, as planned.
+    `written`: the last step that is known to write into it. Later ones may, until `cover` is asked again: only steps that
+    give the page back have to know, and those asked.
     """
 
     page: int
@@ -92,6 +93,10 @@ class PageAllocator:
                 page.entry, page.kv_slot, page.step = entry, entry * self._page_rows, self._step
                 self._entries[entry] = page.page
             page.written = self._step
+
+    def page_end(self, stop: int) -> int:
+        """Where the page ends that holds the position before `stop`."""
+        return -(-stop // self._page_rows) * self._page_rows
 
     def check_entries(self, req_id: str, table: Sequence[int]) -> None:
         """Drop the entries of a request's pages whose slots are not its own any more, by its present block table."""

@@ -13,6 +13,7 @@ from slotstream.connector.plan import BlockPlace, PagePlace, TableUpdate
 from slotstream.connector.planning.captured_request import CapturedRequest
 from slotstream.connector.planning.page_allocator import PageAllocator
 from slotstream.wire.errors import RowsNotComputed
+from slotstream.wire.names import ROWS_MAX
 
 Table = Sequence[int]  # A request's blocks in the group whose slots name its rows, in the order of its positions.
 
@@ -34,6 +35,9 @@ class RowPlaces(Protocol):
 
     def cover(self, capture: CapturedRequest, start: int, stop: int, table: Table) -> None:
         """This step computes positions [start, stop). Raises SlotStreamError when there is no room for their rows."""
+
+    def covered_until(self, capture: CapturedRequest) -> int:
+        """Positions below this need no `cover` before they are computed, for as long as the request gets no other blocks."""
 
     def place(
         self, capture: CapturedRequest, start: int, stop: int, computed_from: int, table: Table
@@ -69,6 +73,10 @@ class BlockPlaces:
     def cover(self, capture: CapturedRequest, start: int, stop: int, table: Table) -> None:
         """vLLM gave the blocks."""
 
+    def covered_until(self, capture: CapturedRequest) -> int:
+        """See `RowPlaces`."""
+        return ROWS_MAX
+
     def place(self, capture: CapturedRequest, start: int, stop: int, computed_from: int, table: Table) -> BlockPlace:
         """See `RowPlaces`."""
         if not table:
@@ -93,13 +101,14 @@ class BlockPlaces:
 
 
 class PagePlaces:
-    """Rows in row pages."""
+    """Rows in row pages. `keeps_blocks`: whether a request's blocks stay its own for as long as it runs."""
 
     computes_all = True
     holds_blocks = False
 
-    def __init__(self, pages: PageAllocator) -> None:
+    def __init__(self, pages: PageAllocator, *, keeps_blocks: bool) -> None:
         self._pages = pages
+        self._keeps_blocks = keeps_blocks
 
     @property
     def reads_early(self) -> bool:
@@ -113,6 +122,12 @@ class PagePlaces:
         start, stop = max(start, capture.next), min(stop, capture.stop)
         if start < stop:
             self._pages.cover(req_id, start, stop, table)
+
+    def covered_until(self, capture: CapturedRequest) -> int:
+        """See `RowPlaces`. Behind a sliding window vLLM takes blocks away without a word: each step has to look."""
+        if not self._keeps_blocks:
+            return 0
+        return capture.next if capture.covered <= capture.next else self._pages.page_end(capture.covered)
 
     def place(self, capture: CapturedRequest, start: int, stop: int, computed_from: int, table: Table) -> PagePlace:
         """See `RowPlaces`."""

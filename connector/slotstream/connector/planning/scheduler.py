@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 from slotstream.connector.counters import Counters
 from slotstream.connector.faults import SampleFault
-from slotstream.connector.plan import EMPTY_PLAN, RowPlan, SampleAbort, SampleFinish, SampleOpen, StepPlan
+from slotstream.connector.plan import EMPTY_PLAN, SampleAbort, SampleFinish, SampleOpen, StepPlan
 from slotstream.connector.planning.captured_request import CapturedRequest
 from slotstream.connector.planning.external_loads import ExternalLoads
 from slotstream.connector.planning.request_params import CaptureParams, parse_params
 from slotstream.connector.planning.row_places import BlockPlaces, RowPlaces
+from slotstream.connector.planning.row_planner import RowPlanner
 from slotstream.connector.vllm_config import ConnectorConfig
 from slotstream.transport.logs import connector_logger
 from slotstream.wire.errors import (
@@ -48,7 +49,6 @@ _RESETS_MAX = 100
 class _Pending:
     """What the next plan must carry besides the rows of running requests."""
 
-    rows: list[RowPlan] = field(default_factory=list)
     finishes: list[SampleFinish] = field(default_factory=list)
     aborts: list[SampleAbort] = field(default_factory=list)
     releases: list[str] = field(default_factory=list)
@@ -72,7 +72,6 @@ class SchedulerHalf:
         places: RowPlaces | None = None,
     ) -> None:
         self._config = config
-        self._group = group
         self._max_model_len = max_model_len
         self._server_problem = server_problem
         self._no_room = False  # The server is away and the worker can hold no more.
@@ -84,7 +83,7 @@ class SchedulerHalf:
         self._counters = Counters()
         self._throttle = Throttle(every_s=10.0)
         self._external_loads = ExternalLoads(group, block_size)
-        self._places = places or BlockPlaces()
+        self._rows = RowPlanner(places or BlockPlaces(), group, config.options.output_rows_per_chunk)
 
     # -- hooks
 
@@ -93,7 +92,7 @@ class SchedulerHalf:
 
         It still fills the cache, and the hits of all others stay as they are.
         """
-        if not self._places.computes_all or (request.kv_transfer_params or {}).get("do_remote_prefill"):
+        if not self._rows.computes_all or (request.kv_transfer_params or {}).get("do_remote_prefill"):
             return
         try:
             params = self._params(request)
@@ -122,22 +121,15 @@ class SchedulerHalf:
         opens: list[SampleOpen] = []
         pending = self._pending
         if self._live or not self._external_loads.idle:
-            scheduled = output.num_scheduled_tokens
             computed = _computed_tokens(output)
             self._refuse_loaded(self._external_loads.on_step(output, computed), computed)
-            for req_id in [r for r in self._live if r in (output.preempted_req_ids or ())]:
-                self._or_refuse(req_id, partial(self._on_preempted, req_id))
-            for req_id in [r for r in self._live if r in scheduled]:
-                step = (computed[req_id], scheduled[req_id])
-                self._or_refuse(req_id, partial(self._plan_request, req_id, *step, output, opens, pending))
-        plan = StepPlan(
-            tuple(opens),
-            tuple(pending.rows),
-            tuple(pending.finishes),
-            tuple(pending.aborts),
-            tuple(pending.releases),
-            self._places.end_plan(),
-        )
+            for capture in [self._live[r] for r in self._live if r in (output.preempted_req_ids or ())]:
+                self._or_refuse(capture, partial(self._rows.preempted, capture))
+            for listed in (self._rows.due, self._rows.company):
+                for capture, covered in listed(self._live, output, computed):
+                    self._or_refuse(capture, partial(self._plan_request, capture, covered, output, computed, opens))
+        rows, table = self._rows.end_plan()
+        plan = StepPlan(tuple(opens), rows, tuple(pending.finishes), tuple(pending.aborts), tuple(pending.releases), table)
         # Only now: had anything raised, the blocks that vLLM holds for us would never be released.
         self._pending = _Pending()
         self._undelivered = plan
@@ -191,9 +183,9 @@ class SchedulerHalf:
         """After a fault in `plan`: no capture that it touched, and none that is live, can be trusted to be whole."""
         error = InternalFault("a fault of slotstream's own: the log says which")
         lost, self._undelivered = self._undelivered, EMPTY_PLAN
-        if self._places.computes_all:  # Rows that the next plan would read are not to be had any more, either.
-            self._places.reset()
-            waiting, self._pending.rows, self._pending.finishes = self._pending.finishes, [], []
+        if self._rows.computes_all:  # Rows that the next plan would read are not to be had any more, either.
+            self._rows.reset()
+            waiting, self._pending.finishes = self._pending.finishes, []
         else:
             waiting = []
         self._pending.releases.extend(lost.releases)
@@ -212,7 +204,7 @@ class SchedulerHalf:
         self._refused.pop(req_id, None)
         self._external_loads.forget(req_id)
         pending = self._pending
-        pending.rows = [row for row in pending.rows if row.req_id != req_id]
+        self._rows.drop(req_id)
         pending.finishes = [finish for finish in pending.finishes if finish.req_id != req_id]
         pending.releases = [release for release in pending.releases if release != req_id]
         pending.aborts.append(SampleAbort(req_id, InternalFault.code, "a fault of slotstream's own: the log says which"))
@@ -282,7 +274,7 @@ class SchedulerHalf:
 
     def _let_go(self, req_id: str) -> CapturedRequest | None:
         """No more rows of a request are planned; what was captured, if it was live."""
-        self._places.end(req_id)
+        self._rows.end(req_id)
         return self._live.pop(req_id, None)
 
     def _refuse_loaded(self, tables: Mapping[str, Sequence[int]], computed: Mapping[str, int]) -> None:
@@ -298,85 +290,46 @@ class SchedulerHalf:
 
     # -- planning
 
-    def _or_refuse(self, req_id: str, planned: Callable[[], None]) -> None:
+    def _or_refuse(self, capture: CapturedRequest, planned: Callable[[], None]) -> None:
         try:
             planned()
         except SlotStreamError as error:
-            self._refuse(req_id, error)
+            self._refuse(capture.request.request_id, error)
 
     def _plan_request(
         self,
-        req_id: str,
-        computed: int,
-        scheduled: int,
+        capture: CapturedRequest,
+        covered: int,
         output: SchedulerOutput,
+        computed: Mapping[str, int],
         opens: list[SampleOpen],
-        pending: _Pending,
     ) -> None:
-        capture = self._live[req_id]
         if not capture.opened:
             capture.opened = True
-            capture.hit_tokens = computed
+            capture.hit_tokens = computed[capture.request.request_id]
             opens.append(capture.sample_open())
-        assert output.kv_connector_block_state is not None, "vLLM offers block tables to its connector"
-        tables = output.kv_connector_block_state.get_block_ids(req_id)
-        assert tables is not None, "a scheduled request has a block table"
-        table = tables[self._group]
-        capture.covered = computed + scheduled
-        self._places.cover(capture, computed, capture.covered, table)
-        stop = min(capture.stop, capture.final_rows, capture.covered)
-        if stop <= capture.next or self._collect_more(capture, stop):
-            return
-        self._plan_rows(capture, stop, computed, table)
-        if stop == capture.stop and not capture.params.include_output_tokens:
-            self._complete(capture, stop, pending)
+        planned = self._rows.advance(capture, covered, output, computed)
+        if planned == capture.stop and not capture.params.include_output_tokens:
+            self._complete(capture, planned)
 
-    def _plan_rows(self, capture: CapturedRequest, stop: int, computed: int, table: Sequence[int]) -> None:
-        """Have the rows up to `stop` read in the next plan. Raises RowsNotComputed."""
-        place = self._places.place(capture, capture.next, stop, computed, table)
-        first_row = capture.next - capture.start
-        self._pending.rows.append(RowPlan(capture.request.request_id, capture.next, stop, first_row, place))
-        capture.next = stop
-        self._places.has_read(capture)
-
-    def _on_preempted(self, req_id: str) -> None:
-        """A request lost its blocks, and will compute all its tokens again: confirmed rows that wait are read before that."""
-        if not self._places.computes_all:
-            return
-        capture = self._live[req_id]
-        capture.request.skip_reading_prefix_cache = True
-        stop = min(capture.stop, capture.final_rows, capture.covered)
-        if stop > capture.next:
-            self._plan_rows(capture, stop, stop, ())
-        self._places.preempted(capture)
-
-    def _collect_more(self, capture: CapturedRequest, stop: int) -> bool:
-        """Output rows come one a step: they stay in the cache until a chunk of them is worth a read."""
-        if not capture.params.include_output_tokens or capture.next < capture.request.num_prompt_tokens:
-            return False
-        if self._places.reads_early:
-            return False
-        return stop - capture.next < self._config.options.output_rows_per_chunk
-
-    def _complete(self, capture: CapturedRequest, stop: int, pending: _Pending) -> None:
+    def _complete(self, capture: CapturedRequest, stop: int) -> None:
         """Every row up to `stop` is planned: plan the commit."""
         finish = capture.sample_finish(stop)
-        pending.finishes.append(finish)
+        self._pending.finishes.append(finish)
         capture.rows = len(finish.token_ids)
         self._let_go(finish.req_id)
 
     def _finish_live(self, capture: CapturedRequest, block_ids: Sequence[int]) -> tuple[bool, SlotStreamError | None]:
         """A request ended with rows still to be planned. Returns (hold the blocks, why the sample failed)."""
-        request, req_id = capture.request, capture.request.request_id
+        req_id = capture.request.request_id
         error = self._why_not_whole(capture)
         stop = min(capture.stop, capture.final_rows)
         if error is None and stop <= capture.start:
             error = BadTokenRange(f"tokens begin at {capture.start}, but the text ended after {stop} rows")
         hold = False
-        if error is None and stop > capture.next:
+        if error is None:
             try:
-                self._plan_rows(capture, stop, stop, block_ids if stop <= request.num_computed_tokens else ())
-                hold = self._places.holds_blocks
+                hold = self._rows.finish(capture, stop, block_ids)
             except SlotStreamError as missing:
                 error = missing
         if error is not None:
@@ -384,7 +337,7 @@ class SchedulerHalf:
             return False, error
         if hold:
             self._pending.releases.append(req_id)
-        self._complete(capture, stop, self._pending)
+        self._complete(capture, stop)
         return hold, None
 
     def _why_not_whole(self, capture: CapturedRequest) -> SlotStreamError | None:
