@@ -25,6 +25,7 @@ from slotstream.store.sample.upload import OpenSample, Upload
 from slotstream.store.upkeep import verifying
 from slotstream.store.upkeep.lifetimes import Lifetimes
 from slotstream.store.upkeep.recovery import open_recovered
+from slotstream.store.upkeep.restoring import Restored, Restorer
 from slotstream.store.upkeep.verifying import Verdict
 from slotstream.wire.errors import (
     ConfigError,
@@ -301,6 +302,11 @@ class SampleStore:
         self._opened.check()
         yield from verifying.verify_samples(self._files, self.data_dir, self._catalogue, namespace)
         yield from verifying.foreign_files(self._files, self.data_dir, self._catalogue, namespace, self.is_arriving)
+
+    def restore(self, namespace: str = "", sample_id: str = "") -> Iterator[Restored]:
+        """Put what verifies again back from the quarantine, file by file. Raises StoreFull, StoreGone and InternalFault."""
+        restorer = Restorer(self._files, self.data_dir, self._catalogue, self._opened, self._id_lock)
+        return restorer.restore(namespace, sample_id)
 
     # Looking at the whole.
 

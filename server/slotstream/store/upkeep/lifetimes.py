@@ -151,11 +151,10 @@ class Lifetimes:
     def quarantine(self, verdict: Verdict) -> str | None:
         """Take a damaged sample out of service: its file moves to the quarantine and its row says FAILED (DAMAGED).
 
-        What became of the file, in words; None when nothing was done: the sample changed meanwhile, or what failed was
-        a read, which may work the next time, and not the file's bytes.
+        What became of the file, in words; None when nothing was done: the sample changed meanwhile, or the disk did not say.
         """
         record = verdict.record
-        if not verdict.damage or verdict.transient or record is None:
+        if not verdict.is_damage or record is None:
             return None
         with self._id_lock(record.key):
             if self._catalogue.get(record.key) != record:
