@@ -76,7 +76,7 @@ class SampleStore:
         self._opened = OpenedDirectory(files, data_dir, lock_fd)
         self.lifetimes = Lifetimes(files, data_dir, catalogue, self._opened, self._id_lock, clock)
         self._directories = DurableDirectories(files)
-        self._publisher = Publisher(files, data_dir, catalogue, self._opened, self._id_lock)
+        self._publisher = Publisher(files, data_dir, catalogue, self._opened, self._id_lock, self.lifetimes.put_aside_if_rotten)
         self._unrecorded = False  # A failure could not be recorded: the next start has to look.
 
     @classmethod
