@@ -24,7 +24,7 @@ from slotstream.store.sample.remote import RemoteUpload
 from slotstream.store.sample.upload import OpenSample, Upload
 from slotstream.store.upkeep import verifying
 from slotstream.store.upkeep.lifetimes import Lifetimes
-from slotstream.store.upkeep.recovery import open_recovered
+from slotstream.store.upkeep.recovery import open_recovered, whole_files
 from slotstream.store.upkeep.restoring import Restored, Restorer
 from slotstream.store.upkeep.verifying import Verdict
 from slotstream.wire.errors import (
@@ -77,6 +77,7 @@ class SampleStore:
         self.lifetimes = Lifetimes(files, data_dir, catalogue, self._opened, self._id_lock, clock)
         self._directories = DurableDirectories(files)
         self._publisher = Publisher(files, data_dir, catalogue, self._opened, self._id_lock, self.lifetimes.put_aside_if_rotten)
+        catalogue.find_lost = self._lost_samples
         self._unrecorded = False  # A failure could not be recorded: the next start has to look.
 
     @classmethod
@@ -198,6 +199,11 @@ class SampleStore:
             with self._uploads_lock:
                 if self._failing.get(failed.key) is failed:
                     del self._failing[failed.key]
+
+    def _lost_samples(self, known: Callable[[SampleKey], SampleRecord | None]) -> Iterator[SampleRecord]:
+        """Samples whose rows a rebuild of the catalogue lost. One that is being committed gets its row from its commit."""
+        found = whole_files(self._files, self.data_dir, known)
+        return (record for record in found if not self.is_arriving(record.key))
 
     def _id_lock(self, key: SampleKey) -> threading.Lock:
         return self._id_locks[hash(key) % _STRIPES]

@@ -26,6 +26,7 @@ from typing import Protocol
 
 from slotstream.store.catalogue import sql
 from slotstream.store.catalogue.catalogue import FILE_NAME
+from slotstream.store.catalogue.salvage import give_sums
 from slotstream.store.disk.directory import LOCK_NAME
 from slotstream.store.disk.files import Files, store_error
 from slotstream.store.disk.retrying import is_fact, retried
@@ -248,6 +249,7 @@ class _ReadOnlyIndex:
         elif not log.exists():
             mode = "mode=ro&immutable=1"  # Shut down cleanly: without this, SQLite would create a log.
         self._db = sqlite3.connect(f"{path.absolute().as_uri()}?{mode}", uri=True, isolation_level=None)
+        give_sums(self._db)
         self._db.execute("SELECT 1 FROM samples LIMIT 1")
 
     def get(self, key: SampleKey) -> SampleRecord | None:
