@@ -63,6 +63,7 @@ DAMAGE = {
     "MISSING": "a committed sample has no file",
     "UNREADABLE": "the file cannot be read, is too long, or is not the sample's",
     "FOREIGN": "a file that the catalogue does not know",
+    "IO_ERROR": "nothing is damaged, but the disk did not give some file; its bytes may be sound",
 }
 
 _HEAD = """\

@@ -135,3 +135,23 @@ def test_a_read_of_one_layer_is_checked_unless_told_otherwise(
     assert not out.exists()
     assert cli.main([*words, "--no-verify"]) == 0
     assert load_file(out)["hidden_states"].view(torch.uint8).numpy().tobytes() == SyntheticSample("bad").rows(layers=(2,))
+
+
+def test_what_verifies_again_is_restored(
+    server: ServerProcess, path: Path, namespace: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flip_a_byte(path)
+    there = ["--server", server.address, "--namespace", namespace]
+    assert cli.main(["verify", *there, "--quarantine"]) == 3
+    assert not path.exists()
+    assert cli.main(["restore", *there]) == 1
+    captured = capsys.readouterr()
+    assert captured.out.splitlines()[-1].startswith(f"HASH_MISMATCH  {namespace}/bad  rows [")
+    assert captured.err.endswith("0 samples restored, 1 files stay in the quarantine\n")
+    (held,) = (server.data_dir / ".quarantine" / namespace).iterdir()
+    flip_a_byte(held)
+    assert cli.main(["restore", "bad", *there, "--json"]) == 0
+    (line,) = capsys.readouterr().out.splitlines()
+    assert json.loads(line)["restored"] is True
+    assert path.exists()
+    assert cli.main(["verify", *there]) == 0

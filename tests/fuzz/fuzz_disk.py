@@ -19,7 +19,7 @@ from pathlib import Path
 from fuzz_harness import Source, Target, damaged, scratch_base, sentence
 
 from slotstream.server.samples.convert import info_of
-from slotstream.store.catalogue import retention_sql, sql
+from slotstream.store.catalogue import schema, sql
 from slotstream.store.catalogue.catalogue import FILE_NAME
 from slotstream.store.catalogue.sql import ListQuery
 from slotstream.store.disk.files import Files
@@ -140,7 +140,7 @@ def check_sample_files(data: bytes) -> None:
     assert sample.header.file_bytes == len(file)
     info_of(record).SerializeToString()
     with closing(sqlite3.connect(":memory:", isolation_level=None)) as db:
-        db.executescript(sql.SCHEMA + retention_sql.UPGRADE)
+        schema.bring_forward(db, 0)
         sql.put(db, record)
         assert sql.get(db, record.namespace, record.sample_id) == record
 

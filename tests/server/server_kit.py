@@ -229,6 +229,7 @@ class Reader:
         unary, stream = self.channel.unary_unary, self.channel.unary_stream
         self._read = method(stream, "Read", read_pb.ReadRequest)
         self._verify = method(stream, "Verify", read_pb.VerifyRequest, read_pb.VerifyReply)
+        self._restore = method(stream, "Restore", read_pb.RestoreRequest, read_pb.RestoreReply)
         self.stat = method(unary, "Stat", read_pb.StatRequest, sample_pb2.SampleInfo)
         self.list = method(unary, "List", read_pb.ListRequest, read_pb.ListReply)
         self.delete = method(unary, "Delete", read_pb.DeleteRequest, read_pb.DeleteReply)
@@ -273,6 +274,9 @@ class Reader:
 
     def verify(self, **request: Any) -> list[read_pb.VerifyReply]:
         return list(self._verify(read_pb.VerifyRequest(**request), timeout=TIMEOUT_S))
+
+    def restore(self, **request: Any) -> list[read_pb.RestoreReply]:
+        return list(self._restore(read_pb.RestoreRequest(**request), timeout=TIMEOUT_S))
 
     def __enter__(self) -> Self:
         return self

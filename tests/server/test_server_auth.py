@@ -35,6 +35,8 @@ CALLS: dict[str, Callable[[Reader, str], Any]] = {
     "List": lambda reader, space: reader.list(read_pb.ListRequest(namespace=space)),
     "Delete": lambda reader, space: reader.delete(read_pb.DeleteRequest(namespace=space, sample_id="s")),
     "Verify one": lambda reader, space: reader.verify(namespace=space, sample_id="s"),
+    "Restore one": lambda reader, space: reader.restore(namespace=space, sample_id="s"),
+    "Restore all": lambda reader, space: reader.restore(namespace=space),
     "Verify all": lambda reader, space: reader.verify(namespace=space),
 }
 
@@ -138,6 +140,7 @@ def test_another_namespace_is_denied_alike_whatever_is_there(house: House, call:
 
 
 RIGHTS = {"Read": "read", "Stat": "read", "List": "read", "Delete": "delete", "Verify one": "read", "Verify all": "admin"}
+RIGHTS |= {"Restore one": "admin", "Restore all": "admin"}
 
 
 @pytest.mark.parametrize("call", CALLS)

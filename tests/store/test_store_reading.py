@@ -13,7 +13,7 @@ from store.store_kit import BROKEN, FaultyFiles, Sample, read_all
 
 from slotstream.store.sample import reading
 from slotstream.store.samples import SampleStore
-from slotstream.wire.errors import BadLayers, BadTokenRange, Damaged, SampleNotFound
+from slotstream.wire.errors import BadLayers, BadTokenRange, Damaged, IoError, SampleNotFound
 
 LAYERS = (2, 5, 6, 9)
 SAMPLE = Sample(rows=23, layer_ids=LAYERS)
@@ -135,15 +135,15 @@ def test_another_samples_file_is_not_served(store: SampleStore) -> None:
         store.reader(SAMPLE.key)
 
 
-def test_a_disk_that_cannot_be_read_is_damage(tmp_path: Path) -> None:
+def test_a_disk_that_cannot_be_read_is_no_damage(tmp_path: Path) -> None:
     files = FaultyFiles()
     store = SampleStore.open(tmp_path, files=files)
     SAMPLE.put(store)
     reader = store.reader(SAMPLE.key)
     files.faults = {"pread": (0, BROKEN)}
-    with pytest.raises(Damaged, match="Input/output error"):
+    with pytest.raises(IoError, match="Input/output error"):
         list(reader.blocks(0, 23))
-    with pytest.raises(Damaged):
+    with pytest.raises(IoError):
         store.reader(SAMPLE.key)
     reader.close()
     store.close()

@@ -411,6 +411,7 @@ def _downgrade(path: Path) -> None:
     meta = db.execute("SELECT * FROM meta").fetchall()
     db.close()
     path.unlink()
+    path.with_name(path.name + ".seal").unlink()
     db = sqlite3.connect(path)
     db.executescript(SCHEMA)
     db.executemany(f"INSERT INTO samples ({_COLUMNS}) VALUES ({', '.join('?' * len(rows[0]))})", rows)

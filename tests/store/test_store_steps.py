@@ -1,4 +1,4 @@
-"""Killed before and after each step, in writing: every step of a commit, a deletion, a sweep, a quarantine, an ack and a lease.
+"""Killed before and after each step, in writing: every step of a commit, a deletion, a sweep, a quarantine and so on.
 
 A step is an operation on the disk, or `row`: something asked of the catalogue's writer. The lists below are the order of
 the steps; the test holds the code to them, and then kills the store at each.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,10 @@ def _quarantine(store: SampleStore) -> None:
     store.lifetimes.quarantine(verdict)
 
 
+def _restore(store: SampleStore) -> None:
+    assert [one.kept for one in store.restore()] == [""]
+
+
 def _ack(store: SampleStore) -> None:
     store.lifetimes.ack(SAMPLE.key)
 
@@ -116,6 +121,7 @@ ACTIONS: dict[str, tuple[Callable[[SampleStore], None], str]] = {
     "delete": (_delete, "row unlink sync_dir row"),
     "sweep": (_sweep, "row unlink sync_dir row"),
     "quarantine": (_quarantine, "make_dir sync_dir make_dir sync_dir rename sync_dir sync_dir row"),
+    "restore": (_restore, "make_dir sync_dir make_dir sync_dir rename sync_dir sync_dir row"),
     "ack": (_ack, "row"),
     "lease": (_lease, "row"),
 }
@@ -134,6 +140,9 @@ def _prepared(directory: Path, action: str) -> tuple[SampleStore, Stepped]:
         SAMPLE.put(store)
     if action == "sweep":
         store.lifetimes.ack(SAMPLE.key)
+    if action == "restore":
+        verdict = replace(store.verify(SAMPLE.key), damage="HASH_MISMATCH", message="a bad cable")
+        assert store.lifetimes.quarantine(verdict)
     if action == "quarantine":
         raw = bytearray(SAMPLE.path(store).read_bytes())
         raw[-1] ^= 1
@@ -162,6 +171,8 @@ def _expected(action: str, number: int, when: str) -> tuple[State, str] | None:
         return (State.FAILED, "INTERRUPTED") if "create" in done else None
     if action in ("delete", "sweep"):
         return None if "row" in done else (State.COMMITTED, "")
+    if action == "restore":
+        return (State.COMMITTED, "") if "rename" in done else (State.FAILED, "DAMAGED")
     if action == "quarantine":
         return (State.FAILED, "DAMAGED") if "rename" in done else (State.COMMITTED, "")
     return State.COMMITTED, ""

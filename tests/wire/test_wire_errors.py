@@ -26,6 +26,7 @@ CODES = {
     "HASH_MISMATCH": ("HashMismatch", "DATA_LOSS", True),
     "INTERNAL": ("InternalFault", "INTERNAL", False),
     "INTERRUPTED": ("Interrupted", "UNAVAILABLE", True),
+    "IO_ERROR": ("IoError", "UNAVAILABLE", True),
     "LEASED": ("Leased", "FAILED_PRECONDITION", True),
     "MISSING_ROWS": ("MissingRows", "FAILED_PRECONDITION", False),
     "NOT_FOUND": ("SampleNotFound", "NOT_FOUND", False),

@@ -4,7 +4,7 @@ Needs torch only to return tensors; `slotstream.client.dataset.SampleDataset` is
 """
 
 from slotstream.client.client import Client, connect
-from slotstream.client.info import NamespaceUsage, SampleInfo, SampleState, Usage, Verdict
+from slotstream.client.info import NamespaceUsage, Restored, SampleInfo, SampleState, Usage, Verdict
 from slotstream.client.reading import RowBlock, RowReader
 from slotstream.client.tensors import Sample
 from slotstream.wire.errors import (
@@ -14,6 +14,7 @@ from slotstream.wire.errors import (
     ConfigError,
     Damaged,
     DeadlineExceeded,
+    IoError,
     Leased,
     PermissionDenied,
     SampleFailed,
@@ -32,9 +33,11 @@ __all__ = [
     "ConfigError",
     "Damaged",
     "DeadlineExceeded",
+    "IoError",
     "Leased",
     "NamespaceUsage",
     "PermissionDenied",
+    "Restored",
     "RowBlock",
     "RowReader",
     "Sample",

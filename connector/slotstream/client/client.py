@@ -15,7 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from slotstream.client.info import NamespaceUsage, SampleInfo, Usage, Verdict, unix_ns, wire_state
+from slotstream.client.info import NamespaceUsage, Restored, SampleInfo, Usage, Verdict, unix_ns, wire_state
 from slotstream.client.local_file import WrongFileError
 from slotstream.client.reading import RowReader
 from slotstream.client.rpc import Rpc
@@ -343,6 +343,20 @@ class Client:
         )
         return self._verdicts(request)
 
+    def restore(self, sample_id: str | None = None, *, namespace: str | None = None) -> Iterator[Restored]:
+        """Has the server take files out of its quarantine that verify again; what became of each, as it comes.
+
+        sample_id None: every file, of every namespace if that is None too. An id without a namespace is one of the default
+        namespace; nothing comes where the quarantine has no such file.
+        """
+        if sample_id is not None and namespace is None:
+            namespace = DEFAULT_NAMESPACE
+        request = samples_pb2.RestoreRequest(
+            namespace="" if namespace is None else check_namespace(namespace),
+            sample_id="" if sample_id is None else check_sample_id(sample_id),
+        )
+        return self._restored(request)
+
     def close(self) -> None:
         """Ends calls still under way and the connection. May be called twice."""
         self._rpc.close()
@@ -369,6 +383,14 @@ class Client:
         try:
             while (reply := stream.receive(_VERIFY_STALL_S)) is not None:
                 yield Verdict.from_wire(reply)
+        finally:
+            stream.close()
+
+    def _restored(self, request: samples_pb2.RestoreRequest) -> Iterator[Restored]:
+        stream = self._rpc.restore(request)
+        try:
+            while (reply := stream.receive(_VERIFY_STALL_S)) is not None:
+                yield Restored.from_wire(reply)
         finally:
             stream.close()
 

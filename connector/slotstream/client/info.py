@@ -90,9 +90,36 @@ class SampleInfo:
 
 
 @dataclass(frozen=True, slots=True)
+class Restored:
+    """What became of one file of the server's quarantine. `damage`: why it does not verify, as in a Verdict; `message`: why it
+    stays there, None when the sample is committed again.
+    """
+
+    namespace: str
+    sample_id: str
+    file: str  # where it was, below the data directory
+    restored: bool
+    damage: str | None
+    message: str | None
+    bytes: int  # checked
+
+    @classmethod
+    def from_wire(cls, reply: samples_pb2.RestoreReply) -> Restored:
+        return cls(
+            reply.namespace,
+            reply.sample_id,
+            reply.file,
+            reply.restored,
+            reply.damage or None,
+            reply.message or None,
+            reply.bytes,
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class Verdict:
     """What checking one stored sample found. `damage` is None for a sound one, else a class of damage:
-    MISSING, UNREADABLE, TRUNCATED, HASH_MISMATCH or FOREIGN, with `message` saying more.
+    MISSING, UNREADABLE, TRUNCATED, HASH_MISMATCH, FOREIGN or IO_ERROR, with `message` saying more.
     """
 
     namespace: str

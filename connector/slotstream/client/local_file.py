@@ -7,7 +7,7 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
-from slotstream.wire.errors import Damaged
+from slotstream.wire.errors import Damaged, IoError
 from slotstream.wire.hashing import xxh3
 from slotstream.wire.layout import SampleHeader, decode_hashes, decode_header, groups_of, header_length
 
@@ -53,7 +53,7 @@ class SampleFile:
 
     def rows(self, start: int, stop: int, *, verify: bool, into: memoryview | None = None) -> Iterator[tuple[int, memoryview]]:
         """Rows [start, stop) in order, a group of hashed rows (about 2 MiB) at a time: the first one's number, and all
-        their bytes. Raises Damaged.
+        their bytes. Raises Damaged and IoError.
 
         into: [stop - start] rows of memory to read them into, where a group is wanted whole; the others are copied there.
         """
@@ -79,7 +79,7 @@ class SampleFile:
             try:
                 count = os.preadv(self._fd, [data[done:]], at + done)
             except OSError as error:
-                raise Damaged(f"the sample's file cannot be read: {os.strerror(error.errno or 0)}") from error
+                raise IoError(f"the sample's file cannot be read: {os.strerror(error.errno or 0)}") from error
             if not count:
                 raise Damaged("the file became shorter while it was read")
             done += count

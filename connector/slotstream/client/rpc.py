@@ -115,6 +115,10 @@ class Rpc:
         self._check_open()
         return WatchedStream(self._stub.Verify(request, metadata=self.access.call_metadata()), self.address)
 
+    def restore(self, request: samples_pb2.RestoreRequest) -> WatchedStream[samples_pb2.RestoreReply]:
+        self._check_open()
+        return WatchedStream(self._stub.Restore(request, metadata=self.access.call_metadata()), self.address)
+
     def close(self) -> None:
         """Ends calls still under way. May be called twice."""
         self._closed = True

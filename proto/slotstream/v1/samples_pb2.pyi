@@ -142,6 +142,32 @@ class VerifyReply(_message.Message):
     quarantined: bool
     def __init__(self, namespace: _Optional[str] = ..., sample_id: _Optional[str] = ..., damage: _Optional[str] = ..., message: _Optional[str] = ..., bytes: _Optional[int] = ..., quarantined: bool = ...) -> None: ...
 
+class RestoreRequest(_message.Message):
+    __slots__ = ("namespace", "sample_id")
+    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    SAMPLE_ID_FIELD_NUMBER: _ClassVar[int]
+    namespace: str
+    sample_id: str
+    def __init__(self, namespace: _Optional[str] = ..., sample_id: _Optional[str] = ...) -> None: ...
+
+class RestoreReply(_message.Message):
+    __slots__ = ("namespace", "sample_id", "file", "restored", "damage", "message", "bytes")
+    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    SAMPLE_ID_FIELD_NUMBER: _ClassVar[int]
+    FILE_FIELD_NUMBER: _ClassVar[int]
+    RESTORED_FIELD_NUMBER: _ClassVar[int]
+    DAMAGE_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    namespace: str
+    sample_id: str
+    file: str
+    restored: bool
+    damage: str
+    message: str
+    bytes: int
+    def __init__(self, namespace: _Optional[str] = ..., sample_id: _Optional[str] = ..., file: _Optional[str] = ..., restored: bool = ..., damage: _Optional[str] = ..., message: _Optional[str] = ..., bytes: _Optional[int] = ...) -> None: ...
+
 class AckRequest(_message.Message):
     __slots__ = ("namespace", "sample_id")
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]

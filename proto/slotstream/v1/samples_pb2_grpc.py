@@ -60,6 +60,11 @@ class SamplesStub(object):
                 request_serializer=slotstream_dot_v1_dot_samples__pb2.VerifyRequest.SerializeToString,
                 response_deserializer=slotstream_dot_v1_dot_samples__pb2.VerifyReply.FromString,
                 _registered_method=True)
+        self.Restore = channel.unary_stream(
+                '/slotstream.v1.Samples/Restore',
+                request_serializer=slotstream_dot_v1_dot_samples__pb2.RestoreRequest.SerializeToString,
+                response_deserializer=slotstream_dot_v1_dot_samples__pb2.RestoreReply.FromString,
+                _registered_method=True)
         self.Ack = channel.unary_unary(
                 '/slotstream.v1.Samples/Ack',
                 request_serializer=slotstream_dot_v1_dot_samples__pb2.AckRequest.SerializeToString,
@@ -89,6 +94,7 @@ class SamplesServicer(object):
         """Rows of one sample. Waits while the sample is ARRIVING, and for an id not seen yet (its Open may still be under way).
         NOT_FOUND: the id did not appear. FAILED_PRECONDITION (SAMPLE_FAILED): it failed. DEADLINE_EXCEEDED: still ARRIVING
         when wait_s passed. INVALID_ARGUMENT (BAD_TOKEN_RANGE, BAD_LAYERS). DATA_LOSS (DAMAGED): the file fails its hashes.
+        UNAVAILABLE (IO_ERROR): the disk did not give the file; ask again.
         DEADLINE_EXCEEDED (TOO_SLOW): the reader took nothing for too long. Right: read.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -119,6 +125,14 @@ class SamplesServicer(object):
 
     def Verify(self, request, context):
         """Checks stored samples against their hashes, one reply a sample, damaged or not. Right: read for one sample, else admin.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Restore(self, request, context):
+        """Takes files out of the quarantine that verify again, each the file that was put aside and of an id that is free: the sample is
+        COMMITTED as it was. One reply a file. Right: admin.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -181,6 +195,11 @@ def add_SamplesServicer_to_server(servicer, server):
                     servicer.Verify,
                     request_deserializer=slotstream_dot_v1_dot_samples__pb2.VerifyRequest.FromString,
                     response_serializer=slotstream_dot_v1_dot_samples__pb2.VerifyReply.SerializeToString,
+            ),
+            'Restore': grpc.unary_stream_rpc_method_handler(
+                    servicer.Restore,
+                    request_deserializer=slotstream_dot_v1_dot_samples__pb2.RestoreRequest.FromString,
+                    response_serializer=slotstream_dot_v1_dot_samples__pb2.RestoreReply.SerializeToString,
             ),
             'Ack': grpc.unary_unary_rpc_method_handler(
                     servicer.Ack,
@@ -338,6 +357,33 @@ class Samples(object):
             '/slotstream.v1.Samples/Verify',
             slotstream_dot_v1_dot_samples__pb2.VerifyRequest.SerializeToString,
             slotstream_dot_v1_dot_samples__pb2.VerifyReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Restore(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/slotstream.v1.Samples/Restore',
+            slotstream_dot_v1_dot_samples__pb2.RestoreRequest.SerializeToString,
+            slotstream_dot_v1_dot_samples__pb2.RestoreReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -26,6 +26,7 @@ __all__ = [
     "HashMismatch",
     "InternalFault",
     "Interrupted",
+    "IoError",
     "Leased",
     "MissingRows",
     "PermissionDenied",
@@ -262,6 +263,12 @@ class Damaged(SlotStreamError):
     """A stored file is missing, unreadable or of the wrong size, or its bytes fail their hashes."""
 
     code, status = "DAMAGED", "DATA_LOSS"
+
+
+class IoError(SlotStreamError):
+    """The disk did not give a stored file's bytes, though it was asked several times. They may be sound: ask again."""
+
+    code, status, retryable = "IO_ERROR", "UNAVAILABLE", True
 
 
 class SampleNotFound(SlotStreamError):

@@ -33,6 +33,7 @@ COMMANDS = {
     "get": Command("get", "fetch a sample's rows into a safetensors file"),
     "rm": Command("samples", "delete samples"),
     "verify": Command("verify", "check stored samples against their hashes"),
+    "restore": Command("restore", "take samples out of the quarantine that verify again"),
     "token": Command("token", "make a bearer token, and its entry for the server's tokens file"),
     "demo": Command("serve", "capture hidden states with a tiny model, end to end"),
 }

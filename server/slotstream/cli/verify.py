@@ -23,7 +23,7 @@ from slotstream.cli.common import (
 from slotstream.wire.names import DEFAULT_NAMESPACE
 
 # Part of the public interface: scripts match on these.
-EXIT_CODES = {"HASH_MISMATCH": 3, "TRUNCATED": 4, "MISSING": 5, "UNREADABLE": 6, "FOREIGN": 7}
+EXIT_CODES = {"HASH_MISMATCH": 3, "TRUNCATED": 4, "MISSING": 5, "UNREADABLE": 6, "FOREIGN": 7, "IO_ERROR": 8}
 
 
 class Check(NamedTuple):
@@ -64,6 +64,7 @@ exit codes, by the first damage found:
   5  MISSING        a committed sample has no file
   6  UNREADABLE     the file cannot be read, is too long, or is not the sample's
   7  FOREIGN        a file that the catalogue does not know
+  8  IO_ERROR       nothing is damaged, but the disk did not give some file; its bytes may be sound
 
 examples:
   slotstream verify my-sample
@@ -72,20 +73,25 @@ examples:
 
 
 def run_verify(arguments: argparse.Namespace) -> int:
-    samples = damaged = nbytes = 0
+    samples = damaged = unread = nbytes = 0
     first_damage = ""
     with progress_bar("checking", "{task.fields[shown_bytes]}", "{task.completed} samples") as progress:
         task = progress.add_task("verify", total=None, shown_bytes="")
         for check in _checks(arguments):
             samples += 1
             nbytes += check.nbytes
-            if check.damage:
+            if check.damage == "IO_ERROR":
+                unread += 1
+            elif check.damage:
                 damaged += 1
                 first_damage = first_damage or check.damage
             _report(check, as_json=arguments.json)
             progress.update(task, completed=samples, shown_bytes=size_text(nbytes))
-    note(f"{samples} samples checked, {size_text(nbytes)}: " + (f"{damaged} damaged" if damaged else "all sound"))
-    return EXIT_CODES.get(first_damage, 1) if damaged else 0
+    found = [f"{damaged} damaged"] * bool(damaged) + [f"{unread} could not be read"] * bool(unread)
+    note(f"{samples} samples checked, {size_text(nbytes)}: " + (", ".join(found) or "all sound"))
+    if damaged:
+        return EXIT_CODES.get(first_damage, 1)
+    return EXIT_CODES["IO_ERROR"] if unread else 0
 
 
 def _checks(arguments: argparse.Namespace) -> Iterator[Check]:

@@ -1,7 +1,9 @@
 """The step that makes a sample a committed one: its partial file gets its final name, and its row says COMMITTED.
 
 A file under a final name is whole and synced, and is never overwritten. Its row is written after it, and before anybody is
-told. The same content again is a duplicate; other content under an id that is taken is refused.
+told. The same content again is a duplicate; other content under an id that is taken is refused. But first the bytes that are
+stored are checked: if they are rotten, they are put aside, and what was sent takes their place. The sender has the only other
+copy that there is.
 """
 
 from __future__ import annotations
@@ -14,8 +16,9 @@ from pathlib import Path
 from slotstream.store.catalogue.catalogue import Catalogue
 from slotstream.store.disk.directory import OpenedDirectory
 from slotstream.store.disk.files import Files
-from slotstream.store.records import SampleKey, State
+from slotstream.store.records import SampleKey, SampleRecord, State
 from slotstream.store.sample.file import sample_file_at
+from slotstream.store.sample.reading import unreadable
 from slotstream.store.sample.upload import Draft, OpenSample
 from slotstream.wire.errors import AlreadyExists, Damaged, SlotStreamError
 
@@ -32,19 +35,22 @@ class Publisher:
         catalogue: Catalogue,
         opened: OpenedDirectory,
         id_lock: Callable[[SampleKey], AbstractContextManager[object]],
+        put_aside_if_rotten: Callable[[SampleRecord], bool],
     ) -> None:
-        """`id_lock`: held by whoever publishes or deletes an id."""
+        """`id_lock`: held by whoever publishes or deletes an id. `put_aside_if_rotten`: see `Lifetimes`."""
         self._files = files
         self._data_dir = data_dir
         self._catalogue = catalogue
         self._opened = opened
         self._id_lock = id_lock
+        self._put_aside_if_rotten = put_aside_if_rotten
         self.left_a_file = False  # Of a commit that failed: the next start has to look.
 
     def publish(self, upload: OpenSample, draft: Draft) -> bool:
         """Make the upload's partial the committed file. True when the same content is stored already, and nothing was done.
 
-        Raises AlreadyExists and Damaged for what is stored under the id, StoreFull, StoreGone, InternalFault and OSError.
+        Raises AlreadyExists, Damaged and IoError for what is stored under the id, StoreFull, StoreGone, InternalFault and
+        OSError.
         """
         key = upload.spec.key
         path = key.path(self._data_dir)
@@ -70,7 +76,10 @@ class Publisher:
             _log.error("cannot remove %s, whose commit failed: %s", path, error)
 
     def _is_stored(self, upload: OpenSample, draft: Draft, path: Path) -> bool:
-        """True when the same content is stored; False when nothing is in the way. Raises AlreadyExists and Damaged."""
+        """True when the same content is stored, and sound; False when nothing is in the way.
+
+        Raises AlreadyExists, Damaged and IoError (what is stored cannot be checked now).
+        """
         key = upload.spec.key
         if self._files.path_size(path) is None:
             return False
@@ -78,20 +87,28 @@ class Publisher:
         if record is not None and record.state is State.DELETING:
             self._files.unlink(path)  # A deletion that the disk interrupted.
             return False
+        committed = record if record is not None and record.state is State.COMMITTED else None
         try:
             stored = sample_file_at(self._files, path)
         except FileNotFoundError:
             return False
+        except OSError as error:
+            raise unreadable(error) from error
         except Damaged as error:
             if record is not None and record.state is State.FAILED:
                 return False  # It was given up already; what arrives now replaces it.
+            if committed is not None and self._put_aside_if_rotten(committed):
+                return False
             raise Damaged(f"a damaged file is stored under {key}; delete it first ({error})") from error
-        committed = record is not None and record.state is State.COMMITTED
-        if stored.key != key or (committed and record is not None and record.header_xxh3 != stored.header_xxh3):
+        if stored.key != key or (committed is not None and committed.header_xxh3 != stored.header_xxh3):
+            if committed is not None and self._put_aside_if_rotten(committed):
+                return False
             raise Damaged(f"the file stored under {key} is not the one that was committed; delete it first")
         if upload.content_hashed_by(draft.content, stored.hash_rows) != stored.content:
             raise AlreadyExists(f"{key} is stored with other content")
-        if not committed:  # A whole file that the catalogue does not show: somebody put it back.
+        if self._put_aside_if_rotten(committed or stored.record()):
+            return False
+        if committed is None:  # A whole file that the catalogue does not show: somebody put it back.
             self._files.sync_dir(path.parent)
             self._catalogue.put_committed(stored.record()).result()
         return True

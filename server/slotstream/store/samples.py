@@ -24,7 +24,8 @@ from slotstream.store.sample.remote import RemoteUpload
 from slotstream.store.sample.upload import OpenSample, Upload
 from slotstream.store.upkeep import verifying
 from slotstream.store.upkeep.lifetimes import Lifetimes
-from slotstream.store.upkeep.recovery import open_recovered
+from slotstream.store.upkeep.recovery import open_recovered, whole_files
+from slotstream.store.upkeep.restoring import Restored, Restorer
 from slotstream.store.upkeep.verifying import Verdict
 from slotstream.wire.errors import (
     ConfigError,
@@ -75,7 +76,8 @@ class SampleStore:
         self._opened = OpenedDirectory(files, data_dir, lock_fd)
         self.lifetimes = Lifetimes(files, data_dir, catalogue, self._opened, self._id_lock, clock)
         self._directories = DurableDirectories(files)
-        self._publisher = Publisher(files, data_dir, catalogue, self._opened, self._id_lock)
+        self._publisher = Publisher(files, data_dir, catalogue, self._opened, self._id_lock, self.lifetimes.put_aside_if_rotten)
+        catalogue.find_lost = self._lost_samples
         self._unrecorded = False  # A failure could not be recorded: the next start has to look.
 
     @classmethod
@@ -198,6 +200,11 @@ class SampleStore:
                 if self._failing.get(failed.key) is failed:
                     del self._failing[failed.key]
 
+    def _lost_samples(self, known: Callable[[SampleKey], SampleRecord | None]) -> Iterator[SampleRecord]:
+        """Samples whose rows a rebuild of the catalogue lost. One that is being committed gets its row from its commit."""
+        found = whole_files(self._files, self.data_dir, known)
+        return (record for record in found if not self.is_arriving(record.key))
+
     def _id_lock(self, key: SampleKey) -> threading.Lock:
         return self._id_locks[hash(key) % _STRIPES]
 
@@ -301,6 +308,11 @@ class SampleStore:
         self._opened.check()
         yield from verifying.verify_samples(self._files, self.data_dir, self._catalogue, namespace)
         yield from verifying.foreign_files(self._files, self.data_dir, self._catalogue, namespace, self.is_arriving)
+
+    def restore(self, namespace: str = "", sample_id: str = "") -> Iterator[Restored]:
+        """Put what verifies again back from the quarantine, file by file. Raises StoreFull, StoreGone and InternalFault."""
+        restorer = Restorer(self._files, self.data_dir, self._catalogue, self._opened, self._id_lock)
+        return restorer.restore(namespace, sample_id)
 
     # Looking at the whole.
 

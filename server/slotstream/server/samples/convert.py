@@ -5,6 +5,7 @@ from __future__ import annotations
 from slotstream.store.catalogue.retention_sql import Standing, Usage
 from slotstream.store.catalogue.sql import ListQuery
 from slotstream.store.records import SampleKey, SampleRecord, State
+from slotstream.store.upkeep.restoring import Restored
 from slotstream.store.upkeep.retention import Policy, Rule
 from slotstream.store.upkeep.scrubbing import Progress
 from slotstream.store.upkeep.verifying import Verdict
@@ -99,4 +100,16 @@ def reply_of(verdict: Verdict, *, quarantined: bool = False) -> samples_pb2.Veri
         message=verdict.message,
         bytes=verdict.bytes_checked,
         quarantined=quarantined,
+    )
+
+
+def restored_of(one: Restored) -> samples_pb2.RestoreReply:
+    return samples_pb2.RestoreReply(
+        namespace=one.key.namespace,
+        sample_id=one.key.sample_id,
+        file=one.file,
+        restored=not one.kept,
+        damage=one.damage,
+        message=one.kept,
+        bytes=one.bytes_checked,
     )

@@ -61,6 +61,7 @@ _Named = (
     | pb.StatRequest
     | pb.DeleteRequest
     | pb.VerifyRequest
+    | pb.RestoreRequest
     | pb.AckRequest
     | pb.CountReadRequest
     | pb.LeaseRequest
@@ -98,10 +99,12 @@ class SamplesService:
     def handler(self) -> grpc.GenericRpcHandler[Any, Any]:
         read: Any = self._read
         verify: Any = self._verify
+        restore: Any = self._restore
         # No request deserializers: the caller is looked at first, and then the length. No response serializer for Read:
         # rows are sent as raw bytes.
         methods = {
             "Read": grpc.unary_stream_rpc_method_handler(read),
+            "Restore": grpc.unary_stream_rpc_method_handler(restore, None, pb.RestoreReply.SerializeToString),
             "Verify": grpc.unary_stream_rpc_method_handler(verify, None, pb.VerifyReply.SerializeToString),
             "Stat": _unary(self._stat, sample_pb2.SampleInfo),
             "List": _unary(self._list, pb.ListReply),
@@ -338,6 +341,22 @@ class SamplesService:
                     if request.quarantine:
                         done = await self._in_thread(self._store.lifetimes.quarantine, verdict)
                     await self._write(context, convert.reply_of(verdict, quarantined=done is not None))
+
+    async def _restore(self, raw: bytes, context: _Context) -> None:
+        async with self._answering("Restore", context) as session:
+            request = _parsed(pb.RestoreRequest, raw)
+            if request.sample_id:
+                key = _key(session, "admin", request)
+                done = self._store.restore(key.namespace, key.sample_id)
+            else:
+                spaces = _spaces(session, "admin", request.namespace)
+                namespaces = (request.namespace,) if spaces is None else spaces
+                done = itertools.chain.from_iterable(self._store.restore(namespace) for namespace in namespaces)
+            with self._verify_shares.one(session.name):
+                while (one := await self._in_thread(next, done, None)) is not None:
+                    if not one.kept:
+                        self._waiters.notify(one.key)
+                    await self._write(context, convert.restored_of(one))
 
     def _verdicts(self, session: Session, request: pb.VerifyRequest) -> Iterator[Verdict]:
         """Of one sample for whoever may read it; of all for admins, whose token says of which namespaces."""

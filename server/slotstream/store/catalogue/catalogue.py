@@ -1,5 +1,8 @@
 """The catalogue: a SQLite index of the sample files. It can be lost: recovery rebuilds it from them.
 
+A start looks at it as closely as it must (`seal`), and each row has a checksum (`row_sums`). Damage that shows while it is in
+use is mended at once: what is sound is kept (`salvage`), what is lost comes back from the files.
+
 One thread writes. Whatever was asked of it while it was busy becomes its next transaction, so many commits share one.
 `synchronous=NORMAL`: a power cut may lose the last rows and never the database; the files they index are durable before.
 Only what no file can tell is synced (`durable=True`): that a sample is to be deleted, or is out of service.
@@ -19,7 +22,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
-from slotstream.store.catalogue import retention_sql, sql
+from slotstream.store.catalogue import checking, retention_sql, salvage, schema, seal, sql
+from slotstream.store.catalogue.row_sums import MalformedRow, row_sum
+from slotstream.store.catalogue.seal import Seal
 from slotstream.store.catalogue.sql import ListQuery
 from slotstream.store.records import SampleKey, SampleRecord, State
 from slotstream.wire.errors import ConfigError, InternalFault, SlotStreamError, StoreFull
@@ -35,10 +40,26 @@ _MESSAGE_CHARS_MAX = 1024
 _CORRUPT_CODES = frozenset({sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB})
 # What a database can raise: the sqlite3 module cannot decode a message that quotes a damaged schema.
 _ERRORS = (sqlite3.Error, UnicodeDecodeError)
+# What stands between a sound file and its opening. Anything else that goes wrong then is damage of the file.
+_SURROUNDINGS = frozenset(
+    {
+        sqlite3.SQLITE_FULL,
+        sqlite3.SQLITE_BUSY,
+        sqlite3.SQLITE_LOCKED,
+        sqlite3.SQLITE_NOMEM,
+        sqlite3.SQLITE_READONLY,
+        sqlite3.SQLITE_IOERR,
+        sqlite3.SQLITE_CANTOPEN,
+        sqlite3.SQLITE_PERM,
+    }
+)
+_UNDECODABLE = "Could not decode to UTF-8"  # The sqlite3 module's own words, under no code.
+_MAGIC = b"SQLite format 3\0"
 
 _TABLES = {
     1: {"samples", "tags", "totals", "meta"},
     2: {"samples", "tags", "totals", "meta", "namespaces", "leases"},
+    3: {"samples", "tags", "totals", "meta", "namespaces", "leases"},
 }
 
 _T = TypeVar("_T")
@@ -50,14 +71,18 @@ class CatalogueCorrupt(Exception):
     """The file is not a sound catalogue: it has to be rebuilt. Seen only while opening."""
 
 
+class CatalogueOld(CatalogueCorrupt):
+    """The file is a catalogue of an earlier day: what its rows say is over."""
+
+
 class CatalogueDamaged(InternalFault):
-    """Damage that only came to light when its rows were read. While opening it means: rebuild."""
+    """Damage that only came to light when its rows were read. It means: rebuild."""
 
 
 def catalogue_error(error: Exception) -> SlotStreamError:
     """The expected failure that `error` is: StoreFull where the disk is full, CatalogueDamaged, else InternalFault."""
     code = getattr(error, "sqlite_errorcode", 0)
-    if isinstance(error, sql.MalformedRow) or is_corrupt(error):
+    if isinstance(error, MalformedRow) or is_corrupt(error):
         return CatalogueDamaged(f"the catalogue failed: {error}")
     if code & 0xFF == sqlite3.SQLITE_FULL:  # The low byte is the kind of error, the rest its detail.
         return StoreFull("the disk is full: the catalogue cannot be written")
@@ -65,7 +90,8 @@ def catalogue_error(error: Exception) -> SlotStreamError:
 
 
 def is_corrupt(error: Exception) -> bool:
-    return isinstance(error, UnicodeDecodeError) or getattr(error, "sqlite_errorcode", 0) & 0xFF in _CORRUPT_CODES
+    undecodable = isinstance(error, UnicodeDecodeError) or str(error).startswith(_UNDECODABLE)
+    return undecodable or getattr(error, "sqlite_errorcode", 0) & 0xFF in _CORRUPT_CODES
 
 
 class Catalogue:
@@ -74,14 +100,11 @@ class Catalogue:
     def __init__(self, path: Path) -> None:
         """Open or create the database. Raises CatalogueCorrupt and ConfigError."""
         self.path = path
-        self._readers: queue.SimpleQueue[sqlite3.Connection] = queue.SimpleQueue()
-        with ExitStack() as opened, _opening(path):
-            self._writer_db = _connect(path, opened)
-            _prepare(self._writer_db, path)
-            self.was_shut_down_cleanly = _begin_unclean(self._writer_db)
-            for _ in range(_READERS):
-                self._readers.put(_connect_reader(path, opened))
-            opened.pop_all()
+        self._readers: queue.SimpleQueue[sqlite3.Connection | None] = queue.SimpleQueue()
+        self._connect()
+        # After a rebuild: the samples whose files are there and whose rows are not, as records. Without it damage is only told.
+        self.find_lost: Callable[[Callable[[SampleKey], SampleRecord | None]], Iterator[SampleRecord]] | None = None
+        self.rebuilds = 0  # In this process, while it was in use.
         self._operations: deque[_Entry] = deque()
         self._asked = threading.Condition()  # Guards the three around it.
         self._urgent = False  # Somebody waits for one of the operations.
@@ -89,20 +112,43 @@ class Catalogue:
         self._thread = threading.Thread(target=self._write_forever, name="catalogue", daemon=True)
         self._thread.start()
 
+    def _connect(self) -> None:
+        """Open the file, as closely looked at as it must be. Raises CatalogueCorrupt and ConfigError."""
+        with ExitStack() as opened, _opening(self.path):
+            told = seal.read(self.path)
+            self.was_shut_down_cleanly = told is not None and told.matches(self.path)
+            _check_header(self.path)
+            self._writer_db = _connect(self.path, opened)
+            fresh = _prepare(self._writer_db, self.path, told)
+            if not (fresh or self.was_shut_down_cleanly):
+                checking.check(self._writer_db)
+            self._seal = _begin(self._writer_db, self.path, told, fresh=fresh)
+            for _ in range(_READERS):
+                self._readers.put(_connect_reader(self.path, opened))
+            opened.pop_all()
+
+    def _disconnect(self) -> None:
+        """Close every connection, once nobody uses it."""
+        for _ in range(_READERS):
+            if (reader := self._readers.get()) is not None:
+                reader.close()
+        self._writer_db.close()
+
     def close(self, *, clean: bool = True) -> None:
-        """Write what was asked so far and close. `clean` lets the next start skip its scan."""
+        """Write what was asked so far and close. `clean` seals the file: the next start need not look at it."""
         if self._closed:
             return
-        if clean:
-            with suppress(SlotStreamError):
-                self.submit(_mark_clean).result()
         with self._asked:
             self._closed = True
             self._asked.notify()
         self._thread.join()
-        for _ in range(_READERS):
-            self._readers.get().close()
-        self._writer_db.close()
+        self._disconnect()
+        log = self.path.with_name(self.path.name + "-wal")  # Gone now, unless somebody else has the file open.
+        if clean and not (log.exists() and log.stat().st_size):
+            try:
+                replace(self._seal, file_xxh3=seal.hash_of(self.path)).write(self.path)
+            except OSError as error:
+                _log.warning("the catalogue cannot be sealed, so the next start looks at everything: %s", error)
 
     # Writing. Each method returns at once; the future is done when the change is committed.
 
@@ -185,7 +231,13 @@ class Catalogue:
             return batch
 
     def _write_batch(self, batch: list[_Entry]) -> bool:
-        """One transaction. False when it failed and holds more than one operation; a single one gets its error."""
+        """One transaction. False when it failed and holds more than one operation; a single one gets its error.
+
+        One that meets damage is done again once the catalogue is rebuilt.
+        """
+        return self._write(batch, again=False)
+
+    def _write(self, batch: list[_Entry], *, again: bool) -> bool:
         db = self._writer_db
         durable = any(entry[2] for entry in batch)
         try:
@@ -200,7 +252,10 @@ class Catalogue:
                     db.execute("ROLLBACK")
             if len(batch) > 1:
                 return False
-            batch[0][1].set_exception(catalogue_error(error) if isinstance(error, _ERRORS) else error)
+            failure = catalogue_error(error) if isinstance(error, _ERRORS) else error
+            if isinstance(failure, CatalogueDamaged) and not again and self._rebuild(failure):
+                return self._write(batch, again=True)
+            batch[0][1].set_exception(failure)
             return True
         finally:
             if durable:
@@ -210,21 +265,84 @@ class Catalogue:
             future.set_result(result)
         return True
 
+    # Mending.
+
+    def _rebuild(self, damage: CatalogueDamaged) -> bool:
+        """Begin anew with what is sound, in the thread that writes, while everybody waits. False when that cannot be."""
+        if self.find_lost is None:
+            return False
+        _log.error("the catalogue %s is damaged (%s): it is rebuilt while the server runs", self.path, damage)
+        self._disconnect()
+        try:
+            aside = salvage.set_aside(self.path)
+            self._connect()
+            saved = self.take_over(aside)
+            found = self._put_lost()
+        except (OSError, CatalogueCorrupt, SlotStreamError, ConfigError, *_ERRORS) as error:
+            _log.critical("the catalogue cannot be rebuilt: %s", error)
+            with suppress(queue.Empty):
+                while (reader := self._readers.get_nowait()) is not None:
+                    reader.close()
+            for _ in range(_READERS):
+                self._readers.put(None)
+            return False
+        self.rebuilds += 1
+        _log.error("the catalogue is rebuilt: %s; %d samples come from their files; %s is what it was", saved, found, aside)
+        return True
+
+    def _put_lost(self) -> int:
+        assert self.find_lost is not None, "checked before"
+        db, found = self._writer_db, 0
+        db.execute("BEGIN IMMEDIATE")
+        for record in self.find_lost(lambda key: sql.get(db, key.namespace, key.sample_id)):
+            sql.put(db, record)
+            found += 1
+        db.execute("COMMIT")
+        return found
+
+    def take_over(self, aside: Path) -> salvage.Saved:
+        """Copy what is sound in another catalogue. Before anything else is asked of this one, or in the thread that writes."""
+        db = self._writer_db
+        db.execute("BEGIN IMMEDIATE")
+        saved = salvage.copy_rows(aside, db)
+        db.execute("COMMIT")
+        return saved
+
     # Reading.
 
     @contextmanager
     def _reader(self) -> Iterator[sqlite3.Connection]:
         db = self._readers.get()
         try:
+            if db is None:
+                raise InternalFault("the catalogue is damaged and cannot be rebuilt; a start of the server tries again")
             yield db
         except _ERRORS as error:
             raise catalogue_error(error) from error
         finally:
             self._readers.put(db)
 
-    def get(self, key: SampleKey) -> SampleRecord | None:
+    def ask(self, question: Callable[[sqlite3.Connection], _T]) -> _T:
+        """The answer of a query that changes nothing. One that meets damage is asked again once the catalogue is rebuilt."""
+        rebuilds = self.rebuilds
+        try:
+            with self._reader() as db:
+                return question(db)
+        except CatalogueDamaged as error:
+            if self.find_lost is None:
+                raise
+            damage = error
+
+        def rebuilt(db: sqlite3.Connection) -> None:
+            if self.rebuilds == rebuilds:  # Nobody did it meanwhile.
+                raise MalformedRow(str(damage))
+
+        self.submit(rebuilt).result()
         with self._reader() as db:
-            return sql.get(db, key.namespace, key.sample_id)
+            return question(db)
+
+    def get(self, key: SampleKey) -> SampleRecord | None:
+        return self.ask(lambda db: sql.get(db, key.namespace, key.sample_id))
 
     def list_page(self, query: ListQuery) -> tuple[list[SampleRecord], str]:
         """One page, newest first, and the next page's token ("" on the last). Raises BadPage."""
@@ -232,40 +350,27 @@ class Catalogue:
             lingering = bool(self._operations)
         if lingering:  # Who lists sees what was opened before.
             self.submit(lambda db: None).result()
-        with self._reader() as db:
-            return sql.list_page(db, query)
+        return self.ask(lambda db: sql.list_page(db, query))
 
     def scan(self, namespace: str = "") -> Iterator[SampleRecord]:
         """Every row (of one namespace), in the order they were first seen; rows that come and go meanwhile may be missed."""
         after = 0
-        while True:
-            with self._reader() as db:
-                page = sql.scan(db, after, _BATCH_MAX, namespace)
-            if not page:
-                return
+        while page := self.ask(lambda db, after=after: sql.scan(db, after, _BATCH_MAX, namespace)):  # type: ignore[misc]
             after = page[-1][0]
             for _, record in page:
                 yield record
 
     def scan_page(self, after: int, limit: int) -> list[tuple[int, SampleRecord]]:
         """Up to `limit` rows with their numbers, those numbered above `after`, in the order they were first seen."""
-        with self._reader() as db:
-            return sql.scan(db, after, limit)
+        return self.ask(lambda db: sql.scan(db, after, limit))
 
     def unfinished(self) -> list[SampleRecord]:
         """Rows that are neither committed nor failed: few, whatever the size of the table."""
-        with self._reader() as db:
-            return sql.unfinished(db)
-
-    def ask(self, question: Callable[[sqlite3.Connection], _T]) -> _T:
-        """The answer of a query that changes nothing."""
-        with self._reader() as db:
-            return question(db)
+        return self.ask(sql.unfinished)
 
     def totals(self) -> dict[State, tuple[int, int]]:
         """State -> (samples, bytes)."""
-        with self._reader() as db:
-            return sql.totals(db)
+        return self.ask(sql.totals)
 
 
 def _failed(record: SampleRecord, code: str, message: str) -> SampleRecord:
@@ -275,13 +380,26 @@ def _failed(record: SampleRecord, code: str, message: str) -> SampleRecord:
 
 @contextmanager
 def _opening(path: Path) -> Iterator[None]:
-    """What the database raises meanwhile, as CatalogueCorrupt or ConfigError."""
+    """What goes wrong meanwhile, as CatalogueCorrupt or ConfigError."""
     try:
         yield
-    except _ERRORS as error:
-        if is_corrupt(error):
-            raise CatalogueCorrupt(str(error)) from error
-        raise ConfigError(f"cannot open the catalogue {path}: {error}") from error
+    except ConfigError:
+        raise
+    except (sqlite3.Error, ValueError, TypeError, OverflowError) as error:
+        code = getattr(error, "sqlite_errorcode", 0)
+        if code & 0xFF in _SURROUNDINGS and code != sqlite3.SQLITE_IOERR_SHORT_READ:
+            raise ConfigError(f"cannot open the catalogue {path}: {error}") from error
+        raise CatalogueCorrupt(str(error)) from error
+
+
+def _check_header(path: Path) -> None:
+    """Raises MalformedRow for a version of the file's format that would make SQLite say that it may not write, or not open."""
+    if not path.exists():
+        return
+    with path.open("rb") as file:
+        header = file.read(20)
+    if header and (not header.startswith(_MAGIC) or header[18:20] not in (b"\1\1", b"\2\2")):
+        raise MalformedRow("its header is not that of a SQLite database")
 
 
 def _connect(path: Path, opened: ExitStack) -> sqlite3.Connection:
@@ -298,46 +416,67 @@ def _connect_reader(path: Path, opened: ExitStack) -> sqlite3.Connection:
     return db
 
 
-def _prepare(db: sqlite3.Connection, path: Path) -> None:
-    """Settings of the connection that writes; the tables, if they are not there. Raises CatalogueCorrupt and ConfigError."""
+def _prepare(db: sqlite3.Connection, path: Path, told: Seal | None) -> bool:
+    """Settings of the connection that writes; the tables. Whether they are new. Raises CatalogueCorrupt and ConfigError."""
     db.execute("PRAGMA journal_mode = WAL")
     db.execute("PRAGMA synchronous = NORMAL")
     db.execute(f"PRAGMA journal_size_limit = {64 << 20}")
-    _check_schema(db, path)
+    fresh = _check_schema(db, path, told)
     sql.make_page_key(db)
+    return fresh
 
 
-def _check_schema(db: sqlite3.Connection, path: Path) -> None:
+def _check_schema(db: sqlite3.Connection, path: Path, told: Seal | None) -> bool:
     (version,) = db.execute("PRAGMA user_version").fetchone()
-    if version > sql.SCHEMA_VERSION:
-        raise ConfigError(f"{path} was written by a newer slotstream (schema {version}; this one knows {sql.SCHEMA_VERSION})")
+    # A newer slotstream says its version beside the catalogue too. One that only the catalogue says may be a flipped bit.
+    flipped = told is not None and (version ^ told.schema).bit_count() == 1
+    if version > schema.VERSION and not flipped:
+        raise ConfigError(f"{path} was written by a newer slotstream (schema {version}; this one knows {schema.VERSION})")
     names = {name for (name,) in db.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
     fresh = version == 0 and not names
-    if not fresh and (version == 0 or not _TABLES[version] <= names):
+    if not fresh and (version not in _TABLES or not _TABLES[version] <= names):
         raise CatalogueCorrupt("it lacks slotstream's tables")
-    if version < sql.SCHEMA_VERSION:
-        if not fresh:
-            _log.info("bringing the catalogue %s from schema %d to %d", path, version, sql.SCHEMA_VERSION)
-        begin = sql.SCHEMA if fresh else ""
-        # In one transaction: whoever is interrupted here finds the version that was there before.
-        db.executescript(f"BEGIN IMMEDIATE;{begin}{retention_sql.UPGRADE}PRAGMA user_version = {sql.SCHEMA_VERSION};COMMIT;")
+    if version == schema.VERSION:
+        return False
+    if not fresh:
+        if schema.has_sums(db):
+            raise CatalogueCorrupt("its version is not that of its tables")
+        if told is not None:
+            raise CatalogueOld("a newer catalogue was here before")
+        _log.info("bringing the catalogue %s from schema %d to %d", path, version, schema.VERSION)
+    schema.bring_forward(db, version)
+    return fresh
 
 
-def _begin_unclean(db: sqlite3.Connection) -> bool:
-    """Whether the last server here shut down cleanly; from now on, durably, it counts as not. Raises CatalogueCorrupt."""
-    row = db.execute("SELECT value FROM meta WHERE key = 'clean_shutdown'").fetchone()
-    clean = bool(row == ("1",))
-    if clean:
-        # FULL: a power cut must not bring the mark back, or the next start would trust a catalogue that lost rows.
+def _begin(db: sqlite3.Connection, path: Path, told: Seal | None, *, fresh: bool) -> Seal:
+    """Give the catalogue its next generation, and the directory too, durably. Raises CatalogueOld and ConfigError."""
+    before = _generation(db)
+    if told is not None and before < told.generation and not fresh:
+        raise CatalogueOld(f"it is of start {before}, and there were {told.generation}")
+    following = Seal(max(before, told.generation if told else 0) + 1, schema.VERSION)
+    try:
+        if told is not None and told.file_xxh3:
+            replace(told, file_xxh3="").write(path)
+        # FULL: a power cut must not bring an earlier generation back.
         db.execute("PRAGMA synchronous = FULL")
-        db.execute("DELETE FROM meta WHERE key = 'clean_shutdown'")
+        text = str(following.generation)
+        db.execute("INSERT OR REPLACE INTO meta VALUES ('generation', ?)", (f"{text} {row_sum((text,))}",))
         db.execute("PRAGMA synchronous = NORMAL")
-    else:
-        (verdict,) = db.execute("PRAGMA quick_check(1)").fetchone()
-        if verdict != "ok":
-            raise CatalogueCorrupt(verdict)
-    return clean
+        following.write(path)
+    except OSError as error:
+        raise ConfigError(f"cannot write beside the catalogue {path}: {error.strerror or error}") from error
+    return following
 
 
-def _mark_clean(db: sqlite3.Connection) -> None:
-    db.execute("INSERT OR REPLACE INTO meta VALUES ('clean_shutdown', '1')")
+def _generation(db: sqlite3.Connection) -> int:
+    """How often the catalogue was opened; 0 before a version that counts. Raises MalformedRow."""
+    row = db.execute("SELECT value FROM meta WHERE key = 'generation'").fetchone()
+    if row is None:
+        return 0
+    try:
+        text, _, digest = row[0].partition(" ")
+        if int(digest) == row_sum((text,)):
+            return int(text)
+    except (ValueError, AttributeError) as error:
+        raise MalformedRow("its generation is malformed") from error
+    raise MalformedRow("its generation does not match its checksum")

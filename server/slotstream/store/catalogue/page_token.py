@@ -20,6 +20,14 @@ _VERSION = 2
 _SEAL_BYTES = 16
 
 
+def is_key(text: str) -> bool:
+    """Whether `text` spells a key."""
+    try:
+        return len(bytes.fromhex(text)) == KEY_BYTES
+    except ValueError:
+        return False
+
+
 def seal(key: bytes, created_unix_ns: int, row_id: int, fingerprint: int) -> str:
     """The token of the page that follows this row in the listing with this fingerprint (32 bits)."""
     content = _POSITION.pack(_VERSION, created_unix_ns, row_id, fingerprint)

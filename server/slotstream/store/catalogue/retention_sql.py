@@ -11,8 +11,9 @@ import sqlite3
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
-from slotstream.store.catalogue.sql import MalformedRow
+from slotstream.store.catalogue.row_sums import LEASE, STORED, MalformedRow, change, checked, find, row_sum
 from slotstream.store.records import SampleKey, State
 
 UPGRADE = """
@@ -108,32 +109,56 @@ class Queue(Enum):
     FAILED = ("samples_failed", "created_unix_ns", "state = 'failed'")
 
 
+_COUNTS = frozenset({Queue.READ, Queue.ACKED})
+_SUMMED = STORED.split(", ")[:-1]
+_STATE, _COMMITTED = _SUMMED.index("state"), _SUMMED.index("committed_unix_ns")
+
+
 def candidates(db: sqlite3.Connection, queue: Queue, namespace: str, after: tuple[int, int], limit: int) -> list[Candidate]:
     """Up to `limit` samples of a queue behind position `after`, in order. (n, -1) stands before all whose column is n."""
     index, column, rows = queue.value
-    stamp = "created_unix_ns" if queue is Queue.FAILED else "committed_unix_ns"
     found = db.execute(
-        f"SELECT sample_id, {stamp}, file_bytes, {column}, id FROM samples INDEXED BY {index} "
+        f"SELECT id FROM samples INDEXED BY {index} "
         f"WHERE namespace = ? AND {rows} AND ({column}, id) > (?, ?) ORDER BY {column}, id LIMIT ?",
         (namespace, *after, limit),
-    )
-    return [Candidate(SampleKey(namespace, row[0]), row[1], row[2], (row[3], row[4])) for row in found]
+    ).fetchall()
+    return [_candidate(db, queue, namespace, number) for (number,) in found]
+
+
+def _candidate(db: sqlite3.Connection, queue: Queue, namespace: str, number: int) -> Candidate:
+    """What the row says, which has a checksum; what the index says of it has none. Raises MalformedRow."""
+    row = db.execute(f"SELECT {STORED} FROM samples WHERE id = ?", (number,)).fetchone()
+    if row is None:
+        raise MalformedRow("an index of the catalogue leads nowhere")
+    values = dict(zip(_SUMMED, checked(row), strict=True))
+    _, column, _ = queue.value
+    state = State.FAILED if queue is Queue.FAILED else State.COMMITTED
+    if (values["namespace"], values["state"]) != (namespace, state) or (queue in _COUNTS and not values[column]):
+        raise MalformedRow("an index of the catalogue leads to another row than it says")
+    stamp = values["created_unix_ns"] if queue is Queue.FAILED else values["committed_unix_ns"]
+    return Candidate(SampleKey(namespace, values["sample_id"]), stamp, values["file_bytes"], (values[column], number))
 
 
 def usage(db: sqlite3.Connection, namespace: str) -> Usage:
     row = db.execute("SELECT samples, bytes, failed FROM namespaces WHERE namespace = ?", (namespace,)).fetchone()
-    return Usage(namespace, *row) if row is not None else Usage(namespace)
+    return _usage((namespace, *row)) if row is not None else Usage(namespace)
+
+
+def _usage(row: tuple[Any, ...]) -> Usage:
+    if not isinstance(row[0], str) or not all(type(value) is int and value >= 0 for value in row[1:]):
+        raise MalformedRow("a count of the catalogue is malformed")
+    return Usage(*row)
 
 
 def usages(db: sqlite3.Connection, after: str, limit: int) -> list[Usage]:
     """Namespaces behind `after` in the order of their names."""
     rows = db.execute("SELECT * FROM namespaces WHERE namespace > ? ORDER BY namespace LIMIT ?", (after, limit))
-    return [Usage(*row) for row in rows]
+    return [_usage(row) for row in rows]
 
 
 def largest(db: sqlite3.Connection, limit: int) -> list[Usage]:
     rows = db.execute("SELECT * FROM namespaces ORDER BY bytes DESC, namespace LIMIT ?", (limit,))
-    return [Usage(*row) for row in rows]
+    return [_usage(row) for row in rows]
 
 
 def latest_stamp(db: sqlite3.Connection) -> int:
@@ -160,37 +185,32 @@ def _stamp(value: object) -> int:
 
 
 def standing(db: sqlite3.Connection, key: SampleKey, now_unix_ns: int) -> Standing:
-    name = (key.namespace, key.sample_id)
-    row = db.execute("SELECT reads, acked_unix_ns FROM samples WHERE namespace = ? AND sample_id = ?", name).fetchone()
-    reads, acked = row or (0, 0)
+    row = find(db, key.namespace, key.sample_id)
+    reads, acked = row[1][-2:] if row is not None else (0, 0)
     return Standing(reads, acked, leased_until(db, key, now_unix_ns))
 
 
 def count_read(db: sqlite3.Connection, key: SampleKey, committed_unix_ns: int) -> None:
-    db.execute(
-        "UPDATE samples SET reads = reads + 1 "
-        "WHERE namespace = ? AND sample_id = ? AND state = 'committed' AND committed_unix_ns = ?",
-        (key.namespace, key.sample_id, committed_unix_ns),
-    )
+    row = find(db, key.namespace, key.sample_id)
+    if row is not None and (row[1][_STATE], row[1][_COMMITTED]) == (State.COMMITTED, committed_unix_ns):
+        change(db, row, reads=row[1][-2] + 1)
 
 
 def ack(db: sqlite3.Connection, key: SampleKey, now_unix_ns: int) -> bool:
     """Notes that a reader is done with a committed sample; the first time stays. False when it is not committed."""
-    changed = db.execute(
-        "UPDATE samples SET acked_unix_ns = iif(acked_unix_ns > 0, acked_unix_ns, ?) "
-        "WHERE namespace = ? AND sample_id = ? AND state = 'committed'",
-        (now_unix_ns, key.namespace, key.sample_id),
-    )
-    return changed.rowcount == 1
+    row = find(db, key.namespace, key.sample_id)
+    if row is None or row[1][_STATE] != State.COMMITTED:
+        return False
+    if not row[1][-1]:
+        change(db, row, acked_unix_ns=now_unix_ns)
+    return True
 
 
 def leased_until(db: sqlite3.Connection, key: SampleKey, now_unix_ns: int) -> int:
     """When the last lease on a sample ends; 0 when none holds now."""
-    (until,) = db.execute(
-        "SELECT max(until_unix_ns) FROM leases WHERE namespace = ? AND sample_id = ? AND until_unix_ns > ?",
-        (key.namespace, key.sample_id, now_unix_ns),
-    ).fetchone()
-    return int(until or 0)
+    query = f"SELECT {LEASE}, row_xxh3 FROM leases WHERE namespace = ? AND sample_id = ?"
+    ends = [checked(row)[3] for row in db.execute(query, (key.namespace, key.sample_id))]
+    return max((until for until in ends if until > now_unix_ns), default=0)
 
 
 def lease(db: sqlite3.Connection, key: SampleKey, holder: str, until_unix_ns: int, leases_max: int) -> bool:
@@ -199,7 +219,8 @@ def lease(db: sqlite3.Connection, key: SampleKey, holder: str, until_unix_ns: in
     known = db.execute("SELECT 1 FROM leases WHERE namespace = ? AND sample_id = ? AND holder = ?", name).fetchone()
     if known is None and db.execute("SELECT count(*) FROM leases").fetchone()[0] >= leases_max:
         return False
-    db.execute("INSERT OR REPLACE INTO leases VALUES (?, ?, ?, ?)", (*name, until_unix_ns))
+    values = (*name, until_unix_ns)
+    db.execute("INSERT OR REPLACE INTO leases VALUES (?, ?, ?, ?, ?)", (*values, row_sum(values)))
     return True
 
 
@@ -210,7 +231,9 @@ def release(db: sqlite3.Connection, key: SampleKey, holder: str) -> None:
 
 
 def forget_leases(db: sqlite3.Connection, now_unix_ns: int) -> None:
-    """Drops the leases that have ended."""
+    """Drops the leases that have ended. Raises MalformedRow: a lease that says so may have a flipped bit."""
+    for row in db.execute(f"SELECT {LEASE}, row_xxh3 FROM leases WHERE until_unix_ns <= ?", (now_unix_ns,)):
+        checked(row)
     db.execute("DELETE FROM leases WHERE until_unix_ns <= ?", (now_unix_ns,))
 
 
@@ -218,7 +241,9 @@ def forget_leases(db: sqlite3.Connection, now_unix_ns: int) -> None:
 
 
 def mark_deleting(db: sqlite3.Connection, key: SampleKey) -> None:
-    db.execute("UPDATE samples SET state = 'deleting' WHERE namespace = ? AND sample_id = ?", (key.namespace, key.sample_id))
+    row = find(db, key.namespace, key.sample_id)
+    if row is not None:
+        change(db, row, state=str(State.DELETING))
 
 
 def drop_deleting(db: sqlite3.Connection, keys: Sequence[SampleKey]) -> None:

@@ -3,9 +3,9 @@
 samples   one row a sample, whatever its state; see the comments in SCHEMA
 tags      one row a sample and tag, so that a tag filter is one index walk
 totals    samples and bytes by state, kept by triggers, so that metrics never scan
-meta      key and value; `clean_shutdown` is 1 while no server has the directory open, `page_key` seals page tokens
+meta      key and value; `generation` counts the starts (see `seal`), `page_key` seals page tokens
 
-What retention needs beside these is in `retention_sql`.
+What retention needs beside these is in `retention_sql`, the checksums of rows in `row_sums`, the versions in `schema`.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from slotstream.store.catalogue import page_token
+from slotstream.store.catalogue.row_sums import COLUMNS, STORED, MalformedRow, checked, row_sum
 from slotstream.store.records import SampleKey, SampleRecord, State, compact_json
 from slotstream.wire.errors import BadNamespace, BadParams, BadSampleId
 from slotstream.wire.hashing import xxh3
 from slotstream.wire.names import PAGE_SIZE_MAX, TAG_FILTERS_MAX
 
-SCHEMA_VERSION = 2
 _TAG_SAMPLE = 1000  # Rows looked at to guess which of several tags is the rarest.
 
 SCHEMA = """
@@ -78,16 +78,13 @@ END;
 CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
 """
 
-_COLUMNS = (
-    "namespace, sample_id, state, model, dtype, layer_ids, hidden_size, num_tokens, file_bytes, created_unix_ns, "
-    "committed_unix_ns, error_code, error_message, tags, metadata, header_xxh3"
-)
-_QUALIFIED = ", ".join(f"s.{name}" for name in _COLUMNS.split(", "))
+_COLUMNS = COLUMNS
+_QUALIFIED = ", ".join(f"s.{name}" for name in STORED.split(", "))
 _UPSERT = (
-    f"INSERT INTO samples ({_COLUMNS}) VALUES ({', '.join('?' * len(_COLUMNS.split(', ')))}) "
+    f"INSERT INTO samples ({STORED}) VALUES ({', '.join('?' * len(STORED.split(', ')))}) "
     "ON CONFLICT (namespace, sample_id) DO UPDATE SET "
-    + ", ".join(f"{name} = excluded.{name}" for name in _COLUMNS.split(", ")[2:])
-    + ", reads = 0, acked_unix_ns = 0 RETURNING id"
+    + ", ".join(f"{name} = excluded.{name}" for name in STORED.split(", ")[2:])
+    + " RETURNING id"
 )
 
 
@@ -149,12 +146,9 @@ def _values(record: SampleRecord) -> tuple[object, ...]:
     )
 
 
-class MalformedRow(sqlite3.DatabaseError):
-    """A row that this program did not write: the file was damaged, or somebody edited it."""
-
-
 def record_from_row(row: tuple[Any, ...]) -> SampleRecord:
-    """The record of a row of `_COLUMNS`. Raises MalformedRow when the row cannot be one of ours."""
+    """The record of a row of `STORED`. Raises MalformedRow when the row cannot be one of ours."""
+    row = checked(row)
     try:
         key = SampleKey.checked(row[0], row[1])  # Paths are made of it: an edited row must not lead out of the directory.
         return SampleRecord(
@@ -196,24 +190,34 @@ def _strings(value: object) -> dict[str, str]:
 
 def put(db: sqlite3.Connection, record: SampleRecord) -> None:
     """Insert `record`, or replace the row of the same name, with its tags."""
-    (row_id,) = db.execute(_UPSERT, _values(record)).fetchone()
+    values = (*_values(record), 0, 0)
+    (row_id,) = db.execute(_UPSERT, (*values, row_sum(values))).fetchone()
     db.execute("DELETE FROM tags WHERE sample = ?", (row_id,))
+    put_tags(db, row_id, record)
+
+
+def put_tags(db: sqlite3.Connection, row_id: int, record: SampleRecord) -> None:
     tags = [(key, value, record.created_unix_ns, row_id) for key, value in record.tags.items()]
     if tags:
         db.executemany("INSERT INTO tags VALUES (?, ?, ?, ?)", tags)
 
 
 def get(db: sqlite3.Connection, namespace: str, sample_id: str) -> SampleRecord | None:
-    query = f"SELECT {_COLUMNS} FROM samples WHERE namespace = ? AND sample_id = ?"
+    query = f"SELECT {STORED} FROM samples WHERE namespace = ? AND sample_id = ?"
     row = db.execute(query, (namespace, sample_id)).fetchone()
-    return None if row is None else record_from_row(row)
+    if row is None:
+        return None
+    record = record_from_row(row)
+    if (record.namespace, record.sample_id) != (namespace, sample_id):
+        raise MalformedRow("an index of the catalogue leads to another sample's row")
+    return record
 
 
 def scan(db: sqlite3.Connection, after_id: int, limit: int, namespace: str = "") -> list[tuple[int, SampleRecord]]:
     """Up to `limit` rows with an id above `after_id`, in id order: for walks over everything, page by page."""
     where = "AND namespace = ?" if namespace else ""
     values: tuple[object, ...] = (after_id, namespace, limit) if namespace else (after_id, limit)
-    rows = db.execute(f"SELECT id, {_COLUMNS} FROM samples WHERE id > ? {where} ORDER BY id LIMIT ?", values)
+    rows = db.execute(f"SELECT id, {STORED} FROM samples WHERE id > ? {where} ORDER BY id LIMIT ?", values)
     page: list[tuple[int, SampleRecord]] = []
     for row in rows:
         if row[0] <= after_id:  # In a damaged tree: a walk that follows it might never end.
@@ -226,7 +230,7 @@ def scan(db: sqlite3.Connection, after_id: int, limit: int, namespace: str = "")
 def unfinished(db: sqlite3.Connection) -> list[SampleRecord]:
     """Rows in states that only a running server may leave behind for long."""
     states = "state IN ('arriving', 'deleting') AND state <> 'committed'"
-    rows = db.execute(f"SELECT {_COLUMNS} FROM samples INDEXED BY samples_unfinished WHERE {states}")
+    rows = db.execute(f"SELECT {STORED} FROM samples INDEXED BY samples_unfinished WHERE {states}")
     return [record_from_row(row) for row in rows]
 
 
@@ -263,12 +267,11 @@ def make_page_key(db: sqlite3.Connection) -> None:
 
 
 def page_key(db: sqlite3.Connection) -> bytes:
-    """Raises sqlite3.DatabaseError where there is none."""
+    """Raises MalformedRow where there is none."""
     row = db.execute("SELECT value FROM meta WHERE key = 'page_key'").fetchone()
-    try:
-        return bytes.fromhex(row[0])
-    except (ValueError, TypeError) as error:
-        raise sqlite3.DatabaseError("the key of the page tokens is gone") from error
+    if row is None or not isinstance(row[0], str) or not page_token.is_key(row[0]):
+        raise MalformedRow("the key of the page tokens is gone")
+    return bytes.fromhex(row[0])
 
 
 def _list_sql(db: sqlite3.Connection, query: ListQuery, before: tuple[int, int] | None) -> tuple[str, list[object]]:

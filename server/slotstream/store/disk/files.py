@@ -115,6 +115,14 @@ class Files:
             got += len(data)
         return b"".join(parts)
 
+    def drop_cached(self, path: Path) -> None:
+        """The next reads of the file come from the disk, where the operating system can forget what it has in memory."""
+        fd = self.open_read(path)
+        try:
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(fd)
+
     def truncate(self, fd: int, nbytes: int) -> None:
         os.ftruncate(fd, nbytes)
 

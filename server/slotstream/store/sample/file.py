@@ -11,6 +11,7 @@ from functools import cached_property
 from pathlib import Path
 
 from slotstream.store.disk.files import Files
+from slotstream.store.disk.retrying import retried
 from slotstream.store.records import STORE_KEYS, SampleKey, SampleRecord, SampleSpec, State, compact_json, connector_metadata
 from slotstream.store.sample.row_hash import GroupHasher, hash_rows_for
 from slotstream.wire.errors import BadNamespace, BadParams, BadSampleId, BadTags, Damaged, TooLarge
@@ -187,9 +188,9 @@ class SampleFile:
 def read_sample_file(files: Files, fd: int) -> SampleFile:
     """The checked header of an open file. Raises Damaged (also for a wrong size) and OSError."""
     size = files.size(fd)
-    first = files.pread(fd, 8, 0)
+    first = retried(lambda: files.pread(fd, 8, 0))
     length = header_length(first)
-    raw = files.pread(fd, length, 0)
+    raw = retried(lambda: files.pread(fd, length, 0))
     if len(raw) < length:
         raise Damaged(f"the file is {size} bytes long, less than its header of {length}")
     header = decode_header(raw)
@@ -212,7 +213,7 @@ def read_sample_file(files: Files, fd: int) -> SampleFile:
 
 def sample_file_at(files: Files, path: Path) -> SampleFile:
     """The checked header of the file at `path`. Raises Damaged, FileNotFoundError and OSError."""
-    fd = files.open_read(path)
+    fd = retried(lambda: files.open_read(path))
     try:
         return read_sample_file(files, fd)
     finally:

@@ -13,10 +13,11 @@ from types import TracebackType
 from typing import Self
 
 from slotstream.store.disk.files import Files, store_error
+from slotstream.store.disk.retrying import is_fact, retried
 from slotstream.store.records import SampleRecord
 from slotstream.store.sample.file import SampleFile, read_sample_file, unpack_token_ids
 from slotstream.wire.dtypes import ELEMENT_BYTES
-from slotstream.wire.errors import BadLayers, BadTokenRange, Damaged, SlotStreamError, StoreFull
+from slotstream.wire.errors import BadLayers, BadTokenRange, Damaged, IoError, SlotStreamError, StoreFull
 from slotstream.wire.hashing import Buffer, to_hex, xxh3
 from slotstream.wire.layout import TOKEN_ID_BYTES, byte_runs, groups_of, pick
 
@@ -43,7 +44,7 @@ class SampleReader:
         self.record = record
         self._files = files
         self._closed: Callable[[], None] = lambda: None
-        self._fd = files.open_read(path)
+        self._fd = retried(lambda: files.open_read(path))
         try:
             self.file = self._checked()
         except BaseException:
@@ -89,8 +90,8 @@ class SampleReader:
     def token_ids(self, start: int, stop: int) -> array[int]:
         """Ids of rows [start, stop), checked. Raises Damaged."""
         header = self.file.header
-        raw = self._read(header.num_tokens * TOKEN_ID_BYTES, header.token_ids_at)
-        if to_hex(xxh3(raw)) != self.file.token_ids_xxh3:
+        raw = self._read_right(header.num_tokens * TOKEN_ID_BYTES, header.token_ids_at, self.file.token_ids_xxh3)
+        if raw is None:
             raise Damaged("the token ids do not match their hash")
         return unpack_token_ids(memoryview(raw)[start * TOKEN_ID_BYTES : stop * TOKEN_ID_BYTES])
 
@@ -127,8 +128,9 @@ class SampleReader:
         header = self.file.header
         start = group * self.file.hash_rows
         rows = min(self.file.hash_rows, header.num_tokens - start)
-        data = self._read(rows * header.row_bytes, header.header_bytes + start * header.row_bytes)
-        if xxh3(data) != self.file.hashes[group]:
+        wanted = to_hex(self.file.hashes[group])
+        data = self._read_right(rows * header.row_bytes, header.header_bytes + start * header.row_bytes, wanted)
+        if data is None:
             raise Damaged(f"rows [{start}, {start + rows}) do not match their hash")
         return data
 
@@ -155,9 +157,17 @@ class SampleReader:
     def _runs(self, positions: Sequence[int]) -> list[tuple[int, int]]:
         return byte_runs(positions, ELEMENT_BYTES[self.file.header.dtype] * self.file.header.hidden_size)
 
+    def _read_right(self, nbytes: int, at: int, hash_hex: str) -> bytes | None:
+        """Bytes that match their hash; None when they were read twice, and did not."""
+        for _ in range(2):
+            data = self._read(nbytes, at)
+            if to_hex(xxh3(data)) == hash_hex:
+                return data
+        return None
+
     def _read(self, nbytes: int, at: int) -> bytes:
         try:
-            data = self._files.pread(self._fd, nbytes, at)
+            data = retried(lambda: self._files.pread(self._fd, nbytes, at))
         except OSError as error:
             raise unreadable(error) from error
         if len(data) < nbytes:
@@ -166,6 +176,10 @@ class SampleReader:
 
 
 def unreadable(error: OSError) -> SlotStreamError:
-    """What a read is answered with: StoreFull while the process is out of descriptors, else the file is Damaged."""
+    """What a read is answered with: StoreFull while the process is out of descriptors; Damaged where something else is in the
+    file's place; else IoError, which says nothing about the file's bytes.
+    """
     failure = store_error(error, "opening or reading the sample's file")
-    return failure if isinstance(failure, StoreFull) else Damaged(str(failure))
+    if isinstance(failure, StoreFull):
+        return failure
+    return Damaged(str(failure)) if is_fact(error) else IoError(str(failure))

@@ -45,8 +45,8 @@ class RemoteUpload:
     def commit(self, sealed: SampleRecord, content: Content) -> bool:
         """Make the partial, whole and synced, the committed sample. True when the same content was stored before.
 
-        On any error the sample is failed. Raises AlreadyExists, Damaged (what is stored under the id already), StoreFull,
-        Interrupted and InternalFault.
+        On any error the sample is failed. Raises AlreadyExists, Damaged and IoError (what is stored under the id already),
+        StoreFull, Interrupted and InternalFault.
         """
         self._finish()
         self._sealed = sealed

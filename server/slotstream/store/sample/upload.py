@@ -210,7 +210,7 @@ class Upload:
         """Make the sample durable and readable. True when the same content was stored before.
 
         Blocks for the disk. Every chunk's write must have returned. On any error the sample is failed and its bytes are
-        gone. Raises MissingRows, BadParams, TooLarge, AlreadyExists, Damaged (what is stored under the id already),
+        gone. Raises MissingRows, BadParams, TooLarge, AlreadyExists, Damaged and IoError (what is stored under the id already),
         StoreFull, Interrupted and InternalFault.
         """
         with self._lock:

@@ -23,7 +23,7 @@ from slotstream.store.upkeep import verifying
 from slotstream.store.upkeep.deleting import Deleter
 from slotstream.store.upkeep.quarantine import Quarantine
 from slotstream.store.upkeep.verifying import Verdict
-from slotstream.wire.errors import BadParams, Leased, SampleNotFound, SlotStreamError, StoreFull
+from slotstream.wire.errors import BadParams, IoError, Leased, SampleNotFound, SlotStreamError, StoreFull
 from slotstream.wire.names import LEASE_S_MAX, check_holder
 
 _log = logging.getLogger(__name__)
@@ -151,24 +151,36 @@ class Lifetimes:
     def quarantine(self, verdict: Verdict) -> str | None:
         """Take a damaged sample out of service: its file moves to the quarantine and its row says FAILED (DAMAGED).
 
-        What became of the file, in words; None when nothing was done: the sample changed meanwhile, or what failed was
-        a read, which may work the next time, and not the file's bytes.
+        What became of the file, in words; None when nothing was done: the sample changed meanwhile, or the disk did not say.
         """
         record = verdict.record
-        if not verdict.damage or verdict.transient or record is None:
+        if not verdict.is_damage or record is None:
             return None
         with self._id_lock(record.key):
-            if self._catalogue.get(record.key) != record:
-                return None
-            self._opened.check()
-            try:
-                done = f"moved to {self._quarantine.take(record)}"
-            except FileNotFoundError:
-                done = "gone"
-            except OSError as error:
-                raise store_error(error, f"moving {record.key} to the quarantine") from error
-            message = f"{verdict.damage}: {verdict.message}; the file is {done}"
-            self._catalogue.put_damaged(record, message).result()
+            return self._put_aside(record, verdict) if self._catalogue.get(record.key) == record else None
+
+    def put_aside_if_rotten(self, record: SampleRecord) -> bool:
+        """Check every byte of what is stored as `record`, its id's lock held; True when it was damaged, and is out of the way.
+
+        Raises IoError when the disk does not say.
+        """
+        verdict = verifying.verify_record(self._files, self._data_dir, record)
+        if verdict.damage == verifying.IO_ERROR:
+            raise IoError(f"whether {record.key} is stored and sound cannot be seen now: {verdict.message}")
+        if verdict.is_damage:
+            self._put_aside(record, verdict)
+        return verdict.is_damage
+
+    def _put_aside(self, record: SampleRecord, verdict: Verdict) -> str:
+        self._opened.check()
+        try:
+            done = f"moved to {self._quarantine.take(record)}"
+        except FileNotFoundError:
+            done = "gone"
+        except OSError as error:
+            raise store_error(error, f"moving {record.key} to the quarantine") from error
+        message = f"{verdict.damage}: {verdict.message}; the file is {done}"
+        self._catalogue.put_damaged(record, message).result()
         with self._readers_lock:
             self.quarantined += 1
         _log.error("sample %s is damaged: %s", record.key, message)

@@ -1,17 +1,19 @@
 """Where damaged files go: out of the way, never served, never deleted by us.
 
 A sample's file becomes `DIR/.quarantine/<namespace>/<sample_id>.<committed_unix_ns>.safetensors`. A person may still save rows
-from such a file, or delete it; the id is free for another upload of the sample.
+from such a file, delete it, or restore it (`restoring`); the id is free for another upload of the sample.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
 from slotstream.store.disk.directory import OpenedDirectory
 from slotstream.store.disk.files import Files
 from slotstream.store.records import SampleKey, SampleRecord
+from slotstream.wire.errors import BadNamespace, BadSampleId
 from slotstream.wire.layout import FILE_SUFFIX
 
 QUARANTINE_NAME = ".quarantine"
@@ -39,6 +41,18 @@ class Quarantine:
         self._files.sync_dir(directory)
         self._files.sync_dir(source.parent)
         return str(target.relative_to(self._data_dir))
+
+    def held(self, namespace: str = "") -> Iterator[tuple[SampleKey, int, Path]]:
+        """The files (of one namespace): of which sample, when that was committed, and where. Skips names that are not ours."""
+        for space in self._files.walk(self._data_dir / QUARANTINE_NAME):
+            if namespace and space.name != namespace:
+                continue
+            for entry in self._files.walk(Path(space.path)):
+                sample_id, dot, stamp = entry.name.removesuffix(FILE_SUFFIX).rpartition(".")
+                if not (entry.name.endswith(FILE_SUFFIX) and dot and stamp.isascii() and stamp.isdigit()):
+                    continue
+                with suppress(BadNamespace, BadSampleId):
+                    yield SampleKey.checked(space.name, sample_id), int(stamp), Path(entry.path)
 
     def totals(self) -> tuple[int, int]:
         """Files here and their bytes; counts no further than a hundred thousand of them."""

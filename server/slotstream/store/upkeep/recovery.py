@@ -12,23 +12,28 @@
     row DELETING, another whole file of that sample     COMMITTED, from the file (deleted, sent again, its row was lost)
     file that is not a sample, or not of its path       left alone; `slotstream verify` calls it FOREIGN
     catalogue missing                                   rebuilt from the files (failed samples are forgotten)
-    catalogue corrupt                                   moved aside as catalog.sqlite.corrupt-<ns>, rebuilt, logged
+    catalogue corrupt                                   moved aside as catalog.sqlite.corrupt-<ns>, rebuilt, logged: rows whose
+                                                        checksums hold are kept, the others come from the files
+    catalogue of an earlier day                         moved aside, rebuilt from the files alone, logged
 
 Rows that a power cut took from the catalogue are among these cases: the file is there and its row is not. A deletion's row is
-durable before its file goes, so what was deleted does not come back as DAMAGED. After a clean shutdown nothing can be missing,
-so only partials and rows that are neither COMMITTED nor FAILED are looked for.
+durable before its file goes, so what was deleted does not come back as DAMAGED. A clean shutdown seals the catalogue: if not a
+bit of it changed since, nothing can be missing, so only partials and rows that are neither COMMITTED nor FAILED are looked for.
 """
 
 from __future__ import annotations
 
 import logging
-import time
-from concurrent.futures import Future
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields
+from itertools import islice
 from pathlib import Path
 
-from slotstream.store.catalogue.catalogue import FILE_NAME, Catalogue, CatalogueCorrupt, CatalogueDamaged
+from slotstream.store.catalogue.catalogue import FILE_NAME, Catalogue, CatalogueCorrupt, CatalogueDamaged, CatalogueOld
 from slotstream.store.catalogue.retention_sql import latest_stamp
+from slotstream.store.catalogue.salvage import PARTS, set_aside
+from slotstream.store.catalogue.seal import SUFFIX
 from slotstream.store.disk.clock import Clock
 from slotstream.store.disk.files import Files
 from slotstream.store.records import PARTIAL_SUFFIX, SampleKey, SampleRecord, State
@@ -80,13 +85,14 @@ def _recovered(files: Files, data_dir: Path, catalogue: Catalogue) -> tuple[Cata
 
 
 def open_catalogue(data_dir: Path) -> Catalogue:
-    """The directory's catalogue; a corrupt one is moved aside and begun anew. Raises ConfigError and OSError."""
+    """The directory's catalogue; one that is damaged or old is moved aside and begun anew. Raises ConfigError and OSError."""
     path = data_dir / FILE_NAME
-    for part in ("", "-wal", "-shm"):  # SQLite would follow it, and write wherever it leads.
+    for part in (*PARTS, SUFFIX):  # SQLite would follow it, and write wherever it leads.
         if path.with_name(path.name + part).is_symlink():
             raise ConfigError(f"{path}{part} is a symbolic link: put the file itself there")
     if not path.exists():
-        _set_aside(path, "")  # The log of a lost database would be replayed into the new one.
+        for part in PARTS:  # The log of a lost database would be replayed into the new one.
+            path.with_name(path.name + part).unlink(missing_ok=True)
     try:
         return Catalogue(path)
     except CatalogueCorrupt as error:
@@ -94,34 +100,37 @@ def open_catalogue(data_dir: Path) -> Catalogue:
 
 
 def _begin_anew(path: Path, error: Exception) -> Catalogue:
-    suffix = f".corrupt-{time.time_ns()}"
-    _log.error("the catalogue %s is corrupt (%s): moving it aside as %s and rebuilding it", path, error, path.name + suffix)
-    _set_aside(path, suffix)
-    return Catalogue(path)
-
-
-def _set_aside(path: Path, suffix: str) -> None:
-    for part in ("", "-wal", "-shm"):
-        source = path.with_name(path.name + part)
-        if not source.exists():
-            continue
-        if suffix:
-            source.rename(path.with_name(path.name + suffix + part))
-        else:
-            source.unlink()
+    """A catalogue with the sound rows of the one that is there; what is lost, the files tell. An old one's rows are over."""
+    aside = set_aside(path)
+    is_old = isinstance(error, CatalogueOld)
+    what = "an older one" if is_old else "corrupt"
+    _log.error("the catalogue %s is %s (%s): moved aside as %s, and rebuilt", path, what, error, aside.name)
+    catalogue = Catalogue(path)
+    try:
+        if not is_old:
+            _log.error("of the damaged catalogue %s", catalogue.take_over(aside))
+    except BaseException:
+        catalogue.close(clean=False)
+        raise
+    return catalogue
 
 
 def recover(files: Files, data_dir: Path, catalogue: Catalogue) -> Recovered:
     """Works through the cases above. Raises OSError, StoreFull and InternalFault."""
     done = Recovered()
     clean = catalogue.was_shut_down_cleanly
-    adopting = _Adopting(files, data_dir, catalogue)
-    for path in tree_files(files, data_dir):
-        if path.name.endswith(PARTIAL_SUFFIX):
-            _sweep_partial(files, data_dir, catalogue, path, done)
-        elif not clean:
-            adopting.look_at(path)
-    done.adopted = adopting.finish()
+
+    def others() -> Iterator[Path]:
+        for path in tree_files(files, data_dir):
+            if path.name.endswith(PARTIAL_SUFFIX):
+                _sweep_partial(files, data_dir, catalogue, path, done)
+            else:
+                yield path
+
+    if clean:
+        deque(others(), maxlen=0)
+    else:
+        done.adopted = _adopt(catalogue, whole_files(files, data_dir, catalogue.get, others()))
     for record in catalogue.unfinished() if clean else catalogue.scan():
         if record.state is State.DELETING:
             _finish_deletion(files, data_dir, catalogue, record, done)
@@ -160,57 +169,50 @@ def _key_of_partial(data_dir: Path, path: Path) -> SampleKey | None:
     return key if key.shard == parts[1] else None
 
 
-class _Adopting:
-    """Catalogues whole files whose rows were lost; many at a time, for the day when every row was."""
+def whole_files(
+    files: Files, data_dir: Path, known: Callable[[SampleKey], SampleRecord | None], paths: Iterable[Path] | None = None
+) -> Iterator[SampleRecord]:
+    """The records of whole files (of all, or of those at `paths`) whose samples are not catalogued as committed.
 
-    def __init__(self, files: Files, data_dir: Path, catalogue: Catalogue) -> None:
-        self._files = files
-        self._data_dir = data_dir
-        self._catalogue = catalogue
-        self._synced: Path | None = None
-        self._written: list[Future[None]] = []
-        self._adopted = 0
-
-    def look_at(self, path: Path) -> None:
-        """Adopts the file if it is a sample that is not catalogued as committed; such a row is trusted: reads check it.
-
-        Beside a row that is DELETING, the file may be that of a later upload, whose row a power cut took.
-        """
-        key = key_of_path(self._data_dir, path)
+    A row that says committed is trusted: reads check it. Beside a row that is DELETING, the file may be that of a later upload,
+    whose row a power cut took. The name of a file that comes out of here is durable.
+    """
+    synced: Path | None = None
+    for path in tree_files(files, data_dir) if paths is None else paths:
+        if path.name.endswith(PARTIAL_SUFFIX):
+            continue
+        key = key_of_path(data_dir, path)
         if key is None:
             _log.warning("%s is not a file of a sample; it is left alone", path)
-            return
-        before = self._catalogue.get(key)
+            continue
+        before = known(key)
         if before is not None and before.state is State.COMMITTED:
-            return
+            continue
         try:
-            file = sample_file_at(self._files, path)
+            file = sample_file_at(files, path)
             record = file.record()
         except Damaged as error:
             _log.warning("%s is left alone: %s", path, error)
-            return
+            continue
         if file.key != key:
             _log.warning("%s is left alone: it is the file of sample %s", path, file.key)
-            return
+            continue
         if before is not None and before.state is State.DELETING and before.header_xxh3 == file.header_xxh3:
-            return
-        if self._synced != path.parent:  # The server may have died between the rename and its sync.
-            self._files.sync_dir(path.parent)
-            self._synced = path.parent
-        self._written.append(self._catalogue.put_committed(record))
-        self._adopted += 1
-        if len(self._written) >= _BATCH:
-            self._wait()
+            continue
+        if synced != path.parent:  # The server may have died between the rename and its sync.
+            files.sync_dir(path.parent)
+            synced = path.parent
+        yield record
 
-    def finish(self) -> int:
-        """How many were adopted; their rows are written."""
-        self._wait()
-        return self._adopted
 
-    def _wait(self) -> None:
-        for written in self._written:
+def _adopt(catalogue: Catalogue, records: Iterator[SampleRecord]) -> int:
+    """Catalogues whole files whose rows were lost; many at a time, for the day when every row was. How many they were."""
+    adopted = 0
+    while batch := list(islice(records, _BATCH)):
+        for written in [catalogue.put_committed(record) for record in batch]:
             written.result()
-        self._written.clear()
+        adopted += len(batch)
+    return adopted
 
 
 def _finish_deletion(files: Files, data_dir: Path, catalogue: Catalogue, record: SampleRecord, done: Recovered) -> None:

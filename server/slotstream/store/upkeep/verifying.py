@@ -5,35 +5,50 @@ TRUNCATED      the file is shorter than it was committed
 UNREADABLE     the file cannot be read, is longer than it should be, or its header is not that of the sample
 HASH_MISMATCH  the header, the rows or the token ids are not the bytes that were committed
 FOREIGN        a file that the catalogue does not know
+IO_ERROR       no damage: the disk did not give the file, and nothing is known about its bytes
 
-Files in the quarantine belong to no sample and are not looked at.
+Damage is what two looks at the disk found alike. Reads that fail are tried again. Files in the quarantine belong to no sample
+and are not looked at.
 """
 
 from __future__ import annotations
 
-import errno
+import logging
 import shutil
 import sqlite3
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing
-from dataclasses import dataclass
+from contextlib import closing, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
 from slotstream.store.catalogue import sql
 from slotstream.store.catalogue.catalogue import FILE_NAME
+from slotstream.store.catalogue.salvage import give_sums
 from slotstream.store.disk.directory import LOCK_NAME
 from slotstream.store.disk.files import Files, store_error
+from slotstream.store.disk.retrying import is_fact, retried
 from slotstream.store.records import PARTIAL_SUFFIX, SampleKey, SampleRecord, State
 from slotstream.store.sample.file import sample_file_at
 from slotstream.store.sample.reading import SampleReader
 from slotstream.store.upkeep.quarantine import QUARANTINE_NAME
-from slotstream.wire.errors import BadNamespace, BadSampleId, ConfigError, Damaged, SampleNotFound, SlotStreamError, StoreFull
+from slotstream.wire.errors import (
+    BadNamespace,
+    BadSampleId,
+    ConfigError,
+    Damaged,
+    IoError,
+    SampleNotFound,
+    SlotStreamError,
+    StoreFull,
+)
 from slotstream.wire.layout import FILE_SUFFIX
 
+_log = logging.getLogger(__name__)
 FOREIGN = "FOREIGN"
+IO_ERROR = "IO_ERROR"
 _SETTLE_S = 5.0  # How long a running server may take from a file's rename to its catalogue row.
 _SETTLE_POLL_S = 0.1
 
@@ -48,7 +63,11 @@ class Verdict:
     message: str = ""
     bytes_checked: int = 0
     record: SampleRecord | None = None  # Of the sample that was checked; None of a file.
-    transient: bool = False  # The disk refused to open or read the file for a reason that says nothing about its bytes.
+
+    @property
+    def is_damage(self) -> bool:
+        """Whether bytes were read and are wrong, or are not there. False where the disk could not say."""
+        return self.damage not in ("", IO_ERROR)
 
 
 class Index(Protocol):
@@ -60,42 +79,60 @@ class Index(Protocol):
 
 
 def verify_record(
-    files: Files, data_dir: Path, record: SampleRecord, on_read: Callable[[int], None] = lambda _: None
+    files: Files,
+    data_dir: Path,
+    record: SampleRecord,
+    on_read: Callable[[int], None] = lambda _: None,
+    path: Path | None = None,
 ) -> Verdict:
-    """Reads the whole file of a committed sample and checks every hash. `on_read` is told of the bytes of each read."""
+    """Reads the whole file of a committed sample (at `path`, if it is elsewhere) and checks every hash.
 
-    def damaged(damage: str, message: str, *, transient: bool = False) -> Verdict:
-        return Verdict(record.namespace, record.sample_id, damage, message, record=record, transient=transient)
+    `on_read` is told of the bytes of each read. What is not sound is looked at a second time, on the disk itself.
+    """
+    path = path or record.key.path(data_dir)
+    first = _look(files, path, record, on_read)
+    if not first.damage:
+        return first
+    with suppress(OSError):
+        files.drop_cached(path)
+    second = _look(files, path, record, lambda _: None)
+    if first.damage != second.damage:
+        _log.warning("%s was looked at twice: %r, then %r", path, first.message, second.message)
+    if not second.damage or (first.damage, first.message) == (second.damage, second.message):
+        return second
+    return replace(second, damage=IO_ERROR, message=f"two looks at the file differ: {first.message}; {second.message}")
 
-    path = record.key.path(data_dir)
+
+def _look(files: Files, path: Path, record: SampleRecord, on_read: Callable[[int], None]) -> Verdict:
+    def found(damage: str, message: str) -> Verdict:
+        return Verdict(record.namespace, record.sample_id, damage, message, record=record)
+
     try:
-        size = files.path_size(path)
+        size = retried(lambda: files.path_size(path))
         if size is None:
-            return damaged("MISSING", "the file is gone")
+            return found("MISSING", "the file is gone")
         if size < record.file_bytes:
-            return damaged("TRUNCATED", f"the file is {size} bytes long; it was committed with {record.file_bytes}")
+            return found("TRUNCATED", f"the file is {size} bytes long; it was committed with {record.file_bytes}")
         if size > record.file_bytes:
-            return damaged("UNREADABLE", f"the file is {size} bytes long; it was committed with {record.file_bytes}")
+            return found("UNREADABLE", f"the file is {size} bytes long; it was committed with {record.file_bytes}")
         file = sample_file_at(files, path)
         if file.key == record.key and file.header_xxh3 != record.header_xxh3:
-            return damaged("HASH_MISMATCH", "the file's header is not the one that was committed")
+            return found("HASH_MISMATCH", "the file's header is not the one that was committed")
         with SampleReader(files, path, record) as reader:
             try:
                 for group in range(len(reader.file.hashes)):
                     on_read(len(reader.read_group(group)))
                 reader.token_ids(0, 0)
             except Damaged as error:
-                return damaged("HASH_MISMATCH", str(error))
+                return found("HASH_MISMATCH", str(error))
     except FileNotFoundError:
-        return damaged("MISSING", "the file is gone")
+        return found("MISSING", "the file is gone")
     except OSError as error:
-        # Of these, EIO alone is a disk that lost what it was given; a link or a device in the file's place is a plain fact.
-        transient = error.errno not in (errno.EIO, errno.ELOOP, errno.EINVAL, errno.EISDIR)
-        return damaged("UNREADABLE", str(store_error(error, "reading the file")), transient=transient)
-    except StoreFull as error:
-        return damaged("UNREADABLE", str(error), transient=True)
+        return found("UNREADABLE" if is_fact(error) else IO_ERROR, str(store_error(error, "reading the file")))
+    except (IoError, StoreFull) as error:
+        return found(IO_ERROR, str(error))
     except SlotStreamError as error:
-        return damaged("UNREADABLE", str(error))
+        return found("UNREADABLE", str(error))
     return Verdict(record.namespace, record.sample_id, bytes_checked=record.file_bytes, record=record)
 
 
@@ -212,6 +249,7 @@ class _ReadOnlyIndex:
         elif not log.exists():
             mode = "mode=ro&immutable=1"  # Shut down cleanly: without this, SQLite would create a log.
         self._db = sqlite3.connect(f"{path.absolute().as_uri()}?{mode}", uri=True, isolation_level=None)
+        give_sums(self._db)
         self._db.execute("SELECT 1 FROM samples LIMIT 1")
 
     def get(self, key: SampleKey) -> SampleRecord | None:
@@ -280,7 +318,8 @@ def _verify_files_alone(files: Files, data_dir: Path, namespace: str, wanted: Sa
         except FileNotFoundError:
             yield Verdict(key.namespace, key.sample_id, "MISSING", "the file is gone")
         except OSError as error:
-            yield Verdict(key.namespace, key.sample_id, "UNREADABLE", str(store_error(error, "reading the file")))
+            damage = "UNREADABLE" if is_fact(error) else IO_ERROR
+            yield Verdict(key.namespace, key.sample_id, damage, str(store_error(error, "reading the file")))
         except Damaged as error:
             yield Verdict(key.namespace, key.sample_id, "UNREADABLE", str(error))
         else:

@@ -1,0 +1,74 @@
+"""A checksum a row: one flipped bit is found where it is read, and only that row is doubted.
+
+`samples.row_xxh3` is over all other columns but the number, `leases.row_xxh3` likewise: xxh3-64 of the values as JSON, without
+its last bit (SQLite's integers are signed).
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections.abc import Sequence
+from typing import Any
+
+from slotstream.wire.hashing import xxh3
+
+COLUMNS = (
+    "namespace, sample_id, state, model, dtype, layer_ids, hidden_size, num_tokens, file_bytes, created_unix_ns, "
+    "committed_unix_ns, error_code, error_message, tags, metadata, header_xxh3"
+)
+SUMMED = f"{COLUMNS}, reads, acked_unix_ns"
+STORED = f"{SUMMED}, row_xxh3"
+LEASE = "namespace, sample_id, holder, until_unix_ns"
+_NAMES = SUMMED.split(", ")
+_encode = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False).encode
+
+UPGRADE = f"""
+ALTER TABLE samples ADD COLUMN row_xxh3 INTEGER NOT NULL DEFAULT 0;
+UPDATE samples SET row_xxh3 = row_sum({SUMMED});
+ALTER TABLE leases ADD COLUMN row_xxh3 INTEGER NOT NULL DEFAULT 0;
+UPDATE leases SET row_xxh3 = row_sum({LEASE});
+"""
+
+
+class MalformedRow(sqlite3.DatabaseError):
+    """A row that this program did not write: the file was damaged, or somebody edited it."""
+
+
+def row_sum(values: Sequence[object]) -> int:
+    """The checksum of a row. Raises TypeError and ValueError for values that no row of ours has."""
+    return xxh3(_encode(values).encode()) >> 1
+
+
+def add_function(db: sqlite3.Connection) -> None:
+    """`row_sum(...)` for SQL: an upgrade needs it, nothing else does."""
+    db.create_function("row_sum", -1, lambda *values: row_sum(values), deterministic=True)
+
+
+def checked(row: tuple[Any, ...]) -> tuple[Any, ...]:
+    """`row` without its checksum, which comes last. Raises MalformedRow."""
+    try:
+        if row_sum(row[:-1]) == row[-1]:
+            return row[:-1]
+    except (TypeError, ValueError, RecursionError) as error:
+        raise MalformedRow("a row of the catalogue is malformed") from error
+    raise MalformedRow("a row of the catalogue does not match its checksum")
+
+
+def find(db: sqlite3.Connection, namespace: str, sample_id: str) -> tuple[int, tuple[Any, ...]] | None:
+    """The number and the summed columns of a sample's row. Raises MalformedRow."""
+    query = f"SELECT id, {STORED} FROM samples WHERE namespace = ? AND sample_id = ?"
+    row = db.execute(query, (namespace, sample_id)).fetchone()
+    if row is None:
+        return None
+    values = checked(row[1:])
+    if values[:2] != (namespace, sample_id):
+        raise MalformedRow("an index of the catalogue leads to another sample's row")
+    return row[0], values
+
+
+def change(db: sqlite3.Connection, row: tuple[int, tuple[Any, ...]], **changes: object) -> None:
+    """Change columns of a row that `find` found, and its checksum with them."""
+    values = [changes.get(name, value) for name, value in zip(_NAMES, row[1], strict=True)]
+    columns = "".join(f"{name} = ?, " for name in changes)
+    db.execute(f"UPDATE samples SET {columns}row_xxh3 = ? WHERE id = ?", (*changes.values(), row_sum(values), row[0]))
