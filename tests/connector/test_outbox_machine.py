@@ -134,11 +134,11 @@ class OutboxMachine(RuleBasedStateMachine):
             self.engine.hear(self.server.answer(number))
 
     @precondition(lambda self: self.server.uploads)
-    @rule(which=WHICH, code=st.sampled_from(["STORE_FULL", "SERVER_DRAINING", "INTERRUPTED", "IO_ERROR"]))
+    @rule(which=WHICH, code=st.sampled_from(["STORE_FULL", "SERVER_DRAINING", "INTERRUPTED", "DAMAGED"]))
     def refuse(self, which: int, code: str) -> None:
         """For now, or for good."""
         number = _pick(list(self.server.uploads), which)
-        self.engine.hear(self.server.refuse(number, code, for_good=code == "IO_ERROR"))
+        self.engine.hear(self.server.refuse(number, code, for_good=code == "DAMAGED"))
 
     @rule(rows=st.lists(st.integers(1, 12), min_size=1, max_size=6), spool=st.booleans())
     def outage(self, rows: list[int], spool: bool) -> None:

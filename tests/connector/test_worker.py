@@ -191,7 +191,7 @@ def test_bad_rows_of_a_sample_that_failed_are_forgotten_with_it(rig: Rig) -> Non
     """The scheduler drops such a capture: no finish and no abort ever comes for it."""
     _capture_with_bad_rows(rig, finish=False)
     wait_until(lambda: rig.sink.samples.keys() == {1} and len(rig.sink.samples[1].rows) == 30)
-    rig.sink._on_event(Failed(1, "IO_ERROR", "the disk is broken"))
+    rig.sink._on_event(Failed(1, "DAMAGED", "the disk is broken"))
     wait_until(lambda: bool(rig.worker.take_faults()))
     wait_until(lambda: not [thing for thing in gc.get_objects() if type(thing) is BadRowCount])
     rig.free("a")

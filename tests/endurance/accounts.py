@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ledger import NAMESPACE, Promise, row_data, token_ids
+from ledger import NAMESPACE, Promise, Try, row_data, token_ids
 
 from slotstream.client import SampleNotFound, connect
 from slotstream.client.client import Client
 from slotstream.client.info import SampleInfo, SampleState
+from slotstream.connector.sending.verdicts import is_final
 
 
 @dataclass
@@ -21,7 +22,9 @@ class Account:
     wrong: list[str] = field(default_factory=list)
 
 
-def settle(address: str, promised: Iterable[Promise], *, spool: bool) -> Account:
+def settle(
+    address: str, promised: Iterable[Promise], *, spool: bool, tried: Mapping[str, Sequence[Try]] | None = None
+) -> Account:
     """Holds each promise to its rule.
 
         the sender heard       the server must have
@@ -34,6 +37,9 @@ def settle(address: str, promised: Iterable[Promise], *, spool: bool) -> Account
         nothing, and it lived  never
 
     Nobody's sample is there, none is arriving, and all that is stored is sound.
+
+    What the server said on its streams (`tried`) is true: a sample that it said had failed was not stored by that try, and none
+    failed for good that its sender had not given up itself.
     """
     account = Account()
     with connect(address) as client:
@@ -41,9 +47,25 @@ def settle(address: str, promised: Iterable[Promise], *, spool: bool) -> Account
         for promise in promised:
             info = listed.pop(promise.sample_id, None)
             _settle_one(client, promise, info, account, spool)
+            committed = info is not None and info.state is SampleState.COMMITTED
+            account.wrong += lies((tried or {}).get(promise.sample_id, ()), promise.sample_id, committed=committed)
         account.wrong += [f"{sample_id}: nobody promised it" for sample_id in listed]
         account.wrong += [f"{v.sample_id}: {v.damage}: {v.message}" for v in client.verify(namespace=NAMESPACE) if not v.sound]
     return account
+
+
+def lies(made: Sequence[Try], sample_id: str, *, committed: bool) -> Iterator[str]:
+    """What the server said of a sample's tries that was not so, or more than it could know."""
+    may_be_stored = False
+    for one in made:
+        is_failure = one.said not in ("", "committed", "duplicate")
+        if one.said == "duplicate" and not may_be_stored:
+            yield f"{sample_id}: it was stored by a try of which the server said that it had failed"
+        if is_failure and one.said != one.gave_up and is_final(one.said):
+            yield f"{sample_id}: the server said {one.said}, which is final, of a sample that could be sent again"
+        may_be_stored |= not is_failure
+    if made and committed and not may_be_stored:
+        yield f"{sample_id}: it is stored, and the server said of every try that it had failed"
 
 
 def _settle_one(client: Client, promise: Promise, info: SampleInfo | None, account: Account, spool: bool) -> None:

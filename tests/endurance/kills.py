@@ -1,4 +1,4 @@
-"""Kill rounds: `python tests/endurance/kills.py [--rounds 200] [--seed N] [--no-spool]`; `make kills` calls it.
+"""Kill rounds: `python tests/endurance/kills.py [--rounds 200] [--seed N] [--no-spool] [--workers N]`; `make kills` calls it.
 
 A real server and real senders; in each round one of them, chosen by the seed, gets SIGKILL, SIGTERM or SIGSTOP at some moment,
 and comes back some moments later. From time to time everything is counted: see `accounts.settle` for what must hold, with a
@@ -8,6 +8,7 @@ spool and without one.
 from __future__ import annotations
 
 import argparse
+import os
 import random
 import signal
 import sys
@@ -32,18 +33,31 @@ _ACTIONS = (signal.SIGKILL, signal.SIGKILL, signal.SIGSTOP, signal.SIGSTOP, sign
 
 
 def run_rounds(
-    rounds: int, seed: int, *, senders: int = 2, spool: bool = True, say: Callable[[str], None] = lambda line: None
+    rounds: int,
+    seed: int,
+    *,
+    senders: int = 2,
+    spool: bool = True,
+    workers: int = 1,
+    say: Callable[[str], None] = lambda line: None,
 ) -> Account:
-    """Does the rounds; everything that was found. Raises AssertionError where a process does what it must not."""
+    """Does the rounds; everything that was found. Raises AssertionError where a process does what it must not.
+
+    With several `workers` each other round that strikes the server kills one of them, and the primary is what is killed else.
+    """
     rng = random.Random(seed)
     total = Account()
-    with World(senders, rng.randrange(1000), spool=spool) as world:
+    with World(senders, rng.randrange(1000), spool=spool, workers=workers) as world:
         for number in range(1, rounds + 1):
             world.wait_for_traffic()
             time.sleep(rng.random() * _MOMENT_S)
             # The server as often as all the senders together.
             victim = world.server if rng.random() < 0.5 else rng.choice(world.senders)
             action = rng.choice(_ACTIONS)
+            if workers > 1 and victim is world.server and rng.random() < 0.5 and (pids := world.server_workers()):
+                total.cases["rounds: SIGKILL of a worker"] += 1
+                os.kill(rng.choice(pids), signal.SIGKILL)
+                continue
             total.cases[f"rounds: {action.name} of the {victim.name.rstrip('0123456789')}"] += 1
             _strike(world, victim, action, rng)
             if number % _SETTLE_EVERY == 0 or number == rounds:
@@ -84,7 +98,7 @@ def _settle(world: World, total: Account, spool: bool) -> None:
     world.server.start()
     world.wait_for_server()
     world.inherit()
-    found = settle(world.address, world.promises(), spool=spool)
+    found = settle(world.address, world.promises(), spool=spool, tried=world.tries())
     total.cases += found.cases
     total.wrong += found.wrong
     if found.wrong:
@@ -110,6 +124,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0, help="0: any, and it is printed")
     parser.add_argument("--senders", type=int, default=2)
+    parser.add_argument("--workers", type=int, default=1, help="processes of the server, and some of the rounds kill one")
     parser.add_argument("--no-spool", action="store_true", help="senders without a spool: see the rules of accounts.py")
     arguments = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # In order: the processes end with us.
@@ -120,6 +135,7 @@ def main() -> int:
         seed,
         senders=arguments.senders,
         spool=not arguments.no_spool,
+        workers=arguments.workers,
         say=lambda line: print(line, flush=True),
     )
     print(report(found.cases, found.wrong))

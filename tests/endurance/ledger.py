@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import os
 import random
+import time
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,6 +39,15 @@ class Promise:
     sender_end: str = ""  # "", "killed" or "closed"
 
 
+@dataclass
+class Try:
+    """A sample as it was opened on one stream, by whichever sender. `said`: the server's word, "" where none was heard."""
+
+    at_ns: int
+    said: str = ""  # "", "committed", "duplicate", or the code of a failure
+    gave_up: str = ""  # The code that the sender itself gave the sample up with.
+
+
 class Ledger:
     """Appends to one sender's file. Each line is handed to the operating system at once: a kill -9 takes none of them."""
 
@@ -45,7 +55,7 @@ class Ledger:
         self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
 
     def write(self, event: str, **more: object) -> None:
-        os.write(self._fd, json.dumps({"event": event, **more}).encode() + b"\n")
+        os.write(self._fd, json.dumps({"event": event, "at_ns": time.monotonic_ns(), **more}).encode() + b"\n")
 
 
 def promises(path: Path) -> Iterator[Promise]:
@@ -72,3 +82,23 @@ def promises(path: Path) -> Iterator[Promise]:
     for promise in running:
         promise.sender_end = "killed"
     yield from found.values()
+
+
+def tries(paths: Iterable[Path]) -> dict[str, list[Try]]:
+    """What was tried with each sample, by id, in the order in which it was opened, by the sinks of all senders."""
+    found: dict[str, list[Try]] = {}
+    for path in paths:
+        open_tries: dict[int, Try] = {}  # by their numbers, of the sender that runs
+        for line in path.read_text().splitlines():
+            entry = json.loads(line)
+            match entry["event"]:
+                case "started":
+                    open_tries = {}
+                case "opened":
+                    opened = open_tries[entry["number"]] = Try(entry["at_ns"])
+                    found.setdefault(entry["id"], []).append(opened)
+                case "gave_up":
+                    open_tries[entry["number"]].gave_up = entry["code"]
+                case "said":
+                    open_tries[entry["number"]].said = entry["what"]
+    return {sample_id: sorted(made, key=lambda one: one.at_ns) for sample_id, made in found.items()}

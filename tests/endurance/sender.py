@@ -33,7 +33,7 @@ from slotstream.connector.reading.staging_plan import StagingPlan
 from slotstream.connector.reading.worker import WorkerHalf
 from slotstream.connector.sending.sender import in_thread
 from slotstream.connector.vllm_config import ConnectorConfig
-from slotstream.transport.base import Committed, SinkEvent
+from slotstream.transport.base import Committed, Failed, SinkEvent
 from slotstream.transport.grpc import GrpcSink
 from slotstream.transport.nixl import plane_for
 from slotstream.v1 import ingest_pb2
@@ -47,18 +47,30 @@ _LONG_EVERY = 40  # One sample in so many is long.
 
 
 class _Sink(GrpcSink):
-    """The sink, with somebody who learns which samples were committed: the engine itself never asks."""
+    """The sink, with a ledger of what was tried and said, and somebody who learns which samples were committed.
+
+    The engine itself never asks.
+    """
 
     def __init__(
-        self, options: ConnectorOptions, hello: ingest_pb2.Hello, transport: str, committed: Callable[[str], None]
+        self,
+        options: ConnectorOptions,
+        hello: ingest_pb2.Hello,
+        transport: str,
+        ledger: Ledger,
+        committed: Callable[[str], None],
     ) -> None:
         plane = plane_for(transport, options.server)
         super().__init__(options.server, hello, ack_timeout_s=options.ack_timeout_s, plane=plane)
+        self._ledger = ledger
         self._committed = committed
         self._ids: dict[int, str] = {}
 
     def start(self, on_event: Callable[[SinkEvent], None]) -> None:
         def both(event: SinkEvent) -> None:
+            if isinstance(event, Committed | Failed):
+                what = event.code if isinstance(event, Failed) else "duplicate" if event.duplicate else "committed"
+                self._ledger.write("said", number=event.sample, what=what)
             if isinstance(event, Committed):
                 self._committed(self._ids[event.sample])
             on_event(event)
@@ -67,7 +79,12 @@ class _Sink(GrpcSink):
 
     def open_sample(self, request: ingest_pb2.OpenSample) -> None:
         self._ids[request.sample] = request.sample_id
+        self._ledger.write("opened", number=request.sample, id=request.sample_id)
         super().open_sample(request)
+
+    def abort(self, request: ingest_pb2.AbortSample) -> None:
+        self._ledger.write("gave_up", number=request.sample, code=request.code)
+        super().abort(request)
 
 
 @dataclass
@@ -106,7 +123,7 @@ class Sender:
         config = ConnectorConfig(options, self._prefix, "synthetic", LAYER_IDS, HIDDEN, "BF16", {"engine_id": self._prefix})
         hello = ingest_pb2.Hello(protocol=PROTOCOL_VERSION, engine_id=self._prefix)
         self._watch = ServerHealth(address, patient=spool is not None)
-        sink = _Sink(options, hello, transport, lambda sample_id: self._ended(sample_id, "committed"))
+        sink = _Sink(options, hello, transport, ledger, lambda sample_id: self._ended(sample_id, "committed"))
         source = CachedRows(self._cache, len(LAYER_IDS), HIDDEN)
         self._worker = WorkerHalf(config, source, in_thread(config, sink), StagingPlan.of(config, _STEP_TOKENS_MAX))
 

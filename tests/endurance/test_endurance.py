@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from accounts import settle
+from accounts import lies, settle
 from kills import run_rounds
-from ledger import HIDDEN, LAYER_IDS, NAMESPACE, ROW_BYTES, Ledger, Promise, promises, row_data, token_ids
+from ledger import HIDDEN, LAYER_IDS, NAMESPACE, ROW_BYTES, Ledger, Promise, Try, promises, row_data, token_ids
 from soak import run_soak
 from support.ingest_client import IngestClient
 from support.server import ServerProcess
@@ -22,6 +22,27 @@ def test_a_few_kill_rounds(spool: bool) -> None:
     found = run_rounds(4, seed=1, spool=spool)
     assert not found.wrong, found
     assert found.cases["committed, server has committed"] > 0
+
+
+@pytest.mark.timeout(600)
+def test_a_few_kill_rounds_with_workers() -> None:
+    found = run_rounds(4, seed=2, workers=2)
+    assert not found.wrong, found
+    assert found.cases["committed, server has committed"] > 0
+
+
+def test_what_the_server_may_not_say() -> None:
+    """A failure of what it stored, and one that is final of what could be sent again."""
+
+    def wrong(*said: str, committed: bool = True) -> list[str]:
+        return list(lies([Try(at, one) for at, one in enumerate(said)], "s", committed=committed))
+
+    assert wrong("", "duplicate") == wrong("STORE_FULL", "committed") == wrong("STORE_FULL", "", "duplicate") == []
+    assert wrong("STORE_FULL", committed=False) == []
+    assert "stored by a try" in wrong("INTERRUPTED", "duplicate")[0]
+    assert "it is stored" in wrong("INTERRUPTED", "STORE_FULL")[0]
+    assert "which is final" in wrong("INTERNAL", committed=False)[0]
+    assert list(lies([Try(0, "SLOT_MISMATCH", gave_up="SLOT_MISMATCH")], "s", committed=False)) == []
 
 
 @pytest.mark.extended

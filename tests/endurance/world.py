@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import random
 import re
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -16,7 +18,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from ledger import Promise, promises
+from ledger import Promise, Try, promises, tries
+from support.descendants import descendants
 from support.files import files_below
 
 from slotstream.client import ServerUnavailable, connect
@@ -75,6 +78,14 @@ class Process:
         return len(list(Path(f"/proc/{self.process.pid}/task").iterdir()))
 
 
+def _free_port() -> int:
+    """One that nobody listens on now. Below those that the kernel gives to connections, one of which could take it."""
+    while True:
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port := random.randrange(10_000, 30_000)))
+            return port
+
+
 def _transport(number: int) -> str:
     """Of a sender: half of them go by NIXL, where there is one."""
     return "nixl" if number % 2 and is_installed() else "grpc"
@@ -86,11 +97,12 @@ class World:
     Ends everything on leaving.
     """
 
-    def __init__(self, senders: int, seed: int, *, pause_ms: float = 10.0, spool: bool = False) -> None:
+    def __init__(self, senders: int, seed: int, *, pause_ms: float = 10.0, spool: bool = False, workers: int = 1) -> None:
         self._dir = tempfile.TemporaryDirectory(prefix="slotstream-endurance-")
         self.work = Path(self._dir.name)
         self.data_dir = self.work / "data"
-        self.address = f"unix:{self.work}/s"
+        self._workers = workers
+        self.address = f"unix:{self.work}/s" if workers == 1 else f"127.0.0.1:{_free_port()}"
         self._pause_ms = pause_ms
         self._spool = self.work / "spool" if spool else None
         self._seeds = iter(range(seed * 1_000_000, (seed + 1) * 1_000_000))
@@ -100,6 +112,7 @@ class World:
 
     def _server_command(self) -> list[str]:
         options = ["--listen", self.address, "--data", str(self.data_dir), "--drain-s", "2", "--metrics", "127.0.0.1:0"]
+        options += ["--workers", str(self._workers)]
         return [sys.executable, "-m", "slotstream.cli.main", "serve", *options, "--log-level", "info"]
 
     def _sender(self, name: str, *more: str) -> Process:
@@ -135,6 +148,13 @@ class World:
             connect(self.address, connect_timeout_s=_START_S).close()
         except ServerUnavailable:
             raise AssertionError(f"the server did not start:\n{self.server.log()[-4000:]}") from None
+
+    def server_workers(self) -> list[int]:
+        """Processes of the server beside its primary."""
+        return descendants(self.server.process.pid, "slotstream.server.processes.worker")
+
+    def tries(self) -> dict[str, list[Try]]:
+        return tries(sorted(self.work.glob("*.ledger")))
 
     def promises(self) -> Iterator[Promise]:
         for path in sorted(self.work.glob("*.ledger")):

@@ -2,22 +2,39 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import re
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
 import grpc
 import pytest
-from server.server_kit import ARRIVING, COMMITTED, FAILED, NOT_SERVING, SERVING, Peer, Reader, RunningServer, Sample, health
+from server.server_kit import (
+    ARRIVING,
+    COMMITTED,
+    FAILED,
+    NOT_SERVING,
+    SERVING,
+    Peer,
+    Reader,
+    RunningServer,
+    Sample,
+    health,
+    status,
+)
 from support.descendants import descendants
 from support.files import files_below
 from support.waiting import wait_until
 
+from slotstream.server.app import _until_free
 from slotstream.store.samples import SampleStore
+from slotstream.v1 import ingest_pb2 as pb
 from slotstream.wire.errors import ConfigError
 
 pytestmark = pytest.mark.timeout(240)
@@ -165,22 +182,78 @@ def test_a_server_that_drains_lets_workers_finish(tmp_path: Path) -> None:
             assert store.verify(sample.key).damage == ""
 
 
-def test_workers_end_with_a_primary_that_is_killed(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "slotstream.cli.main", "serve", "--listen", "127.0.0.1:0", "--workers", "2"]
-    process = subprocess.Popen(
-        [*command, "--data", str(tmp_path / "data")], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
+@contextmanager
+def server_process(data_dir: Path, address: str = "127.0.0.1:0") -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A server of two processes, as a process of its own, and its address."""
+    command = [sys.executable, "-m", "slotstream.cli.main", "serve", "--listen", address, "--workers", "2"]
+    process = subprocess.Popen([*command, "--data", str(data_dir)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:
         assert process.stdout is not None
         for line in process.stdout:
-            if "2 processes take ingest streams" in line:
-                break
-        (worker,) = children(process.pid)
-        process.kill()
-        wait_until(lambda: not Path(f"/proc/{worker}").exists() or "Z" in Path(f"/proc/{worker}/stat").read_text())
+            if found := re.search(r"listening on (127\S+)", line):
+                yield process, found[1]
+                return
+        raise AssertionError("it did not start")
     finally:
         process.kill()
-        process.wait()
+        process.communicate()
+
+
+def is_gone(pid: int) -> bool:
+    path = Path(f"/proc/{pid}/stat")
+    return not path.exists() or "Z" in path.read_text()
+
+
+def test_workers_end_with_a_primary_that_is_killed(tmp_path: Path) -> None:
+    with server_process(tmp_path / "data") as (process, _):
+        (worker,) = children(process.pid)
+        process.kill()
+        wait_until(lambda: is_gone(worker))
+
+
+def replies_until_the_end(peer: Peer) -> tuple[list[str], grpc.StatusCode]:
+    heard: list[str] = []
+    while True:
+        try:
+            heard.append(str(peer.hear().WhichOneof("kind")))
+        except grpc.RpcError as error:
+            return heard, status(error)[0]
+
+
+def test_a_worker_that_outlives_its_primary_says_nothing_of_samples(tmp_path: Path) -> None:
+    """What it had open may be stored, or can be sent again: each stream ends without a verdict, whatever was asked for."""
+    with server_process(tmp_path / "data") as (process, address), ExitStack() as stack:
+        peers = [stack.enter_context(Peer(address)) for _ in range(PEERS)]
+        samples = [Sample(f"left-{number}", seed=number) for number in range(PEERS)]
+        for peer, sample in zip(peers, samples, strict=True):
+            peer.say(sample.open(1), sample.chunk(1, 1, 0, sample.rows))
+            peer.acks(1)
+        process.send_signal(signal.SIGSTOP)  # It is asked, and does not answer.
+        for number, (peer, sample) in enumerate(zip(peers, samples, strict=True)):
+            abort = pb.IngestRequest(abort=pb.AbortSample(sample=1, code="SLOT_MISMATCH", message="it was given up"))
+            bad_rows = sample.chunk(1, 2, sample.rows, sample.rows + 1)
+            peer.say((sample.commit(1), abort, bad_rows, sample.open(2), Sample("refused").open(2, layer_ids=()))[number % 5])
+        process.kill()
+        for heard, end in map(replies_until_the_end, peers):
+            assert set(heard) <= {"ack"}
+            assert end is grpc.StatusCode.UNAVAILABLE
+
+
+def test_a_server_waits_for_the_port_that_a_worker_of_a_killed_one_still_holds() -> None:
+    async def test() -> None:
+        with socket.socket() as held:
+            held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            held.bind(("127.0.0.1", 0))
+            held.listen()
+            address = f"127.0.0.1:{held.getsockname()[1]}"
+            with pytest.raises(ConfigError, match="cannot listen"):
+                await _until_free(address, 0.0)
+            waiting = asyncio.create_task(_until_free(address, 60.0))
+            await asyncio.sleep(0)
+            assert not waiting.done()
+        await waiting
+
+    asyncio.run(test())
 
 
 def test_a_unix_socket_has_one_process(tmp_path: Path) -> None:

@@ -38,6 +38,8 @@ from slotstream.wire.errors import ConfigError
 
 _log = logging.getLogger(__name__)
 _LAST_CALLS_S = 1.0  # How long calls that should have ended may still take before they are cut off.
+_WORKERS_END_S = 5.0  # How long workers may hold the port that outlive a server which was killed.
+_LOOK_AGAIN_S = 0.05
 
 
 def run(config: ServerConfig, *, ready: Callable[[str], None] | None = None) -> int:
@@ -105,7 +107,7 @@ class Server:
 
     async def _start(self) -> None:
         config = self.config
-        _check_listen(config.listen)
+        await _until_free(config.listen, _WORKERS_END_S if config.workers > 1 else 0.0)
         gate = Gate(config)
         certificates = Certificates(config) if config.tls_cert is not None else None
         store = await asyncio.to_thread(self._open_store) if self._given_store is None else self._given_store
@@ -219,6 +221,18 @@ def _check_listen(listen: str) -> None:
             probe.listen(1)
     except OSError as error:
         raise ConfigError(f"--listen: cannot listen on {listen}: {error.strerror or error}") from error
+
+
+async def _until_free(listen: str, patience_s: float) -> None:
+    """Returns once something can listen there. Raises ConfigError, saying why, when nothing can after `patience_s`."""
+    deadline = asyncio.get_running_loop().time() + patience_s
+    while True:
+        try:
+            return _check_listen(listen)
+        except ConfigError:
+            if asyncio.get_running_loop().time() >= deadline:
+                raise
+        await asyncio.sleep(_LOOK_AGAIN_S)
 
 
 def _check_socket_path(path: Path) -> None:

@@ -24,13 +24,12 @@ from slotstream.connector.sending.spool.reader import SpoolReader
 from slotstream.connector.sending.spool.writer import SpoolWriter
 from slotstream.connector.sending.staged_rows import StagedRows
 from slotstream.connector.sending.staging_pool import StagingPool
+from slotstream.connector.sending.verdicts import is_final
 from slotstream.connector.vllm_config import ConnectorConfig
 from slotstream.transport.base import Failed, SampleSink
 from slotstream.v1 import ingest_pb2
-from slotstream.wire.errors import Damaged, Interrupted, ServerDraining, StoreFull
+from slotstream.wire.errors import Damaged, Interrupted
 
-# With these the server says that it could not store a sample now; the rows are as good as before.
-_NOT_NOW = frozenset({StoreFull.code, ServerDraining.code, Interrupted.code})
 _RETRY_S, _RETRY_S_MAX = 0.5, 30.0
 _DOUBLINGS_MAX = 16
 
@@ -210,13 +209,13 @@ class Outbox:
 
     def failed(self, event: Failed) -> None:
         """The server will not store a sample, or cannot now."""
-        not_now = event.code in _NOT_NOW
-        if self._reports.answered(event, again=not_now):
+        if self._reports.answered(event, again=not is_final(event.code)):
             self._advance()
             return
         sample = self._by_number.get(event.sample)
         if sample is None:
             return
+        not_now = not is_final(event.code, sample.refusals)
         if not_now and sample.phase is Phase.ABORTING:
             sample.move(Event.NOT_NOW)
             self._end_untold(sample)

@@ -44,7 +44,7 @@ class Event(Enum):
     GIVEN_UP = "It cannot be stored for a reason on this side."
     STORED = "The server says: it is durable."
     FAILED = "The server says: it will not be stored, or its rows for another try are gone."
-    NOT_NOW = "The server says: it cannot be stored now (`STORE_FULL`, `SERVER_DRAINING`, `INTERRUPTED`)."
+    NOT_NOW = "The server says: it cannot be stored now, with one of the codes that `verdicts.py` holds a sample for."
     LINK_DOWN = "The stream broke, or could not be had."
     ROWS_LOST = "It would have to be sent again, and rows of it are gone."
 

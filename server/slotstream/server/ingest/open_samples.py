@@ -377,6 +377,9 @@ class OpenSamples:
         self._shared.ended(writer, ended)
         self._acks.send()  # The verdict comes after the acks of the sample's chunks.
         failure = ended.failure
+        if failure is not None and not ended.is_known:  # It may be stored: a Failed would be a lie, and a final one a loss.
+            self._failed(Interrupted(failure.message))
+            return
         if failure is None:
             self._reply(pb.IngestReply(committed=pb.Committed(sample=writer.number, duplicate=ended.duplicate)))
             return

@@ -21,7 +21,7 @@ from slotstream.server.nixl.reader import Slot
 from slotstream.server.pools import Pools
 from slotstream.store.records import Failure, SampleKey, SampleRecord, SampleSpec
 from slotstream.store.sample.upload import Upload
-from slotstream.wire.errors import InternalFault, SlotStreamError
+from slotstream.wire.errors import InternalFault, Interrupted, SlotStreamError
 from slotstream.wire.hashing import xxh3
 
 _log = logging.getLogger(__name__)
@@ -71,9 +71,10 @@ Item = Open | Refuse | Chunk | Commit | Abort
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """A sample's last word: committed (then `failure` is None) or failed."""
+    """A sample's last word: committed (then `failure` is None) or failed. Not one to tell the peer, unless `is_known`."""
 
     failure: Failure | None
+    is_known: bool = True
     duplicate: bool = False
     open_s: float = 0.0
     commit_s: float = 0.0
@@ -91,8 +92,12 @@ class Done:
     ended: Ended | None = None
 
 
+class VerdictUnknown(Exception):
+    """Nobody here can say what became of a sample. Its peer is told nothing, its stream ends, and it sends the sample again."""
+
+
 class UploadStore(Protocol):
-    """What writers need of a store; see `SampleStore`."""
+    """What writers need of a store; see `SampleStore`. Each call, and those of an `Upload`, may raise VerdictUnknown."""
 
     def open_upload(self, spec: SampleSpec) -> Upload:
         """Begin a sample."""
@@ -173,6 +178,8 @@ class SampleWriter:
                 ended = self._do(item)
             except SlotStreamError as error:
                 ended = Ended(Failure.of(error))
+            except VerdictUnknown as error:
+                ended = Ended(Failure.of(Interrupted(str(error))), is_known=False)
             except Exception:
                 _log.exception("a fault in the server failed sample %s", self.key)
                 failure = Failure.of(InternalFault("the server failed; its log says how"))
@@ -218,7 +225,7 @@ class SampleWriter:
         begun_at = time.monotonic()
         duplicate = upload.commit(item.row_count, item.token_ids, item.metadata)
         now = time.monotonic()
-        return Ended(None, duplicate, now - self._opened_at, now - begun_at)
+        return Ended(None, duplicate=duplicate, open_s=now - self._opened_at, commit_s=now - begun_at)
 
     def _give_up(self, failure: Failure) -> None:
         try:

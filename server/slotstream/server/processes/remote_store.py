@@ -9,11 +9,12 @@ from typing import Any
 
 import grpc
 
+from slotstream.server.ingest.sample_writer import VerdictUnknown
 from slotstream.store.disk.files import Files
 from slotstream.store.records import Failure, SampleRecord, SampleSpec
 from slotstream.store.sample.upload import Draft, OpenSample, Upload
 from slotstream.v1 import ingest_pb2, workers_pb2, workers_pb2_grpc
-from slotstream.wire.errors import InternalFault, SlotStreamError, error_from_code
+from slotstream.wire.errors import SlotStreamError, error_from_code
 
 _CALL_S = 120.0  # The primary waits for its disk meanwhile.
 
@@ -42,7 +43,10 @@ class _Stamps:
 
 
 class RemoteStore:
-    """What writers need of a store. Thread safe; blocks for the disk and for the primary."""
+    """What writers need of a store. Thread safe; blocks for the disk and for the primary.
+
+    Everything raises VerdictUnknown where the primary does not answer: it may be gone before it did what was asked, or after.
+    """
 
     def __init__(self, channel: grpc.Channel, worker: int, data_dir: Path, free_bytes_min: int) -> None:
         self._stub: Any = workers_pb2_grpc.WorkersStub(channel)  # type: ignore[no-untyped-call]
@@ -53,7 +57,7 @@ class RemoteStore:
         self._free_bytes_min = free_bytes_min
 
     def open_upload(self, spec: SampleSpec) -> Upload:
-        """Begin a sample. Raises StoreFull, TooLarge, InternalFault; the sample is then recorded as failed."""
+        """Begin a sample. Raises StoreFull and TooLarge; the sample is then recorded as failed."""
         begun = self._ask(self._stub.Begin, workers_pb2.BeginUpload(worker=self._worker, sample=_open_sample(spec)))
         _raise_if_failed(begun.failure)
         try:
@@ -111,7 +115,7 @@ class RemoteStore:
         try:
             return method(request, timeout=_CALL_S)
         except grpc.RpcError as error:
-            raise InternalFault("the server's primary process does not answer") from error
+            raise VerdictUnknown("the server's primary process does not answer") from error
 
 
 def _raise_if_failed(failure: workers_pb2.UploadFailure) -> None:

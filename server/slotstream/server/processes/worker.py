@@ -85,19 +85,21 @@ class Worker:
             health_pb2_grpc.add_HealthServicer_to_server(health, server)
             add_port(server, self._config, certificates)
             await server.start()
+            grace_s = None  # Without a primary nothing can be said of any sample: every stream ends at once.
             try:
-                await self._follow_orders(channel, ingest, health)
+                if await self._follow_orders(channel, ingest, health):
+                    grace_s = _LAST_CALLS_S
+                    ingest.end_streams()
             finally:
-                ingest.end_streams()
-                await server.stop(_LAST_CALLS_S)
+                await server.stop(grace_s)
                 await ingest.idle()
                 if readers is not None:
                     await asyncio.to_thread(readers.close)
                 await asyncio.to_thread(pools.shutdown)
                 await channel.close(None)
 
-    async def _follow_orders(self, channel: grpc.aio.Channel, ingest: IngestService, health: HealthService) -> None:
-        """Report to the primary and do as it says; returns when it wants no more of this process."""
+    async def _follow_orders(self, channel: grpc.aio.Channel, ingest: IngestService, health: HealthService) -> bool:
+        """Report to the primary and do as it says; returns when it wants no more of this process (True), or is gone."""
         stub: Any = workers_pb2_grpc.WorkersStub(channel)  # type: ignore[no-untyped-call]
         orders = stub.Join(self._reports())
         try:
@@ -106,12 +108,13 @@ class Worker:
                     health.stop_for_good()
                     ingest.drain()
                 elif order.kind == pb.WorkerOrder.END_STREAMS:
-                    return
+                    return True
                 else:
                     health.change(order.kind == pb.WorkerOrder.SERVING)
             _log.error("worker %d: the primary process ended the stream", self._number)
         except grpc.aio.AioRpcError as error:
             _log.error("worker %d: the primary process is gone: %s", self._number, error.details())
+        return False
 
     async def _reports(self) -> AsyncIterator[pb.WorkerReport]:
         while True:
