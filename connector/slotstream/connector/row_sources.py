@@ -32,7 +32,8 @@ def row_places(config: ConnectorConfig, vllm_config: VllmConfig, group: SlotGrou
     """The engine core's half of the source. Raises ConfigError for a row pool that is too small."""
     if not config.direct:
         return BlockPlaces()
-    return PagePlaces(PageAllocator(pool_shape(pool_rows(config, vllm_config), group.block_size), group.block_size))
+    shape = pool_shape(pool_rows(config, vllm_config), group.block_size)
+    return PagePlaces(PageAllocator(shape, group.block_size), config.row_bytes)
 
 
 def check_capture(config: ConnectorConfig) -> None:
