@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import logging
+
+import pytest
+
 from slotstream.connector.hook_guard import DISABLE_AFTER_S, HookGuard
 
 
@@ -45,3 +49,15 @@ def test_a_fault_in_every_step_for_a_minute_turns_capture_off_and_one_good_step_
     assert fence.disabled
     steps(5, bad=False)
     assert fence.disabled
+
+
+def test_the_log_names_each_hook_that_raises_once_a_minute(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("vllm.slotstream"), "propagate", True)
+    fence = HookGuard(lambda: None)
+    for _ in range(3):
+        assert fence.run(int, 7, "x") == 7
+        assert not fence.holds(_broken)
+    said = [record.getMessage().partition(" failed ")[0] for record in caplog.records]
+    assert said == ["slotstream: int", "slotstream: _broken"]

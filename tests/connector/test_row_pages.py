@@ -22,7 +22,7 @@ from slotstream.connector.row_pool import PAGE_ROWS_MAX, page_rows_of, pool_rows
 from slotstream.connector.sending.row_check import StampEvidence
 from slotstream.connector.sending.sender import in_thread
 from slotstream.transport.base import Committed, Failed
-from slotstream.wire.errors import ConfigError, SlotMismatch
+from slotstream.wire.errors import ConfigError, InternalFault, SlotMismatch
 
 CPU = torch.device("cpu")
 SLOTS = 40 * 8
@@ -93,6 +93,21 @@ def test_pages_are_given_and_taken_and_what_was_forgotten_counts_no_more() -> No
     assert (pages.stamps < 0).all()
     pages.forget()
     assert (pages.table < 0).all()
+
+
+def test_once_capture_is_off_no_page_is_given_and_no_row_is_read() -> None:
+    pages = make_pages()
+    give(pages, 1, {3: 2})
+    write_rows(pages, hidden_of(8), torch.arange(24, 32))
+    plan = RowPlan("r", 0, 8, 0, PagePlace((2,), (24,), (1,)))
+    assert len(pages.locate(plan)) == 8
+    pages.switch_off()
+    with pytest.raises(InternalFault, match="capture is off until vLLM restarts"):
+        pages.locate(plan)
+    give(pages, 2, {4: 1})
+    write_rows(pages, hidden_of(8), torch.arange(32, 40))
+    assert (pages.table < 0).all()
+    assert (pages.stamps < 0).all()
 
 
 @pytest.mark.parametrize(

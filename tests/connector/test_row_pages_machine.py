@@ -107,7 +107,7 @@ class _Engine:
         self.allocator = PageAllocator(shape, block_size)
         options = config(layers=[0], output_rows_per_chunk=rng.choice([1, 3, 32]))
         self.window = window
-        places = PagePlaces(self.allocator, keeps_blocks=not window)
+        places = PagePlaces(self.allocator, row_bytes=16, keeps_blocks=not window)
         self.half = SchedulerHalf(options, 1, block_size, _MODEL_LEN, lambda _: None, places)
         self.device = RowPages(shape.rows, 1, 4, torch.float32, torch.device("cpu"))
         self.device.cut(shape, blocks * block_size)
@@ -121,6 +121,7 @@ class _Engine:
         self.first_positions: dict[str, int] = {}
         self.ended: dict[str, str] = {}
         self.failed: Counter[str] = Counter()
+        self.gauges: dict[str, float] = {}  # As the connector told them last.
         self.numbers = 0
 
     # What a user does.
@@ -173,6 +174,11 @@ class _Engine:
             plan = self.half.plan(output)
             self.half.delivered()
         self._check_pages()
+        self.gauges |= self.half.take_stats()
+        used = sum(map(len, self.allocator._held.values()))
+        pages = self.allocator.shape.pages
+        assert (self.gauges["row_pool_pages_in_use"], self.gauges["row_pool_pages_free"]) == (used, pages - used)
+        assert self.gauges["row_pool_bytes"] == self.device.pool.nbytes
         self.device.begin_step(plan)
         sampled = self._forward(scheduled)
         self._execute(plan)
@@ -329,7 +335,7 @@ class _Engine:
     def _check_pages(self) -> None:
         held = [page.page for pages in self.allocator._held.values() for page in pages.values()]
         everywhere = held + self.allocator._free
-        assert len(set(everywhere)) == len(everywhere) == self.allocator._pages, "a page is lost, or somebody else's too"
+        assert len(set(everywhere)) == len(everywhere) == self.allocator.shape.pages, "a page is lost, or somebody else's too"
 
     def drain(self) -> None:
         """To the end of every request, and one step more: what the last ones gave back."""
@@ -340,7 +346,7 @@ class _Engine:
         else:
             pytest.fail("the engine makes no progress")
         self.step()
-        assert self.allocator.free == self.allocator._pages
+        assert self.allocator.free == self.allocator.shape.pages
         self.step()
         assert not (self.device.table >= 0).any()
 

@@ -25,7 +25,7 @@ from support.waiting import WAIT_S, wait_until
 from support.worker_rig import ROW_BYTES, cached_rows, opened
 
 from slotstream.client import SampleState, connect
-from slotstream.connector.counters import Counters
+from slotstream.connector.counters import SENDER_GAUGES, Counters
 from slotstream.connector.plan import StepPlan
 from slotstream.connector.sending.process.main import _News
 from slotstream.connector.sending.process.messages import hear
@@ -131,6 +131,7 @@ def test_every_row_arrives_and_everything_is_given_back(
     gauges = ("samples_in_flight", "staging_bytes_in_use", "staging_bytes_kept")
     wait_until(lambda: not any(sender.gauges()[name] for name in gauges), "an idle sender")
     assert sender.gauges()["link_up"] == 1
+    assert set(sender.gauges()) == set(SENDER_GAUGES)
     engine.close()
     assert not _is_there(pid)
     assert own_threads() == threads

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from support.waiting import wait_until
 from support.worker_rig import BLOCK_SIZE, BLOCKS, ROW_BYTES, Rig, WatchedSink, cached_rows, config, make_rig, opened
 
+from slotstream.connector.counters import SENDER_GAUGES
 from slotstream.connector.faults import SampleFault
 from slotstream.connector.plan import SampleAbort, SampleFinish, StepPlan
 from slotstream.connector.reading import staging_memory
@@ -358,6 +359,8 @@ def test_staging_holds_a_few_steps_unless_an_option_says_how_much() -> None:
         assert isinstance(rig.sink.verdict(1), Committed)
         slot_bytes = rig.worker._sender._pool.slot_bytes
         assert rig.worker.take_stats()["staging_bytes_limit"] == (512 << 20) // slot_bytes * slot_bytes
+        # The engine core's half tells the row pool's: a zero from here would hide them.
+        assert set(rig.worker._sender.gauges()) == set(SENDER_GAUGES)
     finally:
         rig.worker.close()
 

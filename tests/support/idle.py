@@ -13,6 +13,7 @@ from support.workload import Ask, send, text_tokens
 IDLE_AT_ZERO = (
     "slotstream_connector_samples_in_flight",
     "slotstream_connector_staging_bytes_in_use",
+    "slotstream_connector_row_pool_pages_in_use",
     "slotstream_connector_hook_faults_total",
     "slotstream_open_samples",
     "vllm:kv_cache_usage_perc",

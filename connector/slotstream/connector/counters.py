@@ -43,10 +43,15 @@ METRICS = (
     Metric("staging_bytes_in_use", "gauge", "Staging memory that holds rows on their way."),
     Metric("staging_bytes_kept", "gauge", "Staging memory that holds rows for a replay until somebody needs the room."),
     Metric("staging_bytes_limit", "gauge", "Staging memory allocated."),
+    Metric("row_pool_pages_in_use", "gauge", "Pages of the row pool that hold rows, or are about to."),
+    Metric("row_pool_pages_free", "gauge", "Pages of the row pool that hold none; ROW_POOL_FULL counts what found too few."),
+    Metric("row_pool_bytes", "gauge", "Device memory of the row pool's rows; 0 without the option layers."),
     Metric("spool_bytes_in_use", "gauge", "Bytes of files in the spool."),
     Metric("link_up", "gauge", "1 while the stream to the server is up."),
 )
 _COUNTERS = {m.name for m in METRICS if m.kind == "counter"}
+# The engine core's half has the row pool's, the sender all others.
+SENDER_GAUGES = tuple(m.name for m in METRICS if m.kind == "gauge" and not m.name.startswith("row_pool_"))
 
 
 class Counters:

@@ -18,7 +18,7 @@ DISABLE_AFTER_S = 60.0
 
 
 class HookGuard:
-    """Runs hooks. One that raises is counted by `on_fault`, logged once a minute, and answered with a default.
+    """Runs hooks. One that raises is counted by `on_fault`, logged (each hook once a minute), and answered with a default.
 
     When every step for DISABLE_AFTER_S had a fault, `disabled` turns true, for good, and the log says so.
     """
@@ -69,5 +69,5 @@ class HookGuard:
     def _count(self, name: str) -> None:
         self._faults += 1
         self._on_fault()
-        if self._throttle.admit("") is not None:
+        if self._throttle.admit(name) is not None:
             logger.exception("slotstream: %s failed (fault %d); the engine goes on without its samples", name, self._faults)

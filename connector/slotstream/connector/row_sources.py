@@ -33,7 +33,7 @@ def row_places(config: ConnectorConfig, vllm_config: VllmConfig, group: SlotGrou
     if not config.direct:
         return BlockPlaces()
     pages = PageAllocator(pool_shape(pool_rows(config, vllm_config), group.block_size), group.block_size)
-    return PagePlaces(pages, keeps_blocks=group.keeps_blocks)
+    return PagePlaces(pages, row_bytes=config.row_bytes, keeps_blocks=group.keeps_blocks)
 
 
 def check_capture(config: ConnectorConfig) -> None:

@@ -39,7 +39,7 @@ class PageAllocator:
         assert block_size % shape.page_rows == 0, "a page lies within a block"
         self._page_rows = shape.page_rows
         self._block_size = block_size
-        self._pages = shape.pages
+        self.shape = shape
         self._free = list(range(shape.pages - 1, -1, -1))
         self._let_go: list[int] = []  # Read in the plan that is being made, which may begin between two steps.
         self._held: dict[str, dict[int, _Page]] = {}
@@ -56,12 +56,12 @@ class PageAllocator:
     @property
     def in_use(self) -> int:
         """Pages that hold rows, or are about to."""
-        return self._pages - len(self._free) - len(self._let_go)
+        return self.shape.pages - len(self._free) - len(self._let_go)
 
     @property
     def is_short(self) -> bool:
         """Whether so few pages are free that rows which wait for company should be read now."""
-        return len(self._free) * 4 < self._pages
+        return len(self._free) * 4 < self.shape.pages
 
     def end_plan(self) -> TableUpdate | None:
         """The plan is made: what it has to change in the table, None for nothing. What it let go of, the next may give."""
@@ -130,7 +130,7 @@ class PageAllocator:
         self._entries.clear()
         self._ending.clear()
         self._let_go.clear()
-        self._free = list(range(self._pages - 1, -1, -1))
+        self._free = list(range(self.shape.pages - 1, -1, -1))
         self._clear = True
 
     def _give_back(self, page: _Page) -> None:

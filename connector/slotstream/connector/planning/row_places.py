@@ -6,7 +6,7 @@ included. Row pages are ours: rows are written only where a page was given for t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from slotstream.connector.plan import BlockPlace, PagePlace, TableUpdate
@@ -62,6 +62,9 @@ class RowPlaces(Protocol):
     def reset(self) -> None:
         """Nothing is known of the device's side any more: begin anew."""
 
+    def gauges(self) -> Mapping[str, float]:
+        """The gauges of `counters.METRICS` that this source has, now."""
+
 
 class BlockPlaces:
     """Rows in the hidden states' own cache layer: their place is the request's block table."""
@@ -99,6 +102,10 @@ class BlockPlaces:
     def reset(self) -> None:
         """Nothing to do."""
 
+    def gauges(self) -> Mapping[str, float]:
+        """There is no row pool."""
+        return {}
+
 
 class PagePlaces:
     """Rows in row pages. `keeps_blocks`: whether a request's blocks stay its own for as long as it runs."""
@@ -106,8 +113,9 @@ class PagePlaces:
     computes_all = True
     holds_blocks = False
 
-    def __init__(self, pages: PageAllocator, *, keeps_blocks: bool) -> None:
+    def __init__(self, pages: PageAllocator, *, row_bytes: int, keeps_blocks: bool) -> None:
         self._pages = pages
+        self._row_bytes = row_bytes
         self._keeps_blocks = keeps_blocks
 
     @property
@@ -154,3 +162,9 @@ class PagePlaces:
     def reset(self) -> None:
         """All pages are free."""
         self._pages.reset()
+
+    def gauges(self) -> Mapping[str, float]:
+        """Of the row pool."""
+        pages, used = self._pages.shape.pages, self._pages.in_use
+        nbytes = self._pages.shape.rows * self._row_bytes
+        return {"row_pool_pages_in_use": used, "row_pool_pages_free": pages - used, "row_pool_bytes": nbytes}

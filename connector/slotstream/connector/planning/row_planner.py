@@ -49,6 +49,10 @@ class RowPlanner:
         """No more rows of a request are wanted than are planned."""
         self._places.end(req_id)
 
+    def gauges(self) -> Mapping[str, float]:
+        """See `RowPlaces`."""
+        return self._places.gauges()
+
     # -- a step
 
     def due(

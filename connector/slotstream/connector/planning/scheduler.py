@@ -81,6 +81,7 @@ class SchedulerHalf:
         self._pending = _Pending()
         self._undelivered = EMPTY_PLAN
         self._counters = Counters()
+        self._told: dict[str, float] = {}  # The gauges, as they were last told.
         self._throttle = Throttle(every_s=10.0)
         self._external_loads = ExternalLoads(group, block_size)
         self._rows = RowPlanner(places or BlockPlaces(), group, config.options.output_rows_per_chunk)
@@ -172,8 +173,12 @@ class SchedulerHalf:
                 capture.resets.append(row)
 
     def take_stats(self) -> dict[str, float]:
-        """Counts since the last call."""
-        return self._counters.take()
+        """Counts since the last call, with the gauges where one of them changed."""
+        counts, gauges = self._counters.take(), dict(self._rows.gauges())
+        if gauges != self._told:
+            self._told = gauges
+            counts |= gauges
+        return counts
 
     def count_fault(self) -> None:
         """A hook raised."""

@@ -6,6 +6,7 @@ taken out of the answer again and written; a drafter that asked for layers of it
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -106,9 +107,12 @@ class ForwardCapture:
         write_rows(pages, rows, mapping[self.layer])
 
     def _give_up(self, error: Exception) -> None:
-        """Capture is off until vLLM restarts: samples fail, for their rows are not where they should be; the text goes on."""
+        """Capture is off until vLLM restarts: samples fail, and say so; the text goes on."""
         self.off = True
         logger.error("slotstream: rows could not be written, and capture is off until vLLM restarts", exc_info=error)
+        if self.pages is not None:
+            with contextlib.suppress(Exception):  # The device may take no work any more.
+                self.pages.switch_off()
 
 
 current: ForwardCapture | None = None

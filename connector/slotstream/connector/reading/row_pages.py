@@ -20,7 +20,7 @@ from slotstream.connector.reading.staging_plan import PAGED_WORDS
 from slotstream.connector.row_pool import RowPoolShape
 from slotstream.connector.sending.copies import Gathered
 from slotstream.connector.sending.row_check import RowEvidence, StampEvidence
-from slotstream.wire.errors import ConfigError, SlotMismatch
+from slotstream.wire.errors import ConfigError, InternalFault, SlotMismatch
 
 
 class RowPages:
@@ -47,6 +47,7 @@ class RowPages:
         self.step = torch.zeros(1, dtype=torch.int64, device=device)
         self.table = torch.full((1,), -1, dtype=torch.int32, device=device)
         self.shape = RowPoolShape(0, 1)
+        self._off = False
 
     @property
     def nbytes(self) -> int:
@@ -64,9 +65,14 @@ class RowPages:
         self.table.fill_(-1)
         self.stamps.fill_(-1)
 
+    def switch_off(self) -> None:
+        """After a fault in the forward pass: no page is given any more, and no row is read. A graph keeps its write."""
+        self._off = True
+        self.forget()
+
     def begin_step(self, plan: StepPlan) -> None:
         """Before the forward pass, in the model's stream: pages are given, and taken away."""
-        if plan.table is not None:
+        if plan.table is not None and not self._off:
             self._update(plan.table)
 
     def _update(self, update: TableUpdate) -> None:
@@ -94,6 +100,8 @@ class RowPages:
 
     def locate(self, plan: RowPlan) -> Located:
         """See `RowSource`."""
+        if self._off:
+            raise InternalFault("capture is off until vLLM restarts: rows could not be written, and the log says why")
         place, size = plan.place, self.shape.page_rows
         if not isinstance(place, PagePlace):
             raise SlotMismatch("the plan names blocks where rows lie in pages")

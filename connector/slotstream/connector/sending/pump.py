@@ -131,7 +131,7 @@ class Pump:
         return self._faults.take()
 
     def gauges(self) -> Mapping[str, float]:
-        """The gauges of `counters.METRICS`, now."""
+        """`counters.SENDER_GAUGES`, now."""
         pool = self._pool
         return {
             "samples_in_flight": self._outbox.samples,
