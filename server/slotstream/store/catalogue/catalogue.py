@@ -104,6 +104,11 @@ class Catalogue:
             self._readers.get().close()
         self._writer_db.close()
 
+    @property
+    def writer(self) -> threading.Thread:
+        """The thread that writes; it ends when the catalogue is closed."""
+        return self._thread
+
     # Writing. Each method returns at once; the future is done when the change is committed.
 
     def submit(
@@ -321,6 +326,7 @@ def _check_schema(db: sqlite3.Connection, path: Path) -> None:
         begin = sql.SCHEMA if fresh else ""
         # In one transaction: whoever is interrupted here finds the version that was there before.
         db.executescript(f"BEGIN IMMEDIATE;{begin}{retention_sql.UPGRADE}PRAGMA user_version = {sql.SCHEMA_VERSION};COMMIT;")
+    db.executescript(retention_sql.INDEX)
 
 
 def _begin_unclean(db: sqlite3.Connection) -> bool:
