@@ -125,6 +125,8 @@ class Server:
         pools = self._pools = Pools()
         self._closing.push_async_callback(asyncio.to_thread, pools.shutdown)
         self.metrics = metrics = Metrics(store)
+        if certificates is not None:
+            metrics.certificate_expiry.set_function(certificates.expires_unix_s)
         self._waiters = Waiters()
         readers = await asyncio.to_thread(start_readers, config, metrics)
         if readers is not None:

@@ -37,6 +37,10 @@ class Housekeeping:
         self._on_health = on_health
         self._sweeper = Sweeper(store.lifetimes, config.retention, store.free_bytes)
         self._scrubber = Scrubber(store.lifetimes, config.scrub_bytes_per_s, metrics.scrubbed_bytes.inc)
+        metrics.free_target.set(config.retention.free_bytes_target)
+        metrics.scrub_every.set(config.scrub_every_s)
+        if config.scrub_every_s:
+            metrics.scrub_end.set_function(lambda: self._scrubber.progress.ended_unix_ns / 1e9)
         self._is_healthy = True
         self._trouble = ""
         self._touched: set[str] = set()

@@ -329,6 +329,13 @@ class SampleStore:
         except OSError as error:
             raise store_error(error, "asking for free space") from error
 
+    def disk_bytes(self) -> int:
+        """The size of the disk. Raises InternalFault."""
+        try:
+            return self._files.disk_bytes(self.data_dir)
+        except OSError as error:
+            raise store_error(error, "asking for the size of the disk") from error
+
 
 def _readable(key: SampleKey, record: SampleRecord | None) -> SampleRecord:
     if record is None or record.state is State.DELETING:
