@@ -110,7 +110,9 @@ _SERVER_METRICS = """\
 ## Server metrics
 
 They appear on the address that `--metrics` names. The names of counters end in `_total` there. The gRPC port also answers the
-standard health service, for `""`, `slotstream.v1.Ingest` and `slotstream.v1.Samples`.
+standard health service, for `""`, `slotstream.v1.Ingest` and `slotstream.v1.Samples`. The address that `--probes` names answers
+over plain HTTP, with one word: `/livez` says `ok`, or `hung` with status 503; `/readyz` says `ok` or `full`, or with 503
+`starting`, `draining` or `disk`.
 """
 _EXITS = """\
 ## Commands and exit codes
@@ -192,7 +194,7 @@ def _error_codes() -> str:
 def _connector_metrics() -> str:
     return _table(
         ("metric", "meaning", "kind"),
-        ((f"`slotstream_connector_{m.name}`", m.help, f"{m.kind}{', by `code`' * m.by_code}") for m in METRICS),
+        ((f"`slotstream_connector_{m.name}`", m.help, f"{m.kind}{f', by `{m.label}`' if m.label else ''}") for m in METRICS),
     )
 
 

@@ -76,6 +76,7 @@ def test_samples_wait_for_a_token_that_is_right(tmp_path: Path, logged: list[log
             for number in range(4):
                 rig.capture(f"s{number}", 8)
             _wait(lambda: any("the bearer token is not one that this server knows" in r.getMessage() for r in logged))
+            assert rig.worker._sender.gauges()["capture_off:UNAUTHENTICATED"] == 1
             mine.unlink()  # No file, then one that is right: each is looked at on the next attempt.
             rig.capture("s4", 8)
             mine.write_text(token("engine"))
@@ -90,6 +91,7 @@ def test_samples_wait_for_a_token_that_is_right(tmp_path: Path, logged: list[log
             (fault,) = _until(rig, 1)
             assert fault.code == "PERMISSION_DENIED"
             assert rig.worker._sender.link_up
+            assert rig.worker._sender.gauges()["capture_off:UNAUTHENTICATED"] == 0
         finally:
             rig.worker.close()
     said = [record.getMessage() for record in logged]

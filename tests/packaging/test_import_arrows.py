@@ -32,7 +32,7 @@ ARROWS = {
 }
 # Within a half: wing, or module that stands in front of the wings -> what it may import beside itself. docs/design.md draws it.
 _CONNECTOR_BASE = {"options", "vllm_config", "plan", "counters", "faults"}
-_SERVER_BASE = {"config", "metrics", "status", "version", "waiters", "pools", "logs"}
+_SERVER_BASE = {"config", "metrics", "status", "version", "waiters", "pools", "pulse", "logs"}
 WINGS = {
     "connector": {
         "facade": _CONNECTOR_BASE | {"hook_guard", "metrics", "planning", "plugin", "reading", "row_sources", "sending"},
@@ -47,14 +47,17 @@ WINGS = {
         "faults": {"counters"},
     },
     "server": {
-        "app": _SERVER_BASE | {"access", "healthcheck", "housekeeping", "ingest", "listening", "nixl", "processes", "samples"},
+        "app": _SERVER_BASE
+        | {"access", "healthcheck", "housekeeping", "ingest", "listening", "nixl", "probes", "processes", "samples"},
         "processes": _SERVER_BASE | {"access", "healthcheck", "ingest", "listening", "nixl"},
         "ingest": _SERVER_BASE | {"access", "nixl"},
         "samples": _SERVER_BASE | {"access", "housekeeping"},
         "nixl": _SERVER_BASE,
         "access": {"config"},
         "healthcheck": {"access", "status"},
-        "housekeeping": {"config", "metrics"},
+        "housekeeping": {"config", "metrics", "pulse"},
+        "pools": {"pulse"},
+        "probes": {"pulse"},
         "listening": {"access", "config"},
         "logs": {"config"},
     },

@@ -29,7 +29,22 @@ def test_every_option_reaches_the_configuration(tmp_path: Path) -> None:
     rules = tmp_path / "rules.toml"
     rules.write_text("[default]\nsamples_max = 3\n")
     config = _parse(
-        *("--data", "d", "--listen", "unix:/s", "--metrics", "[::1]:0", "--log-format", "json", "--log-level", "debug"),
+        *(
+            "--data",
+            "d",
+            "--listen",
+            "unix:/s",
+            "--listen",
+            "[::1]:0",
+            "--metrics",
+            "[::1]:0",
+            "--probes",
+            "[::1]:0",
+            "--log-format",
+            "json",
+            "--log-level",
+            "debug",
+        ),
         *("--free-bytes-min", "1", "--window-bytes", "9000000", "--drain-s", "0.5", "--appear-grace-s", "0"),
         *("--ingest-bytes-max", "9000001"),
         *("--open-samples-max", "7", "--reads-max", "8", "--retention", str(rules)),
@@ -39,6 +54,8 @@ def test_every_option_reaches_the_configuration(tmp_path: Path) -> None:
     assert config == ServerConfig(
         data_dir=Path("d"),
         listen="unix:/s",
+        also_listen=("[::1]:0",),
+        probes_listen="[::1]:0",
         metrics_listen="[::1]:0",
         log_format="json",
         log_level="debug",
@@ -101,7 +118,7 @@ def test_the_help_shows_every_default() -> None:
     parser = argparse.ArgumentParser()
     add_serve_arguments(parser)
     text = " ".join(parser.format_help().split())
-    assert text.count("(default:") == len(ServerConfig.__dataclass_fields__) - 1
+    assert text.count("(default:") == len(ServerConfig.__dataclass_fields__) - 2  # DIR has none; --listen is two fields.
 
 
 def test_peers_cannot_invent_metric_labels() -> None:

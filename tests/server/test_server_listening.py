@@ -10,14 +10,18 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
-from server.server_kit import Peer, Reader, Sample, hello
-from support.secure import bearer, entry, token, write_tokens
+from server.server_kit import Peer, Reader, RunningServer, Sample, hello
+from support.secure import Authority, bearer, entry, health_of, token, write_tokens
 from support.server import ServerProcess, run_cli
 
+from slotstream.client import Unauthenticated, connect
+from slotstream.demo.processes import free_port
 from slotstream.server.config import ServerConfig
 from slotstream.v1 import ingest_pb2 as pb
 from slotstream.v1 import samples_pb2 as read_pb
+from slotstream.wire.access import Access
 from slotstream.wire.errors import ConfigError
 
 CERT = {"tls_cert": Path("c"), "tls_key": Path("k")}
@@ -173,3 +177,56 @@ class _Spy(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         self.text += self.format(record)
+
+
+def test_a_socket_for_the_pods_engine_and_tls_for_readers_all_with_tokens(tmp_path: Path) -> None:
+    authority = Authority(tmp_path)
+    pair = authority.issue("server")
+    tokens = write_tokens(
+        tmp_path / "tokens.toml", entry("engine", ["default"], "ingest"), entry("reader", ["default"], "read")
+    )
+    tcp = f"127.0.0.1:{free_port()}"
+    options = ("--listen", tcp, "--tokens", str(tokens), "--tls-cert", str(pair.cert), "--tls-key", str(pair.key))
+    with ServerProcess(tmp_path / "data", *options, token=token("engine")) as server:
+        said = [line.partition("slotstream ")[2] for line in server.log().splitlines() if "listening on" in line]
+        version = said[0].partition(" ")[0]
+        assert said == [
+            f"{version} (TLS: no, token: yes) listening on {server.address}",
+            f"{version} (TLS: yes, token: yes) listening on {tcp}",
+        ]
+        assert stat.S_IMODE(Path(server.address.removeprefix("unix:")).stat().st_mode) == 0o600
+        with Peer(server.address, greet=False) as stranger:  # The socket wants a token as well.
+            stranger.say(hello())
+            assert stranger.ending()[1] == "UNAUTHENTICATED"
+        with Peer(server.address, metadata=bearer("engine")) as peer:
+            peer.put(Sample(), 1)
+        with connect(tcp, tls_ca=authority.path, token=token("reader")) as client:
+            assert [found.sample_id for found in client.list()] == ["s"]
+        with connect(tcp, tls_ca=authority.path, connect_timeout_s=0) as client, pytest.raises(Unauthenticated):
+            list(client.list())
+        assert health_of(tcp, Access()) is grpc.StatusCode.UNAVAILABLE  # No TLS, no connection.
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"listen": "unix:/s", "also_listen": ("0.0.0.0:1",)}, "--listen: 0.0.0.0:1 can be reached"),
+        ({"listen": "unix:/s", "also_listen": ("127.0.0.1:1",), "workers": 2}, "--workers: only one process"),
+        ({"listen": "127.0.0.1:1", "also_listen": ("unix:/s",), "workers": 2}, "--workers: only one process"),
+        ({"listen": "unix:/s", "also_listen": ("unix:/t",), **CERT}, "--tls-cert: a unix socket"),
+        ({"listen": "unix:/s", "also_listen": ("unix:/s",)}, "--listen: unix:/s is given twice"),
+        ({"also_listen": ("nowhere",)}, "--listen: address 'nowhere'"),
+    ],
+)
+def test_of_several_addresses_each_is_looked_at(options: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{named}"):
+        ServerConfig(data_dir=Path("d"), **options)
+
+
+def test_several_processes_listen_on_several_ports(tmp_path: Path) -> None:
+    with RunningServer(tmp_path / "data", also_listen=("127.0.0.1:0",), workers=2) as running:
+        assert len(set(running.server.addresses)) == 2
+        for number, address in enumerate(running.server.addresses * 4):
+            with Peer(address) as peer, Reader(address) as reader:
+                peer.put(Sample(f"s{number}"), 1)
+                assert reader.read(f"s{number}")[1] == Sample().data

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from support.secure import Authority, entry, health_of, token, write_tokens
 from transport.recorder import WAIT_S, Recorder
 
 from slotstream.client import PermissionDenied, ServerUnavailable, Unauthenticated, connect
+from slotstream.server.access.tls import expiry_unix_s
 from slotstream.transport.base import LinkUp
 from slotstream.transport.channel import open_channel
 from slotstream.transport.grpc import GrpcSink
@@ -162,3 +164,23 @@ def test_files_that_cannot_be_used_keep_it_from_starting(tmp_path: Path, which: 
     with pytest.raises(ConfigError, match=f"--{which.replace('_', '-')}"):
         RunningServer(tmp_path / "data", **options)
     assert not (tmp_path / "data").exists()
+
+
+@pytest.mark.parametrize("year", [2031, 2049, 2050, 2120])  # DER writes years from 2050 on in another form.
+def test_the_metrics_say_when_the_certificate_in_use_expires(tmp_path: Path, year: int) -> None:
+    authority = Authority(tmp_path)
+    until = datetime(year, 2, 3, 4, 5, 6, tzinfo=UTC)
+    pair = authority.issue("server", not_after=until)
+    with RunningServer(tmp_path / "data", tls_cert=pair.cert, tls_key=pair.key) as running:
+        assert running.metric("certificate_expiry_timestamp_seconds") == until.timestamp()
+        authority.issue("server", not_after=until.replace(month=3))  # As cert-manager does: the new one counts once it is used.
+        assert health_of(running.address, _only(authority)) == 1
+        assert running.metric("certificate_expiry_timestamp_seconds") == until.replace(month=3).timestamp()
+
+
+def test_a_certificate_that_cannot_be_read_expires_never(tmp_path: Path) -> None:
+    pem = Authority(tmp_path).issue("server").cert.read_bytes()
+    assert expiry_unix_s(pem) > 0
+    assert expiry_unix_s(b"") == 0
+    lines = pem.splitlines(keepends=True)
+    assert expiry_unix_s(b"".join([*lines[:3], *lines[-1:]])) == 0

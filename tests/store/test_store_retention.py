@@ -76,6 +76,8 @@ def test_a_namespace_overrides_the_default_key_by_key(tmp_path: Path) -> None:
         ("[default]\ndelete_when_full = true", "needs a free_bytes_target above the 7 bytes"),
         ("free_bytes_target = 7\n[default]\ndelete_when_full = true", "needs a free_bytes_target above the 7 bytes"),
         ("free_bytes_target = 9", "does nothing unless"),
+        ("[default]\ndelete_read_when_full = 1", "default: delete_read_when_full must be true or false"),
+        ("[default]\ndelete_read_when_full = true", "delete_read_when_full needs a free_bytes_target above the 7 bytes"),
     ],
 )
 def test_a_rule_that_cannot_work_is_named(tmp_path: Path, text: str, named: str) -> None:
@@ -243,6 +245,42 @@ def test_when_space_runs_low_the_oldest_that_may_go_do(tmp_path: Path) -> None:
     assert (last.samples, last.still_short) == ({Reason.FREE_SPACE: 1}, True)
     assert sweeper.make_room().samples == {}
     assert _left(store, "kept") == "a"
+    store.close()
+
+
+def test_when_space_runs_low_what_was_read_goes_and_what_was_not_stays(tmp_path: Path) -> None:
+    files = _Disk()
+    store = SampleStore.open(tmp_path, files=files, free_bytes_min=0)
+    for name in ("a", "b", "c", "d", "e", "f"):
+        size = _put(store, name, namespace="train")
+    _put(store, "a", "b", namespace="other")
+    both = Policy(
+        namespaces={"train": Rule(delete_read_when_full=True), "other": Rule(delete_when_full=True)}, free_bytes_target=1000
+    )
+    read = Policy(default=Rule(delete_read_when_full=True), free_bytes_target=1000)
+    key = {name: SampleKey("train", name) for name in "abcdef"}
+    for name in "ef":  # In another order than that of their commits, which is the one that counts.
+        store.lifetimes.ack(key[name])
+    for name in "db":
+        record = store.stat(key[name])
+        assert record is not None
+        store.lifetimes.count_read(key[name], record.committed_unix_ns).result()
+    store.lifetimes.lease(key["d"], "me", 60)
+    sweeper = Sweeper(store.lifetimes, read, store.free_bytes)
+    files.total = 8 * size + 1000 - 1
+    assert sweeper.make_room().samples == {Reason.FREE_SPACE: 1}
+    assert _left(store, "train") == "acdef"
+    files.total = 0
+    with store.reader(key["e"]):
+        last = sweeper.make_room()
+        assert (last.samples, last.still_short) == ({Reason.FREE_SPACE: 1}, True)
+        assert _left(store, "train") == "acde"  # Unread, unread, leased, being read.
+    assert sweeper.make_room().samples == {Reason.FREE_SPACE: 1}
+    assert [_left(store, space) for space in ("train", "other")] == ["acd", "ab"]
+    # Beside a namespace whose unread samples may go as well: of all together the oldest first.
+    last = Sweeper(store.lifetimes, both, store.free_bytes).make_room()
+    assert (last.samples, last.still_short) == ({Reason.FREE_SPACE: 2}, True)
+    assert [_left(store, space) for space in ("train", "other")] == ["acd", ""]
     store.close()
 
 

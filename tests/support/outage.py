@@ -46,6 +46,8 @@ def capture_is_refused(running: Stack, name: str) -> None:
     assert {s["error"]["code"] for s in refused} == {"SERVER_UNAVAILABLE"}
     page = scrape(running.vllm_port)
     assert metric(page, "slotstream_connector_samples_failed_total", code="SERVER_UNAVAILABLE") >= 17
+    assert metric(page, "slotstream_connector_capture_off", reason="SERVER_UNAVAILABLE") == 1
+    assert metric(page, "slotstream_connector_capture_off") == 1  # For this reason alone.
     assert running.engine is not None
     assert "is not captured: SERVER_UNAVAILABLE" in running.engine.log.read_text()
 
@@ -56,6 +58,7 @@ def capture_works(running: Stack, name: str) -> None:
         sample_id = f"{name}-{attempt}"
         if "error" not in _capture(running, sample_id):
             break
+    assert metric(scrape(running.vllm_port), "slotstream_connector_capture_off") == 0
     with connect(running.address) as client:
         # The engine admits as soon as the server answers it; the worker's stream may take longer than the server's patience.
         wait_until(lambda: any(info.sample_id == sample_id for info in client.list(namespace="outage")), sample_id)

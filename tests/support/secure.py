@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 
 import grpc
@@ -48,9 +49,9 @@ class Authority:
         self.path = directory / f"{name}.pem"
         self._ca.cert_pem.write_to_path(str(self.path))
 
-    def issue(self, name: str, common_name: str | None = None) -> Pair:
+    def issue(self, name: str, common_name: str | None = None, not_after: datetime | None = None) -> Pair:
         """A certificate and its key as files, replaced if they are there."""
-        issued = self._ca.issue_cert("127.0.0.1", "localhost", common_name=common_name)
+        issued = self._ca.issue_cert("127.0.0.1", "localhost", common_name=common_name, not_after=not_after)
         pair = Pair(self._directory / f"{name}-cert.pem", self._directory / f"{name}-key.pem")
         _replace(pair.cert, b"".join(part.bytes() for part in issued.cert_chain_pems))
         _replace(pair.key, issued.private_key_pem.bytes())

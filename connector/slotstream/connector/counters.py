@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -12,12 +12,12 @@ CODE_SEPARATOR = ":"
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One metric. In Prometheus `slotstream_connector_<name>`, counters with `_total`; `by_code` adds the label `code`."""
+    """One metric. In Prometheus `slotstream_connector_<name>`, counters with `_total`; `label` is one that it adds."""
 
     name: str
     kind: Literal["counter", "gauge"]
     help: str
-    by_code: bool = False
+    label: Literal["", "code", "reason"] = ""
 
 
 METRICS = (
@@ -29,7 +29,7 @@ METRICS = (
     Metric("nonfinite_rows", "counter", "Rows that held a NaN or an infinity."),
     Metric("samples_opened", "counter", "Samples begun, or taken over from an earlier engine's spool."),
     Metric("samples_committed", "counter", "Samples that the server reported durable."),
-    Metric("samples_failed", "counter", "Samples that were not stored, by stable error code.", by_code=True),
+    Metric("samples_failed", "counter", "Samples that were not stored, by stable error code.", label="code"),
     Metric("samples_replayed", "counter", "Times that a sample was sent again: after an outage, or once the server had room."),
     Metric("failures_reported", "counter", "Samples that failed while the server was away, and that it was told of since."),
     Metric("reports_dropped", "counter", "Failures that the server will never hear of: more than 65536 waited to be told."),
@@ -48,10 +48,21 @@ METRICS = (
     Metric("row_pool_bytes", "gauge", "Device memory of the row pool's rows; 0 without the option layers."),
     Metric("spool_bytes_in_use", "gauge", "Bytes of files in the spool."),
     Metric("link_up", "gauge", "1 while the stream to the server is up."),
+    Metric("capture_off", "gauge", "1 while nothing new is captured for this reason, else 0.", label="reason"),
 )
+# Why capture is off: the reasons that each part of the connector knows.
+SCHEDULER_REASONS = ("SERVER_UNAVAILABLE", "SERVER_DRAINING", "SCHEDULER_FAULTS")
+WORKER_REASONS = ("WORKER_FAULTS", "ROWS_NOT_WRITTEN")
+SENDER_REASONS = ("UNAUTHENTICATED",)
+REASONS = (*SCHEDULER_REASONS, *WORKER_REASONS, *SENDER_REASONS)
 _COUNTERS = {m.name for m in METRICS if m.kind == "counter"}
 # The engine core's half has the row pool's, the sender all others.
-SENDER_GAUGES = tuple(m.name for m in METRICS if m.kind == "gauge" and not m.name.startswith("row_pool_"))
+SENDER_GAUGES = tuple(m.name for m in METRICS if m.kind == "gauge" and not (m.label or m.name.startswith("row_pool_")))
+
+
+def capture_off(reasons: Iterable[str], found: str | None) -> dict[str, float]:
+    """The gauge's values for `reasons`: 1 for the one that was found."""
+    return {f"capture_off{CODE_SEPARATOR}{reason}": float(reason == found) for reason in reasons}
 
 
 class Counters:

@@ -16,6 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
+from slotstream.connector.counters import SCHEDULER_REASONS, WORKER_REASONS, capture_off
 from slotstream.connector.faults import SampleFault
 from slotstream.connector.hook_guard import HookGuard
 from slotstream.connector.metrics import SlotStreamPromMetrics, SlotStreamStats
@@ -27,7 +28,7 @@ from slotstream.connector.plugin import install
 from slotstream.connector.reading.releases import Releases, every_worker_reports
 from slotstream.connector.reading.staging_plan import StagingPlan, step_tokens_max
 from slotstream.connector.reading.worker import WorkerHalf
-from slotstream.connector.row_sources import check_capture, row_group, row_places, row_source
+from slotstream.connector.row_sources import check_capture, row_group, row_places, row_source, rows_are_lost
 from slotstream.connector.sending.process.handle import sender_for
 from slotstream.connector.vllm_config import ConnectorConfig, vllm_version
 from slotstream.transport.logs import connector_logger
@@ -89,6 +90,7 @@ class SlotStreamConnector(KVConnectorBase_V1, SupportsHMA):
         self._watch: ServerHealth | None = None
         self._capture_layer = ""
         self._bound: StepPlan = EMPTY_PLAN
+        self._told_off: dict[str, float] = {}  # Of `capture_off`, as vLLM heard it last.
         self._group = row_group(self._config, vllm_config, kv_cache_config)
         if role is KVConnectorRole.SCHEDULER:
             self._watch = ServerHealth(
@@ -262,7 +264,20 @@ class SlotStreamConnector(KVConnectorBase_V1, SupportsHMA):
         if half is None:
             return None
         data = self._guard.run(half.take_stats, {})
-        return SlotStreamStats(data) if data else None
+        off = self._guard.run(self._capture_off, self._told_off)
+        if data or off != self._told_off:
+            self._told_off = off
+            return SlotStreamStats({**data, **off})
+        return None
+
+    def _capture_off(self) -> dict[str, float]:
+        """Whether this half captures nothing now, and why."""
+        if self._scheduler is None:
+            lost = "ROWS_NOT_WRITTEN" if rows_are_lost() else None
+            return capture_off(WORKER_REASONS, "WORKER_FAULTS" if self._guard.disabled else lost)
+        problem = self._why_no_capture(0.0)
+        code = None if problem is None else problem.code
+        return capture_off(SCHEDULER_REASONS, "SCHEDULER_FAULTS" if self._guard.disabled else code)
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> SlotStreamStats:

@@ -9,7 +9,7 @@ from typing import Any
 from prometheus_client import Counter, Gauge
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
-from slotstream.connector.counters import CODE_SEPARATOR, METRICS, merge
+from slotstream.connector.counters import CODE_SEPARATOR, METRICS, REASONS, merge
 
 
 @dataclass
@@ -40,7 +40,7 @@ class SlotStreamStats(KVConnectorStats):
 
 
 class SlotStreamPromMetrics(KVConnectorPromMetrics):
-    """`slotstream_connector_*` in vLLM's own /metrics, with its labels, and `code` where a metric has one."""
+    """`slotstream_connector_*` in vLLM's own /metrics, with its labels, and `code` or `reason` where a metric has one."""
 
     def __init__(self, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: Any) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
@@ -49,17 +49,19 @@ class SlotStreamPromMetrics(KVConnectorPromMetrics):
         gauge = partial(metric_types[Gauge], multiprocess_mode="mostrecent")
         classes = {"counter": metric_types[Counter], "gauge": gauge}
         self._metrics: dict[str, Any] = {}
-        self._by_code = {m.name for m in METRICS if m.by_code}
+        self._labelled = {m.name for m in METRICS if m.label}
         self._kinds = {m.name: m.kind for m in METRICS}
         for metric in METRICS:
-            labels = [*labelnames, "code"] if metric.by_code else labelnames
+            labels = [*labelnames, metric.label] if metric.label else labelnames
             self._metrics[metric.name] = classes[metric.kind](
                 name=f"slotstream_connector_{metric.name}", documentation=metric.help, labelnames=labels
             )
         for metric in METRICS:
-            if not metric.by_code:  # So that every series is there, at zero, from the start.
-                for values in per_engine_labelvalues.values():
-                    child = self._metrics[metric.name].labels(*values)
+            if metric.label == "code":
+                continue
+            for values in per_engine_labelvalues.values():  # So that every series is there, at zero, from the start.
+                for reason in REASONS if metric.label else ("",):
+                    child = self._metrics[metric.name].labels(*values, *([reason] if reason else []))
                     if metric.kind == "gauge":
                         child.set(0)
 
@@ -69,7 +71,7 @@ class SlotStreamPromMetrics(KVConnectorPromMetrics):
             name, _, code = key.partition(CODE_SEPARATOR)
             if name not in self._metrics:
                 continue
-            child = self._metrics[name].labels(*values, *([code] if name in self._by_code else []))
+            child = self._metrics[name].labels(*values, *([code] if name in self._labelled else []))
             if self._kinds[name] == "counter":
                 child.inc(amount)
             else:

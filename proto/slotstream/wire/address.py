@@ -28,9 +28,14 @@ def check_address(address: object, *, any_port: bool = False) -> str:
     return match.group()
 
 
+def is_socket(address: str) -> bool:
+    """Whether it is a unix socket's."""
+    return address.startswith("unix:")
+
+
 def is_local(address: str) -> bool:
     """Whether only this machine can be meant, or reach it: a unix socket, or loopback by its number or as localhost."""
-    if address.startswith("unix:"):
+    if is_socket(address):
         return True
     host = address.rpartition(":")[0].strip("[]")
     try:

@@ -16,7 +16,8 @@ examples:
   slotstream serve --data /var/lib/slotstream
   slotstream serve --data samples --listen 0.0.0.0:50151 --tokens tokens.toml --tls-cert cert.pem --tls-key key.pem
   slotstream serve --data samples --metrics 127.0.0.1:9464 --log-format json
-  slotstream serve --data samples --listen unix:/run/slotstream.sock
+  slotstream serve --data samples --listen unix:/run/slotstream.sock --listen 0.0.0.0:50151 --tokens tokens.toml
+  slotstream serve --data samples --metrics 127.0.0.1:9464 --probes 127.0.0.1:9465
 
 SIGTERM and Ctrl-C let open samples finish for --drain-s seconds; a second one does not wait for them.
 """

@@ -30,8 +30,20 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
         required=True,
         help="directory of the sample files and their catalogue; created if missing; one server at a time",
     )
-    option("--listen", "listen", "address to serve on: host:port (port 0: any free one) or unix:/path", metavar="ADDRESS")
+    parser.add_argument(
+        "--listen",
+        action="append",
+        metavar="ADDRESS",
+        help="address to serve on: host:port (port 0: any free one) or unix:/path; may be repeated "
+        f"(default: {_default('listen')})",
+    )
     option("--metrics", "metrics_listen", "address of the Prometheus endpoint, /metrics", metavar="HOST:PORT")
+    option(
+        "--probes",
+        "probes_listen",
+        "address of /livez and /readyz for kubelets: plain HTTP, without TLS and tokens",
+        metavar="HOST:PORT",
+    )
     option("--log-format", "log_format", "one JSON object a line, or text for people", choices=LOG_FORMATS)
     option("--log-level", "log_level", "least severe messages to show", choices=LOG_LEVELS)
     option(
@@ -178,7 +190,9 @@ def _octal(text: str) -> int:
 
 def config_from_arguments(arguments: argparse.Namespace) -> ServerConfig:
     """The configuration that the parsed options make. Raises ConfigError."""
-    values = {name: getattr(arguments, name) for name in ServerConfig.__dataclass_fields__}
+    listen, *also_listen = arguments.listen or [_default("listen")]
+    chosen = {**vars(arguments), "listen": listen, "also_listen": tuple(also_listen)}
+    values = {name: chosen[name] for name in ServerConfig.__dataclass_fields__}
     if (path := values["retention"]) is None:
         values["retention"] = Policy()
     else:

@@ -22,18 +22,21 @@ from slotstream.server.config import ServerConfig
 from slotstream.server.healthcheck import HealthService
 from slotstream.server.housekeeping import Housekeeping
 from slotstream.server.ingest.service import IngestService
-from slotstream.server.listening import SERVICES, add_port, make_server
+from slotstream.server.listening import SERVICES, add_ports, has_tls, make_server
 from slotstream.server.logs import configure_logging
 from slotstream.server.metrics import Metrics, serve_metrics
 from slotstream.server.nixl.readers import start_readers
 from slotstream.server.pools import Pools
+from slotstream.server.probes import DiskWatch, Probes, serve_probes
 from slotstream.server.processes.pool import WorkerPool
 from slotstream.server.processes.primary import WorkersService
+from slotstream.server.pulse import Pulse, beat_forever
 from slotstream.server.samples.service import SamplesService
 from slotstream.server.version import server_version
 from slotstream.server.waiters import Waiters
 from slotstream.store.samples import SampleStore
 from slotstream.v1 import workers_pb2
+from slotstream.wire.address import is_local, is_socket
 from slotstream.wire.errors import ConfigError
 
 _log = logging.getLogger(__name__)
@@ -92,7 +95,9 @@ class Server:
     def __init__(self, config: ServerConfig, *, store: SampleStore | None = None) -> None:
         """`store`: an open store to serve instead of the configuration's data directory; `stop` closes it."""
         self.config = config
-        self.address = config.listen
+        self.address = config.listen  # The first of `addresses`.
+        self.addresses = list(config.addresses)
+        self.probes_address: str | None = None
         self.metrics_address: str | None = None
         self._given_store = store
         self._closing = contextlib.AsyncExitStack()
@@ -107,15 +112,23 @@ class Server:
 
     async def _start(self) -> None:
         config = self.config
-        await _until_free(config.listen, _WORKERS_END_S if config.workers > 1 else 0.0)
+        for address in config.addresses:
+            await _until_free(address, _WORKERS_END_S if config.workers > 1 else 0.0)
+        probes = self._probes = Probes()
+        if config.probes_listen is not None:
+            self.probes_address, stop_probes = serve_probes(probes, config.probes_listen)
+            self._closing.push_async_callback(asyncio.to_thread, stop_probes)
+            _log.info("probes on http://%s/livez and /readyz", self.probes_address)
         gate = Gate(config)
         certificates = Certificates(config) if config.tls_cert is not None else None
         store = await asyncio.to_thread(self._open_store) if self._given_store is None else self._given_store
         self.store = store
         self._closing.push_async_callback(asyncio.to_thread, store.close)
-        pools = Pools()
+        pools = self._pools = Pools()
         self._closing.push_async_callback(asyncio.to_thread, pools.shutdown)
         self.metrics = metrics = Metrics(store)
+        if certificates is not None:
+            metrics.certificate_expiry.set_function(certificates.expires_unix_s)
         self._waiters = Waiters()
         readers = await asyncio.to_thread(start_readers, config, metrics)
         if readers is not None:
@@ -130,7 +143,8 @@ class Server:
         self._grpc.add_generic_rpc_handlers((self._ingest.handler(), self._samples.handler()))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._grpc)
         self._health.serve("", *SERVICES)
-        self.address = self._bind(certificates)
+        self.addresses = self._bind(certificates)
+        self.address = self.addresses[0]
         if config.metrics_listen is not None:
             self.metrics_address, stop_metrics = serve_metrics(metrics, config.metrics_listen)
             self._closing.push_async_callback(asyncio.to_thread, stop_metrics)
@@ -139,12 +153,29 @@ class Server:
         self._housekeeping.start()
         self._closing.push_async_callback(asyncio.to_thread, self._housekeeping.stop)
         self._closing.push_async_callback(self._stop_grpc)
+        self._watch(pools)
         if config.workers > 1:
-            pool = WorkerPool(config, self.address, self._workers, self._samples.handler())
+            pool = WorkerPool(config, self.addresses, self._workers, self._samples.handler())
             self._closing.push_async_callback(pool.stop)
             await pool.start()
             _log.info("%d processes take ingest streams", config.workers)
-        _log.info("slotstream %s listening on %s", server_version(), self.address)
+        if config.probes_listen is not None:
+            disk = DiskWatch(store, config.free_bytes_min)
+            await asyncio.to_thread(disk.look)
+            disk.start()
+            self._closing.callback(disk.stop)
+            probes.disk = disk
+        for address in self.addresses:
+            tls = "yes" if has_tls(config, address) else "no"
+            token = "yes" if config.tokens_file is not None else "no"
+            _log.info("slotstream %s (TLS: %s, token: %s) listening on %s", server_version(), tls, token, address)
+
+    def _watch(self, pools: Pools) -> None:
+        """What `/livez` looks at."""
+        beating = asyncio.create_task(beat_forever(pools.loop))
+        self._closing.callback(beating.cancel)
+        self._probes.pulses = (pools.loop, *self._housekeeping.pulses, Pulse("catalogue", self.store.writer, idle=True))
+        self._closing.callback(self._probes.ignore_pulses)
 
     def _directory_changed(self, healthy: bool) -> None:
         with contextlib.suppress(RuntimeError):  # The loop is closed: the process is ending.
@@ -154,16 +185,18 @@ class Server:
     def _open_store(self) -> SampleStore:
         return SampleStore.open(self.config.data_dir, free_bytes_min=self.config.free_bytes_min)
 
-    def _bind(self, certificates: Certificates | None) -> str:
+    def _bind(self, certificates: Certificates | None) -> list[str]:
         config = self.config
-        if config.tokens_file is not None and certificates is None and not config.is_private:
-            _log.warning(
-                "tokens travel unencrypted to %s: give --tls-cert and --tls-key, or put TLS in front of it", config.listen
-            )
-        return add_port(self._grpc, config, certificates)
+        for address in config.addresses:
+            if config.tokens_file is not None and certificates is None and not is_local(address):
+                _log.warning(
+                    "tokens travel unencrypted to %s: give --tls-cert and --tls-key, or put TLS in front of it", address
+                )
+        return add_ports(self._grpc, config, certificates)
 
     async def drain(self, hurry: asyncio.Event | None = None) -> None:
         """Take no more samples, and let open ones and running reads finish within drain_s, or until `hurry` is set."""
+        self._probes.draining = True
         self._health.stop_for_good()
         self._ingest.drain()
         self._workers.order(workers_pb2.WorkerOrder.DRAIN)
@@ -206,7 +239,7 @@ async def _until(done: Awaitable[None], deadline: float, hurry: asyncio.Event | 
 
 def _check_listen(listen: str) -> None:
     """Raises ConfigError, saying why, when nothing can listen there; gRPC itself would only say that it failed."""
-    if listen.startswith("unix:"):
+    if is_socket(listen):
         _check_socket_path(Path(listen.removeprefix("unix:")))
         return
     host, _, port = listen.rpartition(":")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from slotstream.store.samples import FREE_BYTES_MIN
 from slotstream.store.upkeep.retention import Policy
-from slotstream.wire.address import check_address, is_local
+from slotstream.wire.address import check_address, is_local, is_socket
 from slotstream.wire.errors import ConfigError
 from slotstream.wire.names import CHUNK_BYTES_MAX, DEFAULT_ADDRESS, WINDOW_BYTES
 from slotstream.wire.nixl import check_transport
@@ -39,7 +39,9 @@ class ServerConfig:
 
     data_dir: Path
     listen: str = DEFAULT_ADDRESS  # host:port (0: any free port) or unix:/path.
+    also_listen: tuple[str, ...] = ()  # More of them.
     metrics_listen: str | None = None  # host:port of the Prometheus endpoint; None: no endpoint.
+    probes_listen: str | None = None  # host:port of /livez and /readyz; None: nowhere.
     log_format: str = "text"
     log_level: str = "info"
     free_bytes_min: int = FREE_BYTES_MIN  # Disk space that samples leave free.
@@ -74,11 +76,18 @@ class ServerConfig:
     scrub_bytes_per_s: float = float(32 << 20)  # How fast.
 
     def __post_init__(self) -> None:
-        _check_address("--listen", self.listen)
-        if self.metrics_listen is not None:
-            if self.metrics_listen.startswith("unix:"):
-                raise ConfigError("--metrics takes host:port; Prometheus cannot scrape a unix socket")
-            _check_address("--metrics", self.metrics_listen)
+        for address in self.addresses:
+            _check_address("--listen", address)
+            if self.addresses.count(address) > 1 and not address.endswith(":0"):
+                raise ConfigError(f"--listen: {address} is given twice")
+        for option, listen, caller in (
+            ("--metrics", self.metrics_listen, "Prometheus"),
+            ("--probes", self.probes_listen, "a kubelet"),
+        ):
+            if listen is not None and is_socket(listen):
+                raise ConfigError(f"{option} takes host:port; {caller} cannot reach a unix socket")
+            if listen is not None:
+                _check_address(option, listen)
         if self.log_format not in LOG_FORMATS:
             raise ConfigError(f"--log-format {self.log_format!r} is not one of {', '.join(LOG_FORMATS)}")
         if self.log_level not in LOG_LEVELS:
@@ -105,7 +114,7 @@ class ServerConfig:
     def _check_workers(self) -> None:
         if not 1 <= self.workers <= WORKERS_MAX:
             raise ConfigError(f"--workers must be 1 to {WORKERS_MAX}, not {self.workers}")
-        if self.workers > 1 and self.listen.startswith("unix:"):
+        if self.workers > 1 and any(map(is_socket, self.addresses)):
             raise ConfigError("--workers: only one process can listen on a unix socket; give --listen host:port")
 
     def _check_security(self) -> None:
@@ -115,13 +124,15 @@ class ServerConfig:
             raise ConfigError("--tls-client-ca needs --tls-cert and --tls-key: client certificates are a part of TLS")
         if not 0 <= self.socket_mode <= 0o777:
             raise ConfigError(f"--socket-mode must be 0 to 0777, not {self.socket_mode:o}")
-        if self.listen.startswith("unix:") and self.tls_cert is not None:
+        if self.tls_cert is not None and all(map(is_socket, self.addresses)):
             raise ConfigError("--tls-cert: a unix socket has no TLS; --socket-mode says who may use it")
         if self.allow_anonymous and (self.tokens_file is not None or self.tls_client_ca is not None):
             raise ConfigError("--allow-anonymous contradicts --tokens and --tls-client-ca: drop it, or them")
-        if not (self.is_private or self.tokens_file or self.tls_client_ca or self.allow_anonymous):
+        if self.tokens_file or self.tls_client_ca or self.allow_anonymous:
+            return
+        for address in (address for address in self.addresses if not is_local(address)):
             raise ConfigError(
-                f"--listen: {self.listen} can be reached from other machines: give --tokens or --tls-client-ca, "
+                f"--listen: {address} can be reached from other machines: give --tokens or --tls-client-ca, "
                 "or --allow-anonymous to let anybody in who reaches it"
             )
 
@@ -131,9 +142,14 @@ class ServerConfig:
         return max(self.window_bytes, min(self.nixl_pool_bytes, self.ingest_bytes_max) // 2)
 
     @property
+    def addresses(self) -> tuple[str, ...]:
+        """Everywhere that it listens."""
+        return (self.listen, *self.also_listen)
+
+    @property
     def is_private(self) -> bool:
-        """Whether only this machine can reach `listen`."""
-        return is_local(self.listen)
+        """Whether only this machine can reach it."""
+        return all(map(is_local, self.addresses))
 
     @property
     def log_level_number(self) -> int:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 from slotstream.server.config import ServerConfig
 from slotstream.server.metrics import Metrics
+from slotstream.server.pulse import Pulse
 from slotstream.store.samples import SampleStore
 from slotstream.store.upkeep.scrubbing import Progress, Scrubber
 from slotstream.store.upkeep.sweeping import Sweeper, Swept
@@ -36,6 +37,10 @@ class Housekeeping:
         self._on_health = on_health
         self._sweeper = Sweeper(store.lifetimes, config.retention, store.free_bytes)
         self._scrubber = Scrubber(store.lifetimes, config.scrub_bytes_per_s, metrics.scrubbed_bytes.inc)
+        metrics.free_target.set(config.retention.free_bytes_target)
+        metrics.scrub_every.set(config.scrub_every_s)
+        if config.scrub_every_s:
+            metrics.scrub_end.set_function(lambda: self._scrubber.progress.ended_unix_ns / 1e9)
         self._is_healthy = True
         self._trouble = ""
         self._touched: set[str] = set()
@@ -45,6 +50,8 @@ class Housekeeping:
         self._threads = [threading.Thread(target=self._tick, name="retention", daemon=True)]
         if self._scrub_every_s:
             self._threads.append(threading.Thread(target=self._scrub, name="scrub", daemon=True))
+        self._ticking = Pulse("retention", self._threads[0])
+        self.pulses = (self._ticking, *(Pulse(thread.name, thread, idle=True) for thread in self._threads[1:]))
 
     def start(self) -> None:
         for thread in self._threads:
@@ -76,7 +83,9 @@ class Housekeeping:
         while not self._stopping.is_set():
             self._wake.clear()
             full = time.monotonic() >= full_sweep_at
-            if self._look_at_directory() and self._sweep(full) and full:
+            with self._ticking.excused():
+                done = self._look_at_directory() and self._sweep(full)
+            if done and full:
                 full_sweep_at = time.monotonic() + _FULL_SWEEP_S
             self._wake.wait(_TICK_S)
 

@@ -10,6 +10,7 @@ import grpc.aio
 
 from slotstream.server.access.tls import Certificates
 from slotstream.server.config import ServerConfig
+from slotstream.wire.address import is_socket
 from slotstream.wire.errors import ConfigError
 from slotstream.wire.names import MESSAGE_BYTES_MAX
 
@@ -20,6 +21,11 @@ _FRAME_SPARE_BYTES = 64 << 10
 _HANDSHAKE_MS = 20_000
 _CONNECTION_CALLS_MAX = 1024
 _METADATA_BYTES_MAX = 16 << 10
+
+
+def has_tls(config: ServerConfig, address: str) -> bool:
+    """Whether `address` speaks TLS. A unix socket never does: its mode says who may use it."""
+    return config.tls_cert is not None and not is_socket(address)
 
 
 def make_server(config: ServerConfig) -> grpc.aio.Server:
@@ -48,19 +54,23 @@ def make_server(config: ServerConfig) -> grpc.aio.Server:
     )
 
 
-def add_port(server: grpc.aio.Server, config: ServerConfig, certificates: Certificates | None) -> str:
-    """Listen where `config` says; the real address. Raises ConfigError."""
-    listen = config.listen
+def add_ports(server: grpc.aio.Server, config: ServerConfig, certificates: Certificates | None) -> list[str]:
+    """Listen where `config` says; the real addresses, in its order. Raises ConfigError."""
+    return [_add_port(server, config, certificates, address) for address in config.addresses]
+
+
+def _add_port(server: grpc.aio.Server, config: ServerConfig, certificates: Certificates | None, listen: str) -> str:
     try:
-        if certificates is not None:
+        if has_tls(config, listen):
+            assert certificates is not None
             port = server.add_secure_port(listen, certificates.credentials())
         else:
             # The socket has its mode from its first moment: a chmod would come after somebody's connect.
-            with _umask(~config.socket_mode & 0o777 if listen.startswith("unix:") else None):
+            with _umask(~config.socket_mode & 0o777 if is_socket(listen) else None):
                 port = server.add_insecure_port(listen)
     except RuntimeError as error:
         raise ConfigError(f"--listen: cannot listen on {listen}") from error
-    return listen if listen.startswith("unix:") else f"{listen.rpartition(':')[0]}:{port}"
+    return listen if is_socket(listen) else f"{listen.rpartition(':')[0]}:{port}"
 
 
 @contextlib.contextmanager

@@ -53,9 +53,11 @@ class _Stored:
         damaged = CounterMetricFamily("slotstream_quarantined_samples", "Damaged samples that were taken out of service.")
         damaged.add_metric([], self._store.lifetimes.quarantined)
         free = GaugeMetricFamily("slotstream_free_bytes", "Bytes that may still be written to the data directory's disk.")
+        disk = GaugeMetricFamily("slotstream_disk_bytes", "Size of the data directory's disk.")
         try:
             totals = self._store.totals()
             free.add_metric([], self._store.free_bytes())
+            disk.add_metric([], self._store.disk_bytes())
             for usage in self._store.lifetimes.largest(_NAMESPACES_MAX):
                 spaces.add_metric([usage.namespace], usage.bytes)
         except SlotStreamError:
@@ -63,7 +65,7 @@ class _Stored:
         for state, (count, _) in sorted(totals.items()):
             samples.add_metric([str(state)], count)
         nbytes.add_metric([], totals[State.COMMITTED][1])
-        yield from (samples, nbytes, spaces, damaged, free)
+        yield from (samples, nbytes, spaces, damaged, free, disk)
 
 
 class Merged:
@@ -154,6 +156,13 @@ class Metrics:
         self.deleted_bytes = counter("deleted_bytes", "Bytes of sample files deleted by retention, by reason.", ("reason",))
         self.scrubbed_bytes = counter("scrubbed_bytes", "Bytes of rows that the scrubber read and checked.")
         self.scrub_passes = counter("scrub_passes", "Passes of the scrubber over all samples.")
+        # Seconds since the epoch are Unix time, as in all metrics of that name.
+        self.scrub_end = gauge("scrub_end_timestamp_seconds", "When the scrubber's last whole pass ended; 0: it does not run.")
+        self.scrub_every = gauge("scrub_every_seconds", "How often the scrubber passes over all samples; 0: never.")
+        self.free_target = gauge("free_bytes_target", "Free bytes below which retention deletes samples; 0: it does not.")
+        self.certificate_expiry = gauge(
+            "certificate_expiry_timestamp_seconds", "When the certificate in use expires; 0: no TLS."
+        )
         if store is not None:
             registry.register(_Stored(store))
 

@@ -11,6 +11,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
+from slotstream.server.pulse import Pulse
 from slotstream.wire.cores import for_cores
 
 _CHUNK_THREADS_MAX = 4
@@ -50,6 +51,7 @@ class Pools:
     commits: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(8, "commit"))
     reads: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(8, "read"))
     disk_speed: DiskSpeed = field(default_factory=DiskSpeed)
+    loop: Pulse = field(default_factory=lambda: Pulse("event loop"))  # Excused while it writes chunks itself.
 
     def __post_init__(self) -> None:
         self.chunks = ThreadPoolExecutor(self.chunk_threads, "chunk")

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Self, TypeVar
 
-from slotstream.store.catalogue.catalogue import Catalogue
+from slotstream.store.catalogue.catalogue import FILE_NAME, Catalogue
 from slotstream.store.catalogue.sql import ListQuery
 from slotstream.store.catalogue.sql import get as get_record
 from slotstream.store.disk.clock import Clock
@@ -41,6 +41,7 @@ from slotstream.wire.errors import (
 _log = logging.getLogger(__name__)
 _Open = TypeVar("_Open", Upload, RemoteUpload)
 FREE_BYTES_MIN = 4 << 20
+_FREE_BYTES_TO_START = 1 << 20  # The catalogue writes before it can be read.
 _STRIPES = 256
 _DESCRIPTORS_SPARE = 512  # Left for connections, readers and the catalogue.
 
@@ -101,8 +102,12 @@ class SampleStore:
             directory.mkdir(DIR_MODE, parents=True, exist_ok=True)
             files.confine(directory)
             lock_fd = _lock(files, directory)
-            if files.free_bytes(directory) < free_bytes_min:
-                raise ConfigError(f"the disk of {directory} is full: less than {free_bytes_min} bytes are free")
+            if (free := files.free_bytes(directory)) < free_bytes_min:
+                full = f"the disk of {directory} is full: less than {free_bytes_min} bytes are free"
+                if free < _FREE_BYTES_TO_START or not (directory / FILE_NAME).exists():
+                    raise ConfigError(full)
+                # What is there can still be read and deleted, which is also how room is made.
+                _log.warning("%s; samples are refused until there are more", full)
             catalogue, clock, recovered = open_recovered(files, directory)
         except (OSError, SlotStreamError, ConfigError) as error:
             if lock_fd >= 0:
@@ -320,6 +325,11 @@ class SampleStore:
         """Raises StoreGone when the directory at the path is not the one that was opened any more."""
         self._opened.check()
 
+    @property
+    def writer(self) -> threading.Thread:
+        """The catalogue's thread: without it nothing is committed."""
+        return self._catalogue.writer
+
     def totals(self) -> dict[State, tuple[int, int]]:
         """State -> (samples, bytes of files)."""
         return self._catalogue.totals()
@@ -330,6 +340,13 @@ class SampleStore:
             return self._files.free_bytes(self.data_dir)
         except OSError as error:
             raise store_error(error, "asking for free space") from error
+
+    def disk_bytes(self) -> int:
+        """The size of the disk. Raises InternalFault."""
+        try:
+            return self._files.disk_bytes(self.data_dir)
+        except OSError as error:
+            raise store_error(error, "asking for the size of the disk") from error
 
 
 def _readable(key: SampleKey, record: SampleRecord | None) -> SampleRecord:

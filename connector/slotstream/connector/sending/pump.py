@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from slotstream.connector.counters import Counters
+from slotstream.connector.counters import SENDER_REASONS, Counters, capture_off
 from slotstream.connector.faults import Faults, SampleFault
 from slotstream.connector.plan import SampleAbort, SampleFinish, SampleOpen
 from slotstream.connector.sending.inbox import EngineItem, FailSample, Inbox, Segment, StagedBatch, Stop
@@ -39,6 +39,7 @@ from slotstream.wire.errors import (
     ServerUnavailable,
     SlotStreamError,
     StagingFull,
+    Unauthenticated,
 )
 from slotstream.wire.logtext import log_text
 from slotstream.wire.throttle import Throttle
@@ -84,6 +85,7 @@ class Pump:
         self._stop: Stop | None = None
         self._throttle = Throttle(every_s=10.0)
         self._throttle_link = Throttle(every_s=60.0)
+        self._refused = False  # The server does not know our token.
         self._thread = threading.Thread(target=self._run, name="slotstream-pump", daemon=True)
 
     def start(self) -> None:
@@ -140,6 +142,7 @@ class Pump:
             "staging_bytes_limit": pool.nbytes,
             "spool_bytes_in_use": 0 if self._disk is None else self._disk.bytes_in_use,
             "link_up": int(self._outbox.link_up),
+            **capture_off(SENDER_REASONS, Unauthenticated.code if self._refused else None),
         }
 
     def close(self, timeout_s: float) -> None:
@@ -241,6 +244,7 @@ class Pump:
             case LinkUp():
                 logger.info("slotstream: connected to %s (server %s)", self._server, item.server_version)
                 outbox.link_is_up()
+                self._refused = False
             case LinkDown():
                 # A server that refuses our token says so at every try.
                 if (unsaid := self._throttle_link.admit(item.code)) is not None or outbox.link_up:
@@ -248,6 +252,7 @@ class Pump:
                     more = f" ({unsaid} more times not logged)" if unsaid else ""
                     logger.warning("slotstream: no link to the server: %s; %d samples wait%s", why, waiting, more)
                 outbox.link_is_down(item.message, item.code)
+                self._refused = item.code == Unauthenticated.code
             case Adopted():
                 outbox.adopted(item)
             case Loaded():

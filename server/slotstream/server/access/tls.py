@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import ssl
 import threading
+from datetime import UTC, datetime
 
 import grpc
 
@@ -12,6 +14,9 @@ from slotstream.wire.access import check_ca, read_pair, read_pem
 from slotstream.wire.errors import ConfigError
 
 _log = logging.getLogger(__name__)
+_PEM_END = b"-----END CERTIFICATE-----"
+_VERSION = 0xA0  # A tag of DER: the field that may be left out.
+_UTC_TIME = 0x17
 _Material = tuple[bytes, bytes, bytes | None]  # Certificate chain, private key, authorities of client certificates.
 
 
@@ -32,6 +37,10 @@ class Certificates:
             self._changed,  # type: ignore[arg-type]  # None is allowed: see the documentation of the function.
             require_client_authentication=self._config.tls_client_ca is not None,
         )
+
+    def expires_unix_s(self) -> float:
+        """When the certificate in use expires, in Unix seconds; 0 where that cannot be read."""
+        return expiry_unix_s(self._material[0])
 
     def _changed(self) -> grpc.ServerCertificateConfiguration | None:
         """What to use from now on; None where nothing changed, or what is there now cannot be used."""
@@ -59,6 +68,36 @@ class Certificates:
         if config.tls_client_ca is None:
             return chain, key, None
         return chain, key, check_ca(read_pem(config.tls_client_ca, "--tls-client-ca"), config.tls_client_ca, "--tls-client-ca")
+
+
+def expiry_unix_s(chain: bytes) -> float:
+    """When the first certificate of a PEM chain expires, in Unix seconds; 0 where that cannot be read."""
+    try:
+        begin = chain.index(b"-----BEGIN CERTIFICATE-----")
+        der = ssl.PEM_cert_to_DER_cert(chain[begin : chain.index(_PEM_END, begin) + len(_PEM_END)].decode())
+        fields = _contents(_contents(_contents(der)[0][1])[0][1])
+        # [version], serial number, signature, issuer, validity, ...: RFC 5280, 4.1.
+        validity = fields[4 if fields[0][0] == _VERSION else 3][1]
+        kind, until = _contents(validity)[1]
+        form = "%y%m%d%H%M%SZ" if kind == _UTC_TIME else "%Y%m%d%H%M%SZ"
+        return datetime.strptime(until.decode(), form).replace(tzinfo=UTC).timestamp()
+    except (ValueError, IndexError):
+        return 0.0
+
+
+def _contents(der: bytes) -> list[tuple[int, bytes]]:
+    """Tag and content of each value in a row of DER. Raises ValueError and IndexError."""
+    found, at = [], 0
+    while at < len(der):
+        tag, length, at = der[at], der[at + 1], at + 2
+        if length >= 0x80:
+            size = length & 0x7F
+            length, at = int.from_bytes(der[at : at + size]), at + size
+        if at + length > len(der):
+            raise ValueError("a value ends behind its certificate")
+        found.append((tag, der[at : at + length]))
+        at += length
+    return found
 
 
 def _configuration(material: _Material) -> grpc.ServerCertificateConfiguration:

@@ -134,8 +134,11 @@ class SampleWriter:
             if self._running:
                 return
             self._running = True
-        if isinstance(item, Commit | Refuse) or (isinstance(item, Chunk) and self._pools.loop_writes):
-            self._run()  # Which hands what waits for the disk to a thread of its own, past other samples' chunks.
+        if isinstance(item, Commit | Refuse):
+            self._run()  # Which hands it to a thread of its own, past other samples' chunks.
+        elif isinstance(item, Chunk) and self._pools.loop_writes:
+            with self._pools.loop.excused():  # A disk that stops here stops the event loop, and no restart helps.
+                self._run()
         else:
             self._pools.chunks.submit(self._run)
 

@@ -7,6 +7,7 @@ import contextlib
 import logging
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +32,15 @@ class WorkerPool:
     """`config.workers` - 1 processes beside this one. Belongs to one event loop."""
 
     def __init__(
-        self, config: ServerConfig, address: str, workers: WorkersService, samples: grpc.GenericRpcHandler[Any, Any]
+        self,
+        config: ServerConfig,
+        addresses: Sequence[str],
+        workers: WorkersService,
+        samples: grpc.GenericRpcHandler[Any, Any],
     ) -> None:
-        """`address` is the one that the workers listen on too; `samples` answers the calls that they pass on."""
+        """`addresses` are those that the workers listen on too; `samples` answers the calls that they pass on."""
         self._config = config
-        self._address = address
+        self._addresses = addresses
         self._workers = workers
         self._samples = samples
         self._closing = contextlib.AsyncExitStack()
@@ -81,7 +86,7 @@ class WorkerPool:
                 sys.executable, "-m", "slotstream.server.processes.worker", stdin=asyncio.subprocess.PIPE
             )
             try:
-                await process.communicate(parameters(self._config, number, private, self._address))
+                await process.communicate(parameters(self._config, number, private, self._addresses))
             finally:
                 if process.returncode is None:
                     process.kill()

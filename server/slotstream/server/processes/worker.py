@@ -13,7 +13,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from slotstream.server.access.tls import Certificates
 from slotstream.server.config import ServerConfig
 from slotstream.server.healthcheck import HealthService
 from slotstream.server.ingest.service import IngestService
-from slotstream.server.listening import LOCAL_OPTIONS, SERVICES, add_port, make_server
+from slotstream.server.listening import LOCAL_OPTIONS, SERVICES, add_ports, make_server
 from slotstream.server.logs import configure_logging
 from slotstream.server.metrics import Metrics
 from slotstream.server.nixl.readers import start_readers
@@ -46,17 +46,19 @@ _CENTURIES_S = 1e9
 _RAW: Any = None  # No serializer: messages pass through as bytes.
 
 
-def parameters(config: ServerConfig, worker: int, primary: str, address: str) -> bytes:
+def parameters(config: ServerConfig, worker: int, primary: str, addresses: Sequence[str]) -> bytes:
     """What a worker reads from its stdin: the server's configuration, its own number, the primary's private address."""
     told = {f.name: getattr(config, f.name) for f in fields(config) if f.name != "retention"}  # The primary's business.
     plain = {key: str(value) if isinstance(value, Path) else value for key, value in told.items()}
-    return json.dumps({"config": {**plain, "listen": address}, "worker": worker, "primary": primary}).encode()
+    listen, *also_listen = addresses
+    told_config = {**plain, "listen": listen, "also_listen": also_listen}
+    return json.dumps({"config": told_config, "worker": worker, "primary": primary}).encode()
 
 
 def _config_of(plain: dict[str, Any]) -> ServerConfig:
     paths = {f.name for f in fields(ServerConfig) if "Path" in str(f.type)}
     told: dict[str, Any] = {k: Path(v) if k in paths and v is not None else v for k, v in plain.items()}
-    return ServerConfig(**told)
+    return ServerConfig(**{**told, "also_listen": tuple(told["also_listen"])})
 
 
 class Worker:
@@ -83,7 +85,7 @@ class Worker:
             server = make_server(self._config)
             server.add_generic_rpc_handlers((ingest.handler(), _PassOn(channel)))
             health_pb2_grpc.add_HealthServicer_to_server(health, server)
-            add_port(server, self._config, certificates)
+            add_ports(server, self._config, certificates)
             await server.start()
             grace_s = None  # Without a primary nothing can be said of any sample: every stream ends at once.
             try:

@@ -150,6 +150,11 @@ class Catalogue:
             except OSError as error:
                 _log.warning("the catalogue cannot be sealed, so the next start looks at everything: %s", error)
 
+    @property
+    def writer(self) -> threading.Thread:
+        """The thread that writes; it ends when the catalogue is closed."""
+        return self._thread
+
     # Writing. Each method returns at once; the future is done when the change is committed.
 
     def submit(

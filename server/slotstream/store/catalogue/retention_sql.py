@@ -70,6 +70,12 @@ CREATE TABLE leases (
 CREATE INDEX leases_until ON leases (until_unix_ns);
 """
 
+# What version 3 adds.
+INDEX = """
+CREATE INDEX samples_committed_read ON samples (namespace, committed_unix_ns)
+    WHERE state = 'committed' AND (reads > 0 OR acked_unix_ns > 0);
+"""
+
 
 @dataclass(frozen=True, slots=True)
 class Usage:
@@ -104,6 +110,7 @@ class Queue(Enum):
     """An order in which samples of a namespace may go: the index, its first column that counts, and the rows in it."""
 
     OLDEST = ("samples_committed", "committed_unix_ns", "state = 'committed'")
+    OLDEST_READ = ("samples_committed_read", "committed_unix_ns", "state = 'committed' AND (reads > 0 OR acked_unix_ns > 0)")
     READ = ("samples_read", "reads", "reads > 0 AND state = 'committed'")
     ACKED = ("samples_acked", "acked_unix_ns", "acked_unix_ns > 0 AND state = 'committed'")
     FAILED = ("samples_failed", "created_unix_ns", "state = 'failed'")

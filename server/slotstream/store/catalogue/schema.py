@@ -10,7 +10,7 @@ from slotstream.store.catalogue import retention_sql, row_sums, sql
 
 VERSION = 3
 # From this version to the next; from none, the first version's tables.
-_STEPS = {0: sql.SCHEMA, 1: retention_sql.UPGRADE, 2: row_sums.UPGRADE}
+_STEPS = {0: sql.SCHEMA, 1: retention_sql.UPGRADE, 2: row_sums.UPGRADE + retention_sql.INDEX}
 
 
 def bring_forward(db: sqlite3.Connection, version: int) -> None:

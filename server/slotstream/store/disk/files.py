@@ -178,6 +178,11 @@ class Files:
         space = os.statvfs(path)
         return space.f_bavail * space.f_frsize
 
+    def disk_bytes(self, path: Path) -> int:
+        """The size of the disk that `path` is on, of which this process may not use all."""
+        space = os.statvfs(path)
+        return space.f_blocks * space.f_frsize
+
     def walk(self, path: Path) -> Iterator[os.DirEntry[str]]:
         """Entries of one directory, in no order; nothing when it is not there, or a link."""
         try:

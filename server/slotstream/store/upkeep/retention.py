@@ -35,6 +35,9 @@ class Reason(StrEnum):
     FAILED_AGE = "failed_age"
 
 
+WHEN_FULL = ("delete_when_full", "delete_read_when_full")  # The keys that want a free_bytes_target.
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
     """What may happen to the samples of one namespace. Raises ConfigError for a value that cannot work."""
@@ -46,12 +49,13 @@ class Rule:
     delete_after_reads: float = UNLIMITED  # Reads of every row, answered to the end.
     delete_on_ack: bool = False
     delete_when_full: bool = False  # Oldest first, while less than free_bytes_target is free.
+    delete_read_when_full: bool = False  # Likewise, of those alone that were acked, or read to the end.
 
     def __post_init__(self) -> None:
         for name in ("bytes_max", "samples_max", "age_s_max", "failed_age_s_max"):
             _check_number(name, getattr(self, name), at_least=0)
         _check_number("delete_after_reads", self.delete_after_reads, at_least=1)
-        for name in ("delete_on_ack", "delete_when_full"):
+        for name in ("delete_on_ack", *WHEN_FULL):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} must be true or false, not {getattr(self, name)!r}")
 
@@ -70,14 +74,19 @@ class Policy:
 
     default: Rule = field(default_factory=Rule)
     namespaces: Mapping[str, Rule] = field(default_factory=dict)
-    free_bytes_target: int = 0  # Bytes of disk that rules with delete_when_full keep free.
+    free_bytes_target: int = 0  # Bytes of disk that rules with a key of WHEN_FULL keep free.
 
     def rule_for(self, namespace: str) -> Rule:
         return self.namespaces.get(namespace, self.default)
 
     @property
     def deletes_when_full(self) -> bool:
-        return any(rule.delete_when_full for rule in (self.default, *self.namespaces.values()))
+        return bool(self._when_full)
+
+    @property
+    def _when_full(self) -> list[str]:
+        rules = (self.default, *self.namespaces.values())
+        return [key for key in WHEN_FULL if any(getattr(rule, key) for rule in rules)]
 
     @classmethod
     def from_toml(cls, path: Path, *, free_bytes_min: int = 0) -> Self:
@@ -119,11 +128,12 @@ class Policy:
             raise ConfigError(f"free_bytes_target must be a whole number of bytes, not {target!r}")
         policy = cls(default=_rule("default", base), namespaces=rules, free_bytes_target=target)
         if policy.deletes_when_full and target <= free_bytes_min:
+            key = policy._when_full[0]
             raise ConfigError(
-                f"delete_when_full needs a free_bytes_target above the {free_bytes_min} bytes of --free-bytes-min, not {target}"
+                f"{key} needs a free_bytes_target above the {free_bytes_min} bytes of --free-bytes-min, not {target}"
             )
         if target and not policy.deletes_when_full:
-            raise ConfigError("free_bytes_target does nothing unless a rule says delete_when_full = true")
+            raise ConfigError(f"free_bytes_target does nothing unless a rule says {' or '.join(WHEN_FULL)} = true")
         return policy
 
 

@@ -92,9 +92,9 @@ class _Sweep:
     def free(self, nbytes: int) -> None:
         """The oldest samples, of all namespaces whose rule allows it together, until `nbytes` of files are gone."""
         queues = [
-            self._queue(Queue.OLDEST, usage.namespace)
+            self._queue(queue, usage.namespace)
             for usage in self._lifetimes.every_usage()
-            if usage.samples and self._policy.rule_for(usage.namespace).delete_when_full
+            if usage.samples and (queue := _to_make_room(self._policy.rule_for(usage.namespace))) is not None
         ]
         oldest = heapq.merge(*queues, key=lambda candidate: candidate.stamp_unix_ns)
         while nbytes > 0 and not self._is_spent():
@@ -155,6 +155,13 @@ class _Sweep:
         if self._budget <= 0:
             self.done.unfinished = True
         return self._budget <= 0
+
+
+def _to_make_room(rule: Rule) -> Queue | None:
+    """Which samples a rule lets go when room is missing."""
+    if rule.delete_when_full:
+        return Queue.OLDEST
+    return Queue.OLDEST_READ if rule.delete_read_when_full else None
 
 
 def _first(candidates: Iterator[Candidate], count: int) -> Iterator[Candidate]:
