@@ -108,6 +108,26 @@ def test_a_model_that_answers_otherwise_stops_the_start(layers: list[torch.Tenso
     with pytest.raises(ConfigError, match=f"TinyModel does not give its layers .*{why}") as caught:
         make().take((torch.zeros(5, HIDDEN), layers))
     assert "\n" not in str(caught.value)
+    assert str(caught.value).endswith('only "layers": ["final"] can be captured of it')
+    with pytest.raises(ConfigError, match=r"it cannot be captured directly$"):
+        make().take((torch.zeros(5, HIDDEN + 1), layers))
+
+
+def test_a_model_that_cannot_run_with_its_layers_stops_the_start_and_later_faults_are_its_own() -> None:
+    def forward(broken: bool) -> Any:
+        if broken:
+            raise TypeError("unsupported operand\nand more")
+        return answer()
+
+    captured = make().wrap(forward)
+    with pytest.raises(
+        ConfigError, match=r"TinyModel does not run when it is to give its layers \[1, 3\] \(TypeError"
+    ) as caught:
+        captured(broken=True)
+    assert "\n" not in str(caught.value)
+    captured(broken=False)
+    with pytest.raises(TypeError, match="unsupported operand"):
+        captured(broken=True)
 
 
 def test_once_the_engine_serves_a_fault_switches_capture_off_and_is_said_once(

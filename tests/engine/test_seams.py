@@ -101,6 +101,31 @@ def test_the_compile_cache_hears_of_the_layers() -> None:
     assert len(hashes | {VllmConfig().compute_hash()}) == 4
 
 
+def test_a_start_up_plan_counts_for_the_same_row_pool_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM keeps the size of a KV cache for the next start (VLLM_ENABLE_STARTUP_PLAN): what the pool takes must be the same."""
+    from vllm.config import VllmConfig
+    from vllm.platforms import current_platform
+    from vllm.v1.worker.startup_plan import compute_plan_fingerprint
+
+    monkeypatch.setattr(type(current_platform), "get_device_total_memory", lambda *args: 1 << 36)
+
+    def fingerprint(**options: object) -> str:
+        found = VllmConfig()
+        if options:
+            chosen = config(**options)
+            object.__setattr__(chosen, "metadata", {"slotstream_version": "1"})
+            vllm_seams.tell_compile_cache(found, chosen)
+        return str(compute_plan_fingerprint(found, 0, 1))
+
+    pools: list[dict[str, Any]] = [
+        {"layers": [1]},
+        {"layers": [1], "row_pool_bytes": 1 << 20},
+        {"layers": [1], "output_rows_per_chunk": 64},
+    ]
+    assert len({fingerprint(), *(fingerprint(**options) for options in pools)}) == 4
+    assert fingerprint(**pools[0]) == fingerprint(**pools[0])
+
+
 def test_the_plug_in_imports_no_worker_and_may_be_called_twice() -> None:
     code = (
         "import sys\n"

@@ -8,8 +8,11 @@ LAYERS = 4
 HIDDEN = 256
 
 
-def make(path: Path) -> Path:
-    """Write the checkpoint and a byte-level tokenizer to `path`; returns it. Needs transformers."""
+def make(path: Path, *, repeats: bool = False) -> Path:
+    """Write the checkpoint and a byte-level tokenizer to `path`; returns it. Needs transformers.
+
+    `repeats`: its text says the last token again half of the time, so that a drafter can guess right.
+    """
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -30,6 +33,12 @@ def make(path: Path) -> Path:
         initializer_range=0.1,
         dtype="bfloat16",
     )
-    Qwen3ForCausalLM(config).to(torch.bfloat16).save_pretrained(path)
+    model = Qwen3ForCausalLM(config).to(torch.bfloat16)
+    if repeats:
+        with torch.no_grad():
+            embedding = model.get_input_embeddings().weight
+            model.lm_head.weight.copy_(embedding)
+            embedding.mul_(8)  # Tried: with 16 it says nothing else.
+    model.save_pretrained(path)
     write_tokenizer(path)
     return path

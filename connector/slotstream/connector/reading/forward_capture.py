@@ -50,6 +50,7 @@ class ForwardCapture:
         self._drafters = None if drafters is None else [self._asked.index(layer_id) for layer_id in drafters]
         self._final = final
         self._expected = (hidden, dtype)
+        self.tried = False  # Whether the model has answered at all.
         self._checked = False
 
     def wrap(self, forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -57,7 +58,19 @@ class ForwardCapture:
 
         @functools.wraps(forward)
         def captured(*args: Any, **kwargs: Any) -> Any:
-            return self.take(forward(*args, **kwargs))
+            try:
+                output = forward(*args, **kwargs)
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:
+                if self.tried or not self._asked:
+                    raise  # Not because of its layers.
+                raise ConfigError(
+                    f"{self._model_name} does not run when it is to give its layers {list(self._asked)} "
+                    f"({type(error).__name__}: {str(error).partition(chr(10))[0]}): capture other layers"
+                ) from error
+            self.tried = True
+            return self.take(output)
 
         return captured
 
@@ -86,9 +99,11 @@ class ForwardCapture:
         wrong = [x for x in (hidden, *layers) if x.dtype != dtype or x.ndim != 2 or x.shape[1] != width]
         if len(layers) != len(self._asked) or wrong or any(x.shape[0] != hidden.shape[0] for x in layers):
             shapes = [[str(x.dtype).removeprefix("torch."), *x.shape] for x in (hidden, *layers)]
+            only_layers = not any(x is hidden for x in wrong)
             raise ConfigError(
                 f"{self._model_name} does not give its layers {list(self._asked)} as vLLM says it does: it answers {shapes}, "
-                f"and not {1 + len(self._asked)} tensors [tokens, {width}] of {dtype}; this model cannot be captured directly"
+                f"and not {1 + len(self._asked)} tensors [tokens, {width}] of {dtype}; "
+                + ('only "layers": ["final"] can be captured of it' if only_layers else "it cannot be captured directly")
             )
         self._checked = True
 

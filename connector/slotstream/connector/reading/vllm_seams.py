@@ -5,11 +5,12 @@
 | `WorkerWrapperBase.init_device` | to find the model runner before it loads its model | 0.32, 0.33 |
 | runner `.load_model` | to choose layers, and put the capture into `forward`, once there is a model | 0.32, 0.33: V1, V2, CPU |
 | runner `.initialize_kv_cache` | to cut the row pool into pages, once the KV cache is known | 0.32, 0.33: V1, V2, CPU |
+| runner `._dummy_run` | to run the model once before it serves, where vLLM does not | 0.32: CPU |
 | runner `.model_memory_usage` | to bill the row pool where vLLM's profiling sees it | 0.32, 0.33: V1, V2 |
 | model `.set_aux_hidden_state_layers` | which layers the model gives beside its answer | 0.32, 0.33: `SupportsEagle3` |
 | model `.forward` | to take them out of the answer | 0.32, 0.33 |
 | `ForwardContext.slot_mapping` | the slot of each row, as the device has it | 0.32, 0.33 |
-| `VllmConfig.additional_config` | to tell the compile cache of the layers | 0.32, 0.33 |
+| `VllmConfig.additional_config` | to tell the compile cache of the layers, and the start-up plan of the row pool | 0.32, 0.33 |
 | `Request.skip_reading_prefix_cache` | so that a captured request computes all its tokens | 0.32, 0.33 |
 
 Without the option `layers` none of them is used but the first, which checks the options before the model is loaded.
@@ -63,7 +64,6 @@ def install(config_of: Callable[[VllmConfig], ConnectorConfig | None]) -> None:
             return inner(self, *args, **kwargs)
         StagingPlan.of(config, step_tokens_max(self.vllm_config))
         if config.direct:
-            pool_rows(config, self.vllm_config)
             tell_compile_cache(self.vllm_config, config)
         result = inner(self, *args, **kwargs)
         if config.direct:
@@ -83,12 +83,15 @@ def missing(seam: str) -> ConfigError:
 
 
 def tell_compile_cache(vllm_config: VllmConfig, config: ConnectorConfig) -> None:
-    """vLLM's compile cache knows nothing of auxiliary layers: two runs with other layers would share a compiled graph."""
+    """vLLM's compile cache knows nothing of auxiliary layers: two runs with other layers would share a compiled graph.
+
+    Nor does its start-up plan know of the row pool: a start with a larger one would take the KV cache of a smaller one's.
+    """
     additional = vllm_config.additional_config
     assert isinstance(additional, dict), "the configuration was checked"
     additional[CONFIG_KEY] = {
         "layers": list(config.options.layers or ()),
-        "row_pool_bytes": config.options.row_pool_bytes,
+        "row_pool_bytes": pool_rows(config, vllm_config) * config.row_bytes,
         "version": config.metadata["slotstream_version"],
     }
 
@@ -111,8 +114,9 @@ def attach(runner: Any, vllm_config: VllmConfig, config: ConnectorConfig) -> Non
 
     @functools.wraps(initialize_kv_cache)
     def initialize(kv_cache_config: Any, *args: Any, **kwargs: Any) -> Any:
-        if forward_capture.current is not None:
-            lay_out(forward_capture.current, kv_cache_config, vllm_config)
+        if (capture := forward_capture.current) is not None:
+            try_out(runner, capture)
+            lay_out(capture, kv_cache_config, vllm_config)
         return initialize_kv_cache(kv_cache_config, *args, **kwargs)
 
     runner.load_model, runner.initialize_kv_cache = load, initialize
@@ -223,6 +227,18 @@ def bill(runner: Any, vllm_config: VllmConfig, pages: RowPages) -> None:
         pages.pool.shape[0],
         ", beside the KV cache's --kv-cache-memory-bytes" if vllm_config.cache_config.kv_cache_memory_bytes else "",
     )
+
+
+def try_out(runner: Any, capture: ForwardCapture) -> None:
+    """See that the model has run once, with its layers, before it serves. Raises ConfigError where it does not give them.
+
+    vLLM's profiling does so, but for a CPU without compilation whose KV cache has a size that somebody chose.
+    """
+    if capture.tried:
+        return
+    if not callable(getattr(runner, "_dummy_run", None)):
+        raise missing(f"{type(runner).__name__}._dummy_run")
+    runner._dummy_run(1)
 
 
 def lay_out(capture: ForwardCapture, kv_cache_config: Any, vllm_config: VllmConfig) -> None:
