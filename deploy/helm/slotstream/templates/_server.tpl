@@ -70,6 +70,8 @@ livenessProbe:
   periodSeconds: 10
   timeoutSeconds: 5
   failureThreshold: 3
+  # What hangs does not drain.
+  terminationGracePeriodSeconds: 15
 resources:
   {{- toYaml .Values.server.resources | nindent 2 }}
 securityContext:
