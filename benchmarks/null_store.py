@@ -43,6 +43,9 @@ class NullUpload:
 class NullStore(SampleStore):
     """A real store, in an empty directory that stays so."""
 
+    def of(self, peer: str) -> Any:
+        return self
+
     def open_upload(self, *arguments: Any, **options: Any) -> Any:
         return NullUpload()
 

@@ -62,7 +62,7 @@ WINGS = {
         "logs": {"config"},
     },
     "store": {
-        "samples": {"records", "disk", "sample", "catalogue", "publishing", "upkeep"},
+        "samples": {"records", "disk", "sample", "catalogue", "failure_shares", "publishing", "upkeep"},
         "publishing": {"records", "disk", "sample", "catalogue"},
         "upkeep": {"records", "disk", "sample", "catalogue"},
         "sample": {"records", "disk"},

@@ -62,12 +62,14 @@ class UploadFailure(_message.Message):
     def __init__(self, code: _Optional[str] = ..., message: _Optional[str] = ..., retryable: bool = ...) -> None: ...
 
 class BeginUpload(_message.Message):
-    __slots__ = ("worker", "sample")
+    __slots__ = ("worker", "sample", "peer")
     WORKER_FIELD_NUMBER: _ClassVar[int]
     SAMPLE_FIELD_NUMBER: _ClassVar[int]
+    PEER_FIELD_NUMBER: _ClassVar[int]
     worker: int
     sample: _ingest_pb2.OpenSample
-    def __init__(self, worker: _Optional[int] = ..., sample: _Optional[_Union[_ingest_pb2.OpenSample, _Mapping]] = ...) -> None: ...
+    peer: str
+    def __init__(self, worker: _Optional[int] = ..., sample: _Optional[_Union[_ingest_pb2.OpenSample, _Mapping]] = ..., peer: _Optional[str] = ...) -> None: ...
 
 class UploadBegun(_message.Message):
     __slots__ = ("upload", "partial", "failure", "created_unix_ns")
@@ -121,18 +123,20 @@ class FailUpload(_message.Message):
     def __init__(self, upload: _Optional[int] = ..., failure: _Optional[_Union[UploadFailure, _Mapping]] = ...) -> None: ...
 
 class RefuseUpload(_message.Message):
-    __slots__ = ("namespace", "sample_id", "model", "created_unix_ns", "failure")
+    __slots__ = ("namespace", "sample_id", "model", "created_unix_ns", "failure", "peer")
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     SAMPLE_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     CREATED_UNIX_NS_FIELD_NUMBER: _ClassVar[int]
     FAILURE_FIELD_NUMBER: _ClassVar[int]
+    PEER_FIELD_NUMBER: _ClassVar[int]
     namespace: str
     sample_id: str
     model: str
     created_unix_ns: int
     failure: UploadFailure
-    def __init__(self, namespace: _Optional[str] = ..., sample_id: _Optional[str] = ..., model: _Optional[str] = ..., created_unix_ns: _Optional[int] = ..., failure: _Optional[_Union[UploadFailure, _Mapping]] = ...) -> None: ...
+    peer: str
+    def __init__(self, namespace: _Optional[str] = ..., sample_id: _Optional[str] = ..., model: _Optional[str] = ..., created_unix_ns: _Optional[int] = ..., failure: _Optional[_Union[UploadFailure, _Mapping]] = ..., peer: _Optional[str] = ...) -> None: ...
 
 class UploadEnded(_message.Message):
     __slots__ = ("duplicate", "failure")

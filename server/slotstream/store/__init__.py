@@ -1,10 +1,11 @@
 """The store: one safetensors file a sample, and a SQLite catalogue that indexes them. Imports neither grpc nor torch.
 
-samples     SampleStore: opens the directory, hands out uploads and readers, deletes
-publishing  the step that makes a sample a committed one
-records     what is known of a sample: frozen data, free of disk and database
-sample/     one sample's file: written, hashed, read
-catalogue/  the index of all files, its tables and its queries
-upkeep/     what happens to stored samples later: retention, deletion, checks, quarantine, recovery
-disk/       the few disk operations that everything above goes through, and the clock
+samples         SampleStore: opens the directory, hands out uploads and readers, deletes
+publishing      the step that makes a sample a committed one
+failure_shares  how many failed samples a peer may leave behind
+records         what is known of a sample: frozen data, free of disk and database
+sample/         one sample's file: written, hashed, read
+catalogue/      the index of all files, its tables and its queries
+upkeep/         what happens to stored samples later: retention, deletion, checks, quarantine, recovery
+disk/           the few disk operations that everything above goes through, and the clock
 """

@@ -20,7 +20,7 @@ from slotstream.store.records import SampleKey, SampleRecord, State
 from slotstream.store.sample.file import sample_file_at
 from slotstream.store.sample.reading import unreadable
 from slotstream.store.sample.upload import Draft, OpenSample
-from slotstream.wire.errors import AlreadyExists, Damaged, SlotStreamError
+from slotstream.wire.errors import AlreadyExists, Damaged, SlotStreamError, StoreFull
 
 _log = logging.getLogger(__name__)
 
@@ -36,6 +36,7 @@ class Publisher:
         opened: OpenedDirectory,
         id_lock: Callable[[SampleKey], AbstractContextManager[object]],
         put_aside_if_rotten: Callable[[SampleRecord], bool],
+        free_bytes_min: int,
     ) -> None:
         """`id_lock`: held by whoever publishes or deletes an id. `put_aside_if_rotten`: see `Lifetimes`."""
         self._files = files
@@ -44,6 +45,7 @@ class Publisher:
         self._opened = opened
         self._id_lock = id_lock
         self._put_aside_if_rotten = put_aside_if_rotten
+        self._free_bytes_min = free_bytes_min
         self.left_a_file = False  # Of a commit that failed: the next start has to look.
 
     def publish(self, upload: OpenSample, draft: Draft) -> bool:
@@ -57,6 +59,9 @@ class Publisher:
         with self._id_lock(key):
             if self._is_stored(upload, draft, path):
                 return True
+            # The last half of what samples leave free is for the catalogue alone: deletions need it too.
+            if self._files.free_bytes(self._data_dir) < self._free_bytes_min // 2:
+                raise StoreFull("the disk is full: less is free than the catalogue needs")
             record = upload.seal(draft)
             self._opened.check()
             self._files.rename(upload.partial, path)

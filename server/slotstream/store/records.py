@@ -164,6 +164,11 @@ class SampleRecord:
             metadata=connector_metadata(spec.metadata),
         )
 
+    @classmethod
+    def refused(cls, key: SampleKey, model: str, created_unix_ns: int) -> SampleRecord:
+        """Of a sample that never was open: little more than its name, and no dtype."""
+        return cls(key.namespace, key.sample_id, State.ARRIVING, created_unix_ns, model=model)
+
 
 @dataclass(frozen=True, slots=True)
 class Failure:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import resource
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import replace
@@ -17,6 +18,7 @@ from slotstream.store.catalogue.sql import get as get_record
 from slotstream.store.disk.clock import Clock
 from slotstream.store.disk.directory import LOCK_NAME, DurableDirectories, OpenedDirectory
 from slotstream.store.disk.files import DIR_MODE, Files, store_error
+from slotstream.store.failure_shares import FailureShares
 from slotstream.store.publishing import Publisher
 from slotstream.store.records import Failure, SampleKey, SampleRecord, SampleSpec, State
 from slotstream.store.sample.reading import SampleReader, unreadable
@@ -43,6 +45,7 @@ _Open = TypeVar("_Open", Upload, RemoteUpload)
 FREE_BYTES_MIN = 4 << 20
 _FREE_BYTES_TO_START = 1 << 20  # The catalogue writes before it can be read.
 _STRIPES = 256
+_REFUSED_MAX = 1024
 _DESCRIPTORS_SPARE = 512  # Left for connections, readers and the catalogue.
 
 
@@ -70,6 +73,9 @@ class SampleStore:
         self._uploads_max = uploads_max
         self._uploads: dict[SampleKey, list[OpenSample]] = {}
         self._failing: dict[SampleKey, SampleRecord] = {}  # Ended, and their rows are queued.
+        self._refused: OrderedDict[SampleKey, SampleRecord] = (
+            OrderedDict()
+        )  # While the disk was full: known as long as this runs.
         self._opening = 0
         self._uploads_lock = threading.Lock()
         # One at a time publishes or deletes an id. Striped, so that the locks do not grow with the ids.
@@ -77,7 +83,10 @@ class SampleStore:
         self._opened = OpenedDirectory(files, data_dir, lock_fd)
         self.lifetimes = Lifetimes(files, data_dir, catalogue, self._opened, self._id_lock, clock)
         self._directories = DurableDirectories(files)
-        self._publisher = Publisher(files, data_dir, catalogue, self._opened, self._id_lock, self.lifetimes.put_aside_if_rotten)
+        self._failure_shares = FailureShares()
+        self._publisher = Publisher(
+            files, data_dir, catalogue, self._opened, self._id_lock, self.lifetimes.put_aside_if_rotten, free_bytes_min
+        )
         catalogue.find_lost = self._lost_samples
         self._unrecorded = False  # A failure could not be recorded: the next start has to look.
 
@@ -134,15 +143,19 @@ class SampleStore:
 
     # Writing.
 
-    def open_upload(self, spec: SampleSpec) -> Upload:
-        """Begin a sample. Raises StoreFull, StoreGone, TooLarge, InternalFault; the sample is then recorded as failed."""
-        return self._open(spec, Upload)
+    def open_upload(self, spec: SampleSpec, peer: str = "") -> Upload:
+        """Begin a sample of `peer`. Raises StoreFull, StoreGone, TooLarge, InternalFault; it is then recorded as failed."""
+        return self._open(spec, Upload, peer)
 
-    def open_remote(self, spec: SampleSpec) -> RemoteUpload:
+    def open_remote(self, spec: SampleSpec, peer: str = "") -> RemoteUpload:
         """Begin a sample that another process will write. Raises StoreFull, StoreGone and InternalFault, recorded likewise."""
-        return self._open(spec, RemoteUpload)
+        return self._open(spec, RemoteUpload, peer)
 
-    def _open(self, spec: SampleSpec, make: Callable[..., _Open]) -> _Open:
+    def of(self, peer: str) -> PeerStore:
+        """This store as `peer` uses it: what fails is counted as that peer's."""
+        return PeerStore(self, peer)
+
+    def _open(self, spec: SampleSpec, make: Callable[..., _Open], peer: str) -> _Open:
         with self._uploads_lock:
             self._opening += 1
             count = self._opening + sum(map(len, self._uploads.values()))
@@ -153,20 +166,34 @@ class SampleStore:
             self._directories.make(spec.key.directory(self.data_dir))
             stamp = self.lifetimes.clock.stamp
             upload = make(spec, self.data_dir, self._files, self._free_bytes_min, self._publisher.publish, self._ended, stamp)
+            upload.peer = peer
             with self._uploads_lock:
                 # Queued under the lock: rows of one id are written in the order in which its uploads came and went.
                 self._uploads.setdefault(spec.key, []).append(upload)
                 self._catalogue.put_arriving(SampleRecord.arriving(spec, upload.created_unix_ns))
             return upload
         except SlotStreamError as error:
-            self.record_failed(SampleRecord.arriving(spec, self.lifetimes.clock.stamp()), Failure.of(error))
+            refused = SampleRecord.refused(spec.key, spec.model, self.lifetimes.clock.stamp())
+            self.record_failed(refused, Failure.of(error), peer)
             raise
         finally:
             with self._uploads_lock:
                 self._opening -= 1
 
-    def record_failed(self, record: SampleRecord, failure: Failure) -> None:
-        """Let readers of the id know why there is no sample. Does nothing while another upload of it is arriving."""
+    def record_failed(self, record: SampleRecord, failure: Failure, peer: str = "") -> None:
+        """Let readers of the id know why there is no sample of `peer`.
+
+        Does nothing while another upload of the id is arriving, and past the peer's share. Where the disk is full, nothing is
+        written.
+        """
+        if not self._failure_shares.take(peer):
+            return
+        if self.is_full:
+            with self._uploads_lock:
+                self._refused[record.key] = _failed_record(record, failure)
+                while len(self._refused) > _REFUSED_MAX:
+                    self._refused.popitem(last=False)
+            return
         with self._uploads_lock:
             if record.key in self._uploads:
                 return
@@ -184,12 +211,15 @@ class SampleStore:
             del self._uploads[key]
             if failure is None:
                 return
+            if not self._failure_shares.take(upload.peer):
+                self._catalogue.forget_arriving(key)
+                return
             failed, written = self._put_failed(SampleRecord.arriving(upload.spec, upload.created_unix_ns), failure)
         self._wait_failed(failed, written)
 
     def _put_failed(self, record: SampleRecord, failure: Failure) -> tuple[SampleRecord, Future[bool]]:
         """Queue the row of a failed sample. `_uploads_lock` is held."""
-        failed = replace(record, state=State.FAILED, error_code=failure.code, error_message=failure.message)
+        failed = _failed_record(record, failure)
         self._failing[record.key] = failed
         return failed, self._catalogue.put_failed(record, failure.code, failure.message)
 
@@ -222,9 +252,12 @@ class SampleStore:
             record = self._catalogue.get(key)
             if (record is None or record.state is not State.COMMITTED) and self.is_arriving(key):
                 raise StillArriving(f"{key} is still arriving")
-            if record is None:
+            with self._uploads_lock:
+                refused = self._refused.pop(key, None)
+            if record is None and refused is None:
                 raise SampleNotFound(f"there is no sample {key}")
-            self.lifetimes.delete(record)
+            if record is not None:
+                self.lifetimes.delete(record)
 
     # Reading.
 
@@ -249,7 +282,10 @@ class SampleStore:
             return live
         if record is not None and record.state is State.ARRIVING:
             record = self._settle(key)
-        return None if record is None or record.state is State.DELETING else record
+        if record is None or record.state is State.DELETING:
+            with self._uploads_lock:
+                return self._refused.get(key)
+        return record
 
     def _settle(self, key: SampleKey) -> SampleRecord | None:
         """The row of a sample that was arriving a moment ago, once all that was asked of the catalogue so far is written."""
@@ -321,6 +357,14 @@ class SampleStore:
 
     # Looking at the whole.
 
+    @property
+    def is_full(self) -> bool:
+        """Whether less is free than samples must leave: they are refused, and nothing is noted about those that are."""
+        try:
+            return self._files.free_bytes(self.data_dir) < self._free_bytes_min
+        except OSError:
+            return False  # Whoever writes will be told more.
+
     def check_directory(self) -> None:
         """Raises StoreGone when the directory at the path is not the one that was opened any more."""
         self._opened.check()
@@ -349,6 +393,20 @@ class SampleStore:
             raise store_error(error, "asking for the size of the disk") from error
 
 
+class PeerStore:
+    """What an ingest stream needs of a store, with its peer's name on it."""
+
+    def __init__(self, store: SampleStore, peer: str) -> None:
+        self._store = store
+        self._peer = peer
+
+    def open_upload(self, spec: SampleSpec) -> Upload:
+        return self._store.open_upload(spec, self._peer)
+
+    def record_failed(self, record: SampleRecord, failure: Failure) -> None:
+        self._store.record_failed(record, failure, self._peer)
+
+
 def _readable(key: SampleKey, record: SampleRecord | None) -> SampleRecord:
     if record is None or record.state is State.DELETING:
         raise SampleNotFound(f"there is no sample {key}")
@@ -357,6 +415,10 @@ def _readable(key: SampleKey, record: SampleRecord | None) -> SampleRecord:
     if record.state is State.ARRIVING:
         raise StillArriving(f"{key} is still arriving")
     return record
+
+
+def _failed_record(record: SampleRecord, failure: Failure) -> SampleRecord:
+    return replace(record, state=State.FAILED, error_code=failure.code, error_message=failure.message)
 
 
 def _lock(files: Files, directory: Path) -> int:

@@ -56,6 +56,7 @@ class OpenSamples:
         """
         self._shared = shared
         self._session = session
+        self._store = shared.store.of(session.name)
         self._replies = replies
         self._room = room
         self._failed = failed
@@ -277,7 +278,7 @@ class OpenSamples:
             denied = error
         except SlotStreamError:
             pass  # spec_of says the same.
-        writer = self._writers[number] = SampleWriter(self._shared.store, self._shared.pools, number, key, self._post)
+        writer = self._writers[number] = SampleWriter(self._store, self._shared.pools, number, key, self._post)
         self._shared.opened()
         self._hold(0)
         try:

@@ -106,6 +106,13 @@ class UploadStore(Protocol):
         """Let readers of the id know why there is no sample."""
 
 
+class IngestStore(Protocol):
+    """The store that all streams share."""
+
+    def of(self, peer: str) -> UploadStore:
+        """The store as `peer` uses it."""
+
+
 class SampleWriter:
     """One sample on its way. `push` belongs to the event loop; `post` is called for every item pushed, from any thread."""
 

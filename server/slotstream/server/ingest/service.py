@@ -15,7 +15,7 @@ import grpc.aio
 
 from slotstream.server.access.gate import Gate, Shares
 from slotstream.server.config import ServerConfig
-from slotstream.server.ingest.sample_writer import UploadStore
+from slotstream.server.ingest.sample_writer import IngestStore
 from slotstream.server.ingest.shared import Shared
 from slotstream.server.ingest.stream import Context, Stream
 from slotstream.server.metrics import Metrics
@@ -36,7 +36,7 @@ class IngestService:
     def __init__(
         self,
         config: ServerConfig,
-        store: UploadStore,
+        store: IngestStore,
         pools: Pools,
         metrics: Metrics,
         waiters: Waiters,

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 from slotstream.server.access.gate import Shares
 from slotstream.server.config import ServerConfig
-from slotstream.server.ingest.sample_writer import Ended, SampleWriter, UploadStore
+from slotstream.server.ingest.sample_writer import Ended, IngestStore, SampleWriter
 from slotstream.server.metrics import Metrics, code_label
 from slotstream.server.nixl.readers import NixlReaders
 from slotstream.server.pools import Pools
@@ -27,7 +27,7 @@ class Shared:
     def __init__(
         self,
         config: ServerConfig,
-        store: UploadStore,
+        store: IngestStore,
         pools: Pools,
         metrics: Metrics,
         waiters: Waiters,

@@ -147,7 +147,7 @@ class WorkersService(workers_pb2_grpc.WorkersServicer):
             if request.worker not in self._orders:
                 raise ServerDraining("the server is shutting down")
             spec = spec_of(request.sample)
-            upload = await self._in(self._pools.chunks, self._store.open_remote, spec)
+            upload = await self._in(self._pools.chunks, self._store.open_remote, spec, request.peer)
         except SlotStreamError as error:
             return pb.UploadBegun(failure=failure_message(Failure.of(error)))
         number = next(self._numbers)
@@ -184,7 +184,7 @@ class WorkersService(workers_pb2_grpc.WorkersServicer):
         record = SampleRecord(
             request.namespace, request.sample_id, State.ARRIVING, request.created_unix_ns, model=request.model
         )
-        await self._in(self._pools.chunks, self._store.record_failed, record, failure_of(request.failure))
+        await self._in(self._pools.chunks, self._store.record_failed, record, failure_of(request.failure), request.peer)
         self._waiters.notify(record.key)
 
     async def _end(self, number: int, failure: Failure) -> None:

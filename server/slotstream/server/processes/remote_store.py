@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from copy import copy
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -51,14 +52,22 @@ class RemoteStore:
     def __init__(self, channel: grpc.Channel, worker: int, data_dir: Path, free_bytes_min: int) -> None:
         self._stub: Any = workers_pb2_grpc.WorkersStub(channel)  # type: ignore[no-untyped-call]
         self._worker = worker
+        self._peer = ""
         self._data_dir = data_dir.absolute()
         self._files = Files()
         self._files.confine(self._data_dir)
         self._free_bytes_min = free_bytes_min
 
+    def of(self, peer: str) -> RemoteStore:
+        """This store as `peer` uses it: what fails is counted as that peer's."""
+        mine = copy(self)
+        mine._peer = peer
+        return mine
+
     def open_upload(self, spec: SampleSpec) -> Upload:
         """Begin a sample. Raises StoreFull and TooLarge; the sample is then recorded as failed."""
-        begun = self._ask(self._stub.Begin, workers_pb2.BeginUpload(worker=self._worker, sample=_open_sample(spec)))
+        begin = workers_pb2.BeginUpload(worker=self._worker, sample=_open_sample(spec), peer=self._peer)
+        begun = self._ask(self._stub.Begin, begin)
         _raise_if_failed(begun.failure)
         try:
             return Upload(
@@ -83,6 +92,7 @@ class RemoteStore:
             model=record.model,
             created_unix_ns=record.created_unix_ns,
             failure=failure_message(failure),
+            peer=self._peer,
         )
         self._ask(self._stub.Refuse, refuse)
 

@@ -36,6 +36,8 @@ _LINGER_S = 0.05  # How long a change that nobody waits for may wait for others:
 _READERS = 4
 _BUSY_TIMEOUT_S = 10.0  # A person's `sqlite3` shell may hold the write lock for a moment.
 _MESSAGE_CHARS_MAX = 1024
+_SLIM_CHARS_MAX = 1024
+_LOG_PAGES = 512  # 2 MiB: what samples leave free has room for the log, and for more.
 # Damage of the file itself, as opposed to a full disk or a lock.
 _CORRUPT_CODES = frozenset({sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB})
 # What a database can raise: the sqlite3 module cannot decode a message that quotes a damaged schema.
@@ -186,7 +188,7 @@ class Catalogue:
             before = sql.get(db, record.namespace, record.sample_id)
             if before is not None and before.state is not State.FAILED:
                 return False
-            sql.put(db, record)
+            sql.put(db, _slim(replace(record, metadata={})))  # The upload itself knows all, and the commit writes it.
             return True
 
         return self.submit(operation, urgent=False)
@@ -204,6 +206,19 @@ class Catalogue:
                 return False
             base = before if before is not None and before.state is State.ARRIVING else record
             sql.put(db, _failed(base, code, message))
+            return True
+
+        return self.submit(operation)
+
+    def forget_arriving(self, key: SampleKey) -> Future[bool]:
+        """Forget a sample that was arriving, as if it had never been announced. False when its row says something else."""
+
+        def operation(db: sqlite3.Connection) -> bool:
+            before = sql.get(db, key.namespace, key.sample_id)
+            if before is None or before.state is not State.ARRIVING:
+                return False
+            retention_sql.mark_deleting(db, key)
+            retention_sql.drop_deleting(db, [key])
             return True
 
         return self.submit(operation)
@@ -378,8 +393,18 @@ class Catalogue:
         return self.ask(sql.totals)
 
 
+def _slim(record: SampleRecord) -> SampleRecord:
+    """`record` without tags and metadata that are long: what was not committed costs a peer nothing, and little disk."""
+    long = [
+        name
+        for name, texts in (("tags", record.tags), ("metadata", record.metadata))
+        if sum(map(len, (*texts, *texts.values()))) > _SLIM_CHARS_MAX
+    ]
+    return replace(record, **{name: {} for name in long}) if long else record  # type: ignore[arg-type]
+
+
 def _failed(record: SampleRecord, code: str, message: str) -> SampleRecord:
-    text = message[:_MESSAGE_CHARS_MAX]
+    record, text = _slim(record), message[:_MESSAGE_CHARS_MAX]
     return replace(record, state=State.FAILED, file_bytes=0, committed_unix_ns=0, error_code=code, error_message=text)
 
 
@@ -426,6 +451,7 @@ def _prepare(db: sqlite3.Connection, path: Path, told: Seal | None) -> bool:
     db.execute("PRAGMA journal_mode = WAL")
     db.execute("PRAGMA synchronous = NORMAL")
     db.execute(f"PRAGMA journal_size_limit = {64 << 20}")
+    db.execute(f"PRAGMA wal_autocheckpoint = {_LOG_PAGES}")
     fresh = _check_schema(db, path, told)
     sql.make_page_key(db)
     return fresh

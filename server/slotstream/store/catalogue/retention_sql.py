@@ -114,6 +114,7 @@ class Queue(Enum):
     READ = ("samples_read", "reads", "reads > 0 AND state = 'committed'")
     ACKED = ("samples_acked", "acked_unix_ns", "acked_unix_ns > 0 AND state = 'committed'")
     FAILED = ("samples_failed", "created_unix_ns", "state = 'failed'")
+    REFUSED = ("samples_refused", "created_unix_ns", "state = 'failed' AND dtype = ''")  # Never open.
 
 
 _COUNTS = frozenset({Queue.READ, Queue.ACKED})
@@ -139,10 +140,11 @@ def _candidate(db: sqlite3.Connection, queue: Queue, namespace: str, number: int
         raise MalformedRow("an index of the catalogue leads nowhere")
     values = dict(zip(_SUMMED, checked(row), strict=True))
     _, column, _ = queue.value
-    state = State.FAILED if queue is Queue.FAILED else State.COMMITTED
+    failed = queue in (Queue.FAILED, Queue.REFUSED)
+    state = State.FAILED if failed else State.COMMITTED
     if (values["namespace"], values["state"]) != (namespace, state) or (queue in _COUNTS and not values[column]):
         raise MalformedRow("an index of the catalogue leads to another row than it says")
-    stamp = values["created_unix_ns"] if queue is Queue.FAILED else values["committed_unix_ns"]
+    stamp = values["created_unix_ns"] if failed else values["committed_unix_ns"]
     return Candidate(SampleKey(namespace, values["sample_id"]), stamp, values["file_bytes"], (values[column], number))
 
 

@@ -27,6 +27,7 @@ UPGRADE = f"""
 ALTER TABLE samples ADD COLUMN row_xxh3 INTEGER NOT NULL DEFAULT 0;
 UPDATE samples SET row_xxh3 = row_sum({SUMMED});
 ALTER TABLE leases ADD COLUMN row_xxh3 INTEGER NOT NULL DEFAULT 0;
+CREATE INDEX samples_refused ON samples (namespace, created_unix_ns) WHERE state = 'failed' AND dtype = '';
 UPDATE leases SET row_xxh3 = row_sum({LEASE});
 """
 

@@ -33,6 +33,7 @@ class RemoteUpload:
     ) -> None:
         """Creates nothing: the other process does, under `partial`, and keeps `free_bytes_min` free. As `Upload` otherwise."""
         self.spec = spec
+        self.peer = ""
         self.created_unix_ns = stamp()
         self.partial = spec.key.directory(data_dir) / f"{spec.sample_id}.{secrets.token_hex(8)}{PARTIAL_SUFFIX}"
         self._files = files

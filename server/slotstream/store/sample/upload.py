@@ -64,6 +64,7 @@ class OpenSample(Protocol):
     spec: SampleSpec
     created_unix_ns: int
     partial: Path
+    peer: str  # Whose it is; "" where nobody said.
 
     def content_hashed_by(self, content: Content, hash_rows: int) -> Content:
         """`content` with its rows hashed again in groups of `hash_rows`, to compare with a sample laid out otherwise."""
@@ -98,6 +99,7 @@ class Upload:
         Raises StoreFull, TooLarge and InternalFault, leaving no file behind.
         """
         self.spec = spec
+        self.peer = ""
         self.created_unix_ns = stamp()
         self.header_bytes, self.hash_rows = reserve_header(spec)
         self._row_bytes = spec.row_bytes
@@ -127,6 +129,7 @@ class Upload:
                 nbytes = self._exact_file_bytes()
                 self._check_free(nbytes)
                 self._preallocated = self._files.preallocate(self._fd, nbytes)
+                self._check_free(0)  # Others may have taken the same room at the same time.
             else:
                 self._check_free(0)
         except OSError as error:
@@ -143,7 +146,7 @@ class Upload:
 
     def _check_free(self, nbytes: int) -> None:
         if self._files.free_bytes(self._data_dir) - nbytes < self._free_bytes_min:
-            raise StoreFull(f"writing {nbytes} bytes would leave less than the {self._free_bytes_min} bytes kept free")
+            raise StoreFull(f"{nbytes} bytes more would leave less than the {self._free_bytes_min} bytes kept free")
 
     def write_chunk(self, first_row: int, rows: int, data: Buffer, digest: int, found: int | None = None) -> None:
         """Check `data` (rows [first_row, first_row + rows), xxh3-64 `digest`) and hand it to the operating system.
@@ -165,6 +168,8 @@ class Upload:
                 for start, stop in missing:
                     part = view[(start - first_row) * self._row_bytes : (stop - first_row) * self._row_bytes]
                     self._files.pwrite(self._fd, part, self.header_bytes + start * self._row_bytes)
+                if not self._preallocated:
+                    self._check_free(0)  # Others may have taken the same room at the same time.
             finally:
                 self._release()
         except OSError as error:

@@ -10,7 +10,7 @@ import heapq
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from slotstream.store.catalogue.retention_sql import Candidate, Queue, Usage
 from slotstream.store.upkeep.lifetimes import Lifetimes
@@ -19,6 +19,7 @@ from slotstream.store.upkeep.retention import UNLIMITED, Policy, Reason, Rule, f
 _log = logging.getLogger(__name__)
 _PAGE = 64  # Candidates looked at, and deleted, at a time: the length of the catalogue's transaction.
 _BUDGET = 1024  # Samples deleted before a sweep lets its caller look around; how many are in use has limits of its own.
+REFUSED_AGE_S_MAX = 7 * 86400.0  # Whatever the rules say: a refusal is news, and not for long.
 _BEGIN = (-(1 << 62), -1)
 
 
@@ -76,6 +77,9 @@ class _Sweep:
     def apply(self, usage: Usage) -> None:
         """The rule of one namespace."""
         rule = self._policy.rule_for(usage.namespace)
+        if usage.failed:
+            age_s_max = min(rule.failed_age_s_max, REFUSED_AGE_S_MAX)
+            self._forget(Queue.REFUSED, replace(rule, failed_age_s_max=age_s_max), usage.namespace)
         if not rule.limits():
             return
         if usage.samples:
@@ -87,7 +91,7 @@ class _Sweep:
             if min(rule.bytes_max, rule.samples_max, rule.age_s_max) != UNLIMITED:
                 self._trim(rule, usage.namespace)
         if usage.failed and rule.failed_age_s_max != UNLIMITED:
-            self._forget(rule, usage.namespace)
+            self._forget(Queue.FAILED, rule, usage.namespace)
 
     def free(self, nbytes: int) -> None:
         """The oldest samples, of all namespaces whose rule allows it together, until `nbytes` of files are gone."""
@@ -125,10 +129,10 @@ class _Sweep:
             self._delete([candidate for candidate, _ in due], [reason for _, reason in due])
             after = due[-1][0].position
 
-    def _forget(self, rule: Rule, namespace: str) -> None:
+    def _forget(self, queue: Queue, rule: Rule, namespace: str) -> None:
         after = _BEGIN
         while not self._is_spent():
-            page = self._lifetimes.candidates(Queue.FAILED, namespace, after, _PAGE)
+            page = self._lifetimes.candidates(queue, namespace, after, _PAGE)
             due = forgotten(rule, page, self._lifetimes.clock.now())
             if not due:
                 return
