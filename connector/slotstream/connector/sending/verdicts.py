@@ -53,6 +53,7 @@ _AGAIN = (errors.HashMismatch,)
 _HELD = (
     errors.StoreFull,
     errors.StoreGone,
+    errors.IoError,
     errors.TooMany,
     errors.TooSlow,
     errors.ServerDraining,
