@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import random
 import re
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -21,6 +19,7 @@ from typing import Self
 from ledger import Promise, Try, promises, tries
 from support.descendants import descendants
 from support.files import files_below
+from support.ports import free_port
 
 from slotstream.client import ServerUnavailable, connect
 from slotstream.wire.nixl import is_installed
@@ -78,14 +77,6 @@ class Process:
         return len(list(Path(f"/proc/{self.process.pid}/task").iterdir()))
 
 
-def _free_port() -> int:
-    """One that nobody listens on now. Below those that the kernel gives to connections, one of which could take it."""
-    while True:
-        with socket.socket() as probe, suppress(OSError):
-            probe.bind(("127.0.0.1", port := random.randrange(10_000, 30_000)))
-            return port
-
-
 def _transport(number: int) -> str:
     """Of a sender: half of them go by NIXL, where there is one."""
     return "nixl" if number % 2 and is_installed() else "grpc"
@@ -102,7 +93,7 @@ class World:
         self.work = Path(self._dir.name)
         self.data_dir = self.work / "data"
         self._workers = workers
-        self.address = f"unix:{self.work}/s" if workers == 1 else f"127.0.0.1:{_free_port()}"
+        self.address = f"unix:{self.work}/s" if workers == 1 else f"127.0.0.1:{free_port()}"
         self._pause_ms = pause_ms
         self._spool = self.work / "spool" if spool else None
         self._seeds = iter(range(seed * 1_000_000, (seed + 1) * 1_000_000))

@@ -510,9 +510,9 @@ def check_reads(data: bytes) -> None:
     if name == "Read" and _waits(raw):
         return
     method = harness.method("Samples", name)
-    call = Call([])
+    call = Call([raw])
     try:
-        answering = (method.unary_stream or method.unary_unary)(raw, call)
+        answering = (method.stream_stream or method.stream_unary)(None, call)
         reply = harness.loop.run_until_complete(asyncio.wait_for(answering, 60))
     except Aborted as aborted:
         if aborted.code not in _CODES - {"INTERNAL"}:

@@ -110,6 +110,15 @@ def test_the_socket_has_its_mode_and_the_umask_is_as_before(tmp_path: Path, opti
 MARKED_IDS = [9_871_230_000_000 + row for row in range(40)]
 
 
+def test_metrics_name_no_namespace(tmp_path: Path) -> None:
+    with RunningServer(tmp_path / "data", metrics_listen="127.0.0.1:0") as running, Peer(running.address) as peer:
+        peer.put(Sample(namespace="SECRETPROJECT"), 1)
+        with urllib.request.urlopen(f"http://{running.server.metrics_address}/metrics", timeout=30) as answer:
+            text = answer.read().decode()
+    assert "slotstream_stored_bytes" in text
+    assert "SECRETPROJECT" not in text
+
+
 def test_neither_logs_nor_metrics_hold_prompts_ids_or_secrets(tmp_path: Path) -> None:
     tokens = write_tokens(tmp_path / "tokens.toml", entry("engine", ["default"], "ingest", "read"))
     marked = Sample(tags={"prompt": "PROMPTMARK"}, metadata={"text": "PROMPTMARK"})

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import threading
 from pathlib import Path
 
 import pytest
 from support.secure import entry, token, write_tokens
+from support.waiting import wait_until
 
+from slotstream.server.access import tokens as module
 from slotstream.server.access.tokens import Principal, TokenFile, digest_of, load_tokens
 from slotstream.wire.errors import ConfigError, PermissionDenied
 
@@ -147,6 +151,36 @@ def test_a_changed_file_counts_at_once_and_a_broken_one_does_not(tmp_path: Path,
     write_tokens(path, entry("c", ["x"], "read"))
     assert tokens.find(digest_of(token("b"))) is None
     assert tokens.find(digest_of(token("c"))) is not None
+
+
+def test_a_pipe_in_its_place_is_refused_at_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = write_tokens(tmp_path / "t.toml", entry("a", ["one"], "read"))
+    tokens = TokenFile(path)
+    path.unlink()
+    os.mkfifo(path, 0o600)
+    with pytest.raises(ConfigError, match="is no regular file"):
+        load_tokens(path)
+    with caplog.at_level(logging.ERROR):
+        assert tokens.find(digest_of(token("a"))) is not None
+    assert "is no regular file" in caplog.text
+
+
+def test_a_disk_that_hangs_holds_a_caller_up_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_tokens(tmp_path / "t.toml", entry("a", ["one"], "read"))
+    tokens = TokenFile(path)
+    goes_on, looks = threading.Event(), list[Path]()
+
+    def hangs(path: Path) -> tuple[int, ...]:
+        looks.append(path)
+        assert goes_on.wait(60)
+        return ()
+
+    monkeypatch.setattr(module, "_stamp", hangs)
+    for _ in range(3):
+        assert tokens.find(digest_of(token("a"))) is not None
+    assert len(looks) == 1  # Nobody else waits for it.
+    goes_on.set()
+    wait_until(lambda: tokens.find(digest_of(token("a"))) is not None and len(looks) > 1)
 
 
 def test_a_link_that_is_moved_to_another_directory_is_a_change(tmp_path: Path) -> None:

@@ -14,8 +14,6 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-from grpc_health.v1 import health_pb2_grpc
-
 from slotstream.server.access.gate import Gate
 from slotstream.server.access.tls import Certificates
 from slotstream.server.config import ServerConfig
@@ -140,8 +138,7 @@ class Server:
         self._loop = asyncio.get_running_loop()
         self._health = HealthService()
         self._grpc = make_server(config)
-        self._grpc.add_generic_rpc_handlers((self._ingest.handler(), self._samples.handler()))
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._grpc)
+        self._grpc.add_generic_rpc_handlers((self._ingest.handler(), self._samples.handler(), self._health.handler()))
         self._health.serve("", *SERVICES)
         self.addresses = self._bind(certificates)
         self.address = self.addresses[0]
@@ -155,7 +152,8 @@ class Server:
         self._closing.push_async_callback(self._stop_grpc)
         self._watch(pools)
         if config.workers > 1:
-            pool = WorkerPool(config, self.addresses, self._workers, self._samples.handler())
+            between = Gate(config, between_processes=True)
+            pool = WorkerPool(config, self.addresses, self._workers, self._samples.handler(between))
             self._closing.push_async_callback(pool.stop)
             await pool.start()
             _log.info("%d processes take ingest streams", config.workers)

@@ -7,27 +7,36 @@ told anything more (one condition for all of them is dropped with the first), an
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import grpc
-from grpc_health.v1 import health_pb2, health_pb2_grpc
+from google.protobuf.message import DecodeError
+from grpc_health.v1 import health_pb2
 
-from slotstream.server.access.gate import Shares
+from slotstream.server.access.bodies import BODY_S, Bodies
+from slotstream.server.access.gate import Context, Shares, address_of
 from slotstream.server.status import abort
-from slotstream.wire.errors import TooMany
+from slotstream.wire.errors import BadParams, SlotStreamError
 
-_WATCHES_MAX = 4096  # Each connector has one.
+_REQUEST_BYTES_MAX = 4 << 10
+# In all, and of one address. Each connector has one watch.
+_WATCHES_MAX, _WATCHES_OF_ADDRESS = 4096, 2048
+_CHECKS_MAX, _CHECKS_OF_ADDRESS = 1024, 256
 _Reply = health_pb2.HealthCheckResponse
 
 
-class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
+class HealthService:
     """Statuses by service name. Belongs to one event loop."""
 
     def __init__(self) -> None:
         self._statuses: dict[str, int] = {}
         self._changes: set[asyncio.Event] = set()
         self._stopped = False
-        self._shares = Shares("health watches", _WATCHES_MAX, _WATCHES_MAX)
+        self._bodies = Bodies(_REQUEST_BYTES_MAX)
+        self._watches = Shares("health watches", _WATCHES_MAX, _WATCHES_OF_ADDRESS)
+        self._checks = Shares("health checks", _CHECKS_MAX, _CHECKS_OF_ADDRESS)
 
     def serve(self, *services: str) -> None:
         """These are SERVING."""
@@ -46,20 +55,44 @@ class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
         for change in self._changes:
             change.set()
 
-    async def Check(self, request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
-        status = self._statuses.get(request.service)
+    def handler(self) -> grpc.GenericRpcHandler[Any, Any]:
+        """The service. A stream of requests each, of which there is one, as in Samples: its length comes before its content."""
+        check: Any = self._check
+        watch: Any = self._watch
+        reply = _Reply.SerializeToString
+        methods = {
+            "Check": grpc.stream_unary_rpc_method_handler(check, None, reply),
+            "Watch": grpc.stream_stream_rpc_method_handler(watch, None, reply),
+        }
+        return grpc.method_handlers_generic_handler("grpc.health.v1.Health", methods)
+
+    async def _check(self, _: object, context: Context) -> Any:
+        async with self._asked(self._checks, context) as service:
+            status = self._statuses.get(service)
         if status is None:
             await context.abort(grpc.StatusCode.NOT_FOUND, "there is no such service")
         return _Reply(status=status)
 
-    async def Watch(self, request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+    async def _watch(self, _: object, context: Context) -> None:
+        async with self._asked(self._watches, context) as service:
+            await self._tell(service, context)
+
+    @asynccontextmanager
+    async def _asked(self, shares: Shares, context: Context) -> AsyncIterator[str]:
+        """The service that is asked for. Turns what goes wrong into a status."""
+        address = address_of(context)
         try:
-            with self._shares.one(""):
-                await self._watch(request.service, context)
-        except TooMany as error:
+            with shares.one(address):
+                raw = await self._bodies.read(context, address, BODY_S)
+                try:
+                    request = health_pb2.HealthCheckRequest.FromString(raw)
+                except DecodeError as error:
+                    raise BadParams("the request is not a HealthCheckRequest") from error
+                yield request.service
+        except SlotStreamError as error:
             await abort(context, error)
 
-    async def _watch(self, service: str, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+    async def _tell(self, service: str, context: Context) -> None:
         change = asyncio.Event()
         self._changes.add(change)
         told: int | None = None

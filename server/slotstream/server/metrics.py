@@ -1,5 +1,5 @@
-"""What the server counts: one table, a sentence each. Labels take values from fixed sets, never from peers; the one
-exception, namespaces, is cut to the largest few.
+"""What the server counts: one table, a sentence each. Labels take values from fixed sets, never from peers, and
+no namespace is named: whoever scrapes needs no token.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from slotstream.wire import errors
 from slotstream.wire.errors import ConfigError, SlotStreamError
 
 _LATENCY_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
-_NAMESPACES_MAX = 32
 _KNOWN_CODES = frozenset(
     kind.code
     for name in errors.__all__
@@ -45,11 +44,6 @@ class _Stored:
     def collect(self) -> Iterable[Metric]:
         samples = GaugeMetricFamily("slotstream_stored_samples", "Samples in the catalogue, by state.", labels=["state"])
         nbytes = GaugeMetricFamily("slotstream_stored_bytes", "Bytes of committed sample files.")
-        spaces = GaugeMetricFamily(
-            "slotstream_namespace_bytes",
-            "Bytes of committed sample files of the 32 largest namespaces.",
-            labels=["namespace"],
-        )
         damaged = CounterMetricFamily("slotstream_quarantined_samples", "Damaged samples that were taken out of service.")
         damaged.add_metric([], self._store.lifetimes.quarantined)
         free = GaugeMetricFamily("slotstream_free_bytes", "Bytes that may still be written to the data directory's disk.")
@@ -58,14 +52,12 @@ class _Stored:
             totals = self._store.totals()
             free.add_metric([], self._store.free_bytes())
             disk.add_metric([], self._store.disk_bytes())
-            for usage in self._store.lifetimes.largest(_NAMESPACES_MAX):
-                spaces.add_metric([usage.namespace], usage.bytes)
         except SlotStreamError:
             return  # A scrape must not fail because the disk does; the other metrics say that it did.
         for state, (count, _) in sorted(totals.items()):
             samples.add_metric([str(state)], count)
         nbytes.add_metric([], totals[State.COMMITTED][1])
-        yield from (samples, nbytes, spaces, damaged, free, disk)
+        yield from (samples, nbytes, damaged, free, disk)
 
 
 class Merged:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ipaddress
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from urllib.parse import unquote
 
 import grpc.aio
 
@@ -14,22 +16,32 @@ from slotstream.server.config import ServerConfig
 from slotstream.wire.access import AUTHORIZATION_KEY, bearer_token
 from slotstream.wire.errors import TooMany, Unauthenticated
 
+PEERS_ASSUMED = 4  # So many peers may each have all the requests that one may have.
 _ANONYMOUS = "anonymous"
+_ADDRESS_KEY, _CERTIFICATE_KEY = "slotstream-address", "slotstream-certificate-bin"  # From a worker to its primary only.
+_HOST_PREFIX_BITS = 64
+Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class Session:
-    """A caller. Asked again and again while a stream lasts: a token that was withdrawn counts no more."""
+    """A caller. Asked again and again while a stream lasts: a token that was withdrawn counts no more.
 
-    def __init__(self, tokens: TokenFile | None, digest: bytes, name: str) -> None:
+    `name` is for logs. `peer` has a share of what the server has: a token; else a certificate's name; else an address. `caller`
+    is that peer at one address.
+    """
+
+    def __init__(self, tokens: TokenFile | None, digest: bytes, certificate: str, address: str) -> None:
         self._tokens = tokens
         self._digest = digest
-        self._peer = Principal(name)
+        self._anybody = Principal(certificate or _ANONYMOUS)
         self.name = self.principal().name
+        self.peer = address if tokens is None and not certificate else self.name
+        self.caller = f"{self.peer} {address}"
 
     def principal(self) -> Principal:
         """Who it is, by the tokens file as it is now. Raises Unauthenticated."""
         if self._tokens is None:
-            return self._peer
+            return self._anybody
         found = self._tokens.find(self._digest)
         if found is None:
             raise Unauthenticated("the bearer token is not one that this server knows")
@@ -42,25 +54,59 @@ class Gate:
     That is: whoever has a certificate signed by --tls-client-ca, can open the unix socket, or reaches the address.
     """
 
-    def __init__(self, config: ServerConfig) -> None:
-        """Raises ConfigError for a tokens file that cannot be used."""
-        self._tokens = TokenFile(config.tokens_file) if config.tokens_file is not None else None
+    def __init__(self, config: ServerConfig, *, between_processes: bool = False) -> None:
+        """Raises ConfigError for a tokens file that cannot be used.
 
-    def admit(self, context: grpc.aio.ServicerContext[Any, Any]) -> Session:
+        `between_processes`: callers are this server's own workers, which say for whom they call (`told_of`).
+        """
+        self._tokens = TokenFile(config.tokens_file) if config.tokens_file is not None else None
+        self._between_processes = between_processes
+
+    def admit(self, context: Context) -> Session:
         """Raises Unauthenticated."""
         if self._tokens is None:
-            return Session(None, b"", _certificate_name(context) or _ANONYMOUS)
+            return Session(None, b"", self._certificate_name(context), self._address(context))
         values = [value for key, value in context.invocation_metadata() or () if key == AUTHORIZATION_KEY]
         token = bearer_token(values[0]) if len(values) == 1 and isinstance(values[0], str) else None
         if not token:
             raise Unauthenticated("this server wants a bearer token, and the call has none")
-        return Session(self._tokens, digest_of(token), "")
+        return Session(self._tokens, digest_of(token), "", self._address(context))
+
+    def told_of(self, context: Context) -> tuple[tuple[str, str | bytes], ...]:
+        """Metadata that say who is calling, for the process that answers instead of this one."""
+        told: list[tuple[str, str | bytes]] = [(k, v) for k, v in context.invocation_metadata() or () if k == AUTHORIZATION_KEY]
+        return *told, (_ADDRESS_KEY, self._address(context)), (_CERTIFICATE_KEY, self._certificate_name(context).encode())
+
+    def _address(self, context: Context) -> str:
+        told = _metadata(context, _ADDRESS_KEY) if self._between_processes else address_of(context)
+        return told if isinstance(told, str) else ""
+
+    def _certificate_name(self, context: Context) -> str:
+        """The common name in the caller's certificate, of what can be printed; "" without one."""
+        if self._between_processes:
+            told = _metadata(context, _CERTIFICATE_KEY)
+            return told.decode() if isinstance(told, bytes) else ""
+        names = (context.auth_context() or {}).get("x509_common_name", ())
+        return "".join(c for name in names for c in name.decode(errors="replace")[:64] if c.isprintable())
 
 
-def _certificate_name(context: grpc.aio.ServicerContext[Any, Any]) -> str:
-    """The common name in the caller's certificate, of what can be printed; "" without one."""
-    names = (context.auth_context() or {}).get("x509_common_name", ())
-    return "".join(c for name in names for c in name.decode(errors="replace")[:64] if c.isprintable())
+def address_of(context: Context) -> str:
+    """Where a call comes from, without its port. Of IPv6 the network: a host has as many addresses there as it likes."""
+    kind, _, rest = context.peer().partition(":")
+    if kind not in ("ipv4", "ipv6"):
+        return kind  # A unix socket: everybody there is one.
+    host = unquote(rest).rpartition(":")[0].strip("[]").partition("%")[0]
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return host
+    if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped is None:
+        return str(ipaddress.ip_network((address, _HOST_PREFIX_BITS), strict=False))
+    return str(getattr(address, "ipv4_mapped", None) or address)
+
+
+def _metadata(context: Context, key: str) -> str | bytes | None:
+    return next((value for name, value in context.invocation_metadata() or () if name == key), None)
 
 
 class Shares:

@@ -18,6 +18,8 @@ import re
 import stat
 import tomllib
 from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +35,7 @@ RIGHTS = ("ingest", "read", "delete", "admin")
 NAMESPACES_MAX = 64
 _TOKENS_MAX = 1000
 _FILE_BYTES_MAX = 1 << 20
+_PATIENCE_S = 0.2
 _KEYS = frozenset({"name", "sha256", "token", "namespaces", "rights"})
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _SHA256 = re.compile(r"[0-9a-fA-F]{64}")
@@ -66,18 +69,27 @@ def digest_of(token: str) -> bytes:
 
 
 class TokenFile:
-    """The principals of a tokens file, by their tokens' digests. Belongs to one thread."""
+    """The principals of a tokens file, by their tokens' digests. Belongs to one thread, and looks at the file from another.
+
+    A disk that hangs makes the caller wait once, for `_PATIENCE_S`; until it answers, the tokens of before stay in force.
+    """
 
     def __init__(self, path: Path) -> None:
         """Raises ConfigError when the file cannot be used."""
         self._path = path
+        self._thread = ThreadPoolExecutor(1, "tokens")
+        self._refreshing: Future[None] | None = None
         self._stamp = _stamp(path)
         self._entries = load_tokens(path)
         _log.info("%d tokens from %s", len(self._entries), path)
 
     def find(self, digest: bytes) -> Principal | None:
         """Whose token has this digest, by the file as it is now. Takes as long for every digest: no entry is left out."""
-        self._refresh()
+        is_slow = self._refreshing is not None and not self._refreshing.done()
+        if not is_slow:
+            self._refreshing = self._thread.submit(self._refresh)
+            with suppress(TimeoutError):
+                self._refreshing.result(_PATIENCE_S)
         found: Principal | None = None
         for known, principal in self._entries:
             if hmac.compare_digest(known, digest):
@@ -110,8 +122,11 @@ def _stamp(path: Path) -> tuple[int, ...]:
 def load_tokens(path: Path) -> list[tuple[bytes, Principal]]:
     """(digest, principal) of every entry. Raises ConfigError, in one sentence without any token in it."""
     try:
-        with path.open("rb") as file:
+        # A pipe would have us wait for somebody who writes.
+        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
             mode = os.fstat(file.fileno()).st_mode
+            if not stat.S_ISREG(mode):
+                raise ConfigError(f"--tokens: {path} is no regular file")
             raw = file.read(_FILE_BYTES_MAX + 1)
     except OSError as error:
         raise ConfigError(f"--tokens: cannot read {path}: {error.strerror or error}") from error

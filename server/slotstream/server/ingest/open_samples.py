@@ -286,7 +286,7 @@ class OpenSamples:
                 raise denied
             self._check_room()
             spec = spec_of(request)
-            self._shared.open_shares.take(self._session.name)
+            self._shared.open_shares.take(self._session.peer)
             self._due[number] = self._loop.time() + self._shared.config.sample_s_max
             writer.push(Open(spec))
         except SlotStreamError as error:
@@ -372,7 +372,7 @@ class OpenSamples:
     def _end_sample(self, writer: SampleWriter, ended: Ended) -> None:
         del self._writers[writer.number]
         if self._due.pop(writer.number, None) is not None:
-            self._shared.open_shares.give_back(self._session.name)
+            self._shared.open_shares.give_back(self._session.peer)
         for _, nbytes in self._announced.forget(writer.number):
             self._let_go(nbytes)
         self._shared.ended(writer, ended)

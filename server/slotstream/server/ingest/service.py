@@ -60,7 +60,7 @@ class IngestService:
     async def _stream(self, requests: AsyncIterator[bytes], context: Context) -> None:
         try:
             session = self._gate.admit(context)
-            with self._stream_shares.one(session.name):
+            with self._stream_shares.one(session.peer):
                 await self._serve(Stream(self._shared, context, session))
         except ServerDraining as error:
             await abort(context, error)

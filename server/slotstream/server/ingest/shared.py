@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from slotstream.server.access.bodies import Bodies
 from slotstream.server.access.gate import Shares
 from slotstream.server.config import ServerConfig
 from slotstream.server.ingest.sample_writer import Ended, IngestStore, SampleWriter
@@ -17,8 +18,10 @@ from slotstream.server.pools import Pools
 from slotstream.server.waiters import Waiters
 from slotstream.wire.errors import HashMismatch
 from slotstream.wire.logtext import log_text
+from slotstream.wire.names import CONTROL_BYTES_MAX
 
 _log = logging.getLogger(__name__)
+_HELLO_GROWTH_BYTES = 6 << 20
 
 
 class Shared:
@@ -41,6 +44,8 @@ class Shared:
         self.metrics = metrics
         self.waiters = waiters
         self.readers = readers
+        # Those of Hellos. A sender may take its time with that, but not make the server hold more and more meanwhile.
+        self.bodies = Bodies(CONTROL_BYTES_MAX, one_by_one=False, growth_bytes=_HELLO_GROWTH_BYTES)
         self.draining = False  # No more samples are opened.
         self.open_shares = Shares("open samples", sys.maxsize, config.peer_open_samples_max)  # The store limits all of them.
         self._committed = committed

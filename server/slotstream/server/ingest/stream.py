@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import Any
 
 import grpc.aio
 
+from slotstream.server.access.bodies import EOF
 from slotstream.server.access.gate import Session
 from slotstream.server.ingest.open_samples import OpenSamples
 from slotstream.server.ingest.replies import Replies
@@ -21,7 +21,6 @@ from slotstream.wire.names import CHUNK_BYTES_MAX, PROTOCOL_VERSION
 
 _log = logging.getLogger(__name__)
 _WATCHES_A_LIMIT = 8  # Looks at the clock within the shortest of a stream's limits of time.
-_EOF: Any = grpc.aio.EOF  # type: ignore[attr-defined]  # Missing in grpc-stubs.
 Context = grpc.aio.ServicerContext[bytes, bytes]
 
 
@@ -30,6 +29,7 @@ class Stream:
 
     def __init__(self, shared: Shared, context: Context, session: Session) -> None:
         self._peer = f"{session.name} at {context.peer()}"
+        self._caller = session.caller
         self._shared = shared
         self._context = context
         self._loop = asyncio.get_running_loop()
@@ -95,13 +95,8 @@ class Stream:
             room.cancel()
 
     async def _receive(self) -> None:
-        hello_s = self._shared.config.hello_s
-        try:
-            async with asyncio.timeout(hello_s):
-                hello = await self._context.read()
-        except TimeoutError as error:
-            raise TooSlow(f"the stream said no Hello within {hello_s:g} s") from error
-        if hello is _EOF:
+        hello = await self._shared.bodies.next(self._context, self._caller, self._shared.config.hello_s)
+        if hello is EOF:
             return
         await self._greet(hello)
         while True:
@@ -109,7 +104,7 @@ class Stream:
                 self._room.clear()
                 await self._room.wait()
             frame = await self._context.read()
-            if frame is _EOF:
+            if frame is EOF:
                 return
             self._heard_at = self._loop.time()
             self._samples.take(frame)

@@ -20,9 +20,9 @@ from typing import Any
 
 import grpc
 import grpc.aio
-from grpc_health.v1 import health_pb2_grpc
 
-from slotstream.server.access.gate import Gate
+from slotstream.server.access.bodies import BODY_S, Bodies
+from slotstream.server.access.gate import PEERS_ASSUMED, Gate, Shares
 from slotstream.server.access.tls import Certificates
 from slotstream.server.config import ServerConfig
 from slotstream.server.healthcheck import HealthService
@@ -33,16 +33,18 @@ from slotstream.server.metrics import Metrics
 from slotstream.server.nixl.readers import start_readers
 from slotstream.server.pools import Pools
 from slotstream.server.processes.remote_store import RemoteStore
+from slotstream.server.status import abort
 from slotstream.server.waiters import Waiters
 from slotstream.v1 import workers_pb2 as pb
 from slotstream.v1 import workers_pb2_grpc
-from slotstream.wire.access import AUTHORIZATION_KEY
-from slotstream.wire.errors import ConfigError
+from slotstream.wire.errors import ConfigError, SlotStreamError
+from slotstream.wire.names import CONTROL_BYTES_MAX
 
 _log = logging.getLogger(__name__)
 _REPORT_S = 1.0
 _LAST_CALLS_S = 1.0
 _CENTURIES_S = 1e9
+_RawContext = grpc.aio.ServicerContext[bytes, bytes]
 _RAW: Any = None  # No serializer: messages pass through as bytes.
 
 
@@ -83,8 +85,9 @@ class Worker:
             health = HealthService()
             health.serve("", *SERVICES)
             server = make_server(self._config)
-            server.add_generic_rpc_handlers((ingest.handler(), _PassOn(channel)))
-            health_pb2_grpc.add_HealthServicer_to_server(health, server)
+            server.add_generic_rpc_handlers(
+                (ingest.handler(), _PassOn(self._config, channel, gate, self.metrics), health.handler())
+            )
             add_ports(server, self._config, certificates)
             await server.start()
             grace_s = None  # Without a primary nothing can be said of any sample: every stream ends at once.
@@ -126,10 +129,16 @@ class Worker:
 
 
 class _PassOn(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # Generic in the stubs alone.
-    """Calls of the Samples service, handed to the primary and back as they are."""
+    """Calls of the Samples service, handed to the primary and back as they are, once this process has admitted them."""
 
-    def __init__(self, channel: grpc.aio.Channel) -> None:
+    def __init__(self, config: ServerConfig, channel: grpc.aio.Channel, gate: Gate, metrics: Metrics) -> None:
         self._channel = channel
+        self._gate = gate
+        self._metrics = metrics
+        self._bodies = Bodies(CONTROL_BYTES_MAX)
+        # Of calls that wait for their messages; those that are whole have finer shares in the primary.
+        most, of_peer = config.reads_max + PEERS_ASSUMED * config.requests_max, config.peer_reads_max + config.requests_max
+        self._shares = Shares("calls", most, of_peer)
 
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> Any:
         method = handler_call_details.method
@@ -137,23 +146,32 @@ class _PassOn(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # Generic in t
             return None
         return grpc.stream_stream_rpc_method_handler(self._forwarder(method))
 
-    def _forwarder(self, method: str) -> Callable[[AsyncIterator[bytes], Any], Any]:
-        async def forward(requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext[bytes, bytes]) -> None:
-            told = [(k, v) for k, v in context.invocation_metadata() or () if k == AUTHORIZATION_KEY]
-            call = self._channel.stream_stream(method, _RAW, _RAW)(requests, timeout=_seconds_left(context), metadata=told)
+    def _forwarder(self, method: str) -> Callable[[object, Any], Any]:
+        async def forward(_: object, context: _RawContext) -> None:
             try:
-                async for reply in call:
-                    await context.write(reply)
-            except grpc.aio.AioRpcError as error:
-                trailing: Any = error.trailing_metadata() or ()
-                await context.abort(error.code(), error.details() or "", tuple(trailing))
-            finally:
-                call.cancel()
+                session = self._gate.admit(context)
+                with self._shares.one(session.peer):
+                    await self._forward(method, await self._bodies.read(context, session.caller, BODY_S), context)
+            except SlotStreamError as error:
+                self._metrics.requests.labels(method.rpartition("/")[2], error.code).inc()
+                await abort(context, error)
 
         return forward
 
+    async def _forward(self, method: str, request: bytes, context: _RawContext) -> None:
+        told: Any = self._gate.told_of(context)
+        call = self._channel.unary_stream(method, _RAW, _RAW)(request, timeout=_seconds_left(context), metadata=told)
+        try:
+            async for reply in call:
+                await context.write(reply)
+        except grpc.aio.AioRpcError as error:
+            trailing: Any = error.trailing_metadata() or ()
+            await context.abort(error.code(), error.details() or "", tuple(trailing))
+        finally:
+            call.cancel()
 
-def _seconds_left(context: grpc.aio.ServicerContext[bytes, bytes]) -> float | None:
+
+def _seconds_left(context: _RawContext) -> float | None:
     """Of the caller's deadline; None where it has none, which gRPC spells as centuries."""
     left_s = context.time_remaining()
     return left_s if left_s is not None and left_s < _CENTURIES_S else None

@@ -15,7 +15,8 @@ import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError, Message
 
-from slotstream.server.access.gate import Gate, Session, Shares
+from slotstream.server.access.bodies import BODY_S, Bodies
+from slotstream.server.access.gate import PEERS_ASSUMED, Gate, Session, Shares
 from slotstream.server.config import ServerConfig
 from slotstream.server.housekeeping import Housekeeping
 from slotstream.server.metrics import Metrics
@@ -38,7 +39,6 @@ from slotstream.wire.errors import (
     SampleNotFound,
     SlotStreamError,
     StillArriving,
-    TooLarge,
     TooMany,
     TooSlow,
 )
@@ -50,7 +50,6 @@ _WAITING_SHARE = (
     0.75  # Of the reads of one peer: whoever waits for samples that never come must not keep others from those that are there.
 )
 _Context = grpc.aio.ServicerContext[Any, Any]
-_PEERS_ASSUMED = 4  # So many peers may each have all the requests that one may have.
 _PAGE_BYTES_MAX = 8 << 20
 _VERIFIES_MAX = 4  # Each keeps a thread and the disk busy for as long as it lasts.
 _T = TypeVar("_T")
@@ -88,31 +87,31 @@ class SamplesService:
         self._metrics = metrics
         self._waiters = waiters
         self._gate = gate
+        self._bodies = Bodies(CONTROL_BYTES_MAX)
         self._read_shares = Shares("reads", config.reads_max, config.peer_reads_max)
-        self._request_shares = Shares("requests", _PEERS_ASSUMED * config.requests_max, config.requests_max)
+        self._request_shares = Shares("requests", PEERS_ASSUMED * config.requests_max, config.requests_max)
         self._verify_shares = Shares("verifications", _VERIFIES_MAX, _VERIFIES_MAX // 2)
         self._reads = 0
         self._waiting = 0
         self._idle = asyncio.Event()
         self._idle.set()
 
-    def handler(self) -> grpc.GenericRpcHandler[Any, Any]:
-        read: Any = self._read
-        verify: Any = self._verify
-        restore: Any = self._restore
-        # No request deserializers: the caller is looked at first, and then the length. No response serializer for Read:
-        # rows are sent as raw bytes.
+    def handler(self, gate: Gate | None = None) -> grpc.GenericRpcHandler[Any, Any]:
+        """The service. `gate`: who may call, where that is not everybody whom the server's own gate admits."""
+        gate = gate or self._gate
+        # Each is a stream of requests, of which there is one: gRPC would receive that of a unary call before anybody has looked
+        # at the caller. No deserializers either: the length comes first. Rows are sent as raw bytes.
         methods = {
-            "Read": grpc.unary_stream_rpc_method_handler(read),
-            "Restore": grpc.unary_stream_rpc_method_handler(restore, None, pb.RestoreReply.SerializeToString),
-            "Verify": grpc.unary_stream_rpc_method_handler(verify, None, pb.VerifyReply.SerializeToString),
-            "Stat": _unary(self._stat, sample_pb2.SampleInfo),
-            "List": _unary(self._list, pb.ListReply),
-            "Delete": _unary(self._delete, pb.DeleteReply),
-            "Ack": _unary(self._ack, pb.AckReply),
-            "CountRead": _unary(self._count_read, pb.CountReadReply),
-            "Lease": _unary(self._lease, pb.LeaseReply),
-            "Usage": _unary(self._usage, pb.UsageReply),
+            "Read": _stream(self._read, gate, None),
+            "Verify": _stream(self._verify, gate, pb.VerifyReply),
+            "Restore": _stream(self._restore, gate, pb.RestoreReply),
+            "Stat": _unary(self._stat, gate, sample_pb2.SampleInfo),
+            "List": _unary(self._list, gate, pb.ListReply),
+            "Delete": _unary(self._delete, gate, pb.DeleteReply),
+            "Ack": _unary(self._ack, gate, pb.AckReply),
+            "CountRead": _unary(self._count_read, gate, pb.CountReadReply),
+            "Lease": _unary(self._lease, gate, pb.LeaseReply),
+            "Usage": _unary(self._usage, gate, pb.UsageReply),
         }
         return grpc.method_handlers_generic_handler("slotstream.v1.Samples", methods)
 
@@ -121,16 +120,16 @@ class SamplesService:
         await self._idle.wait()
 
     @asynccontextmanager
-    async def _answering(self, method: str, context: _Context) -> AsyncIterator[Session]:
-        """Who is calling. Turns what goes wrong into a status, and counts the outcome before the peer hears of it."""
+    async def _answering(self, method: str, gate: Gate, context: _Context) -> AsyncIterator[tuple[Session, bytes]]:
+        """Who is calling, and what they ask. Turns what goes wrong into a status, counted before the peer hears of it."""
 
         def count(code: str) -> None:
             self._metrics.requests.labels(method, code).inc()
 
         try:
-            session = self._gate.admit(context)
-            with (self._read_shares if method == "Read" else self._request_shares).one(session.name):
-                yield session
+            session = gate.admit(context)
+            with (self._read_shares if method == "Read" else self._request_shares).one(session.peer):
+                yield session, await self._bodies.read(context, session.caller, BODY_S)
             count("")
         except SlotStreamError as error:
             count(error.code)
@@ -148,8 +147,8 @@ class SamplesService:
 
     # Read.
 
-    async def _read(self, raw: bytes, context: _Context) -> None:
-        async with self._answering("Read", context) as session, self._one_read():
+    async def _read(self, gate: Gate, context: _Context) -> None:
+        async with self._answering("Read", gate, context) as (session, raw), self._one_read():
             request = _parsed(pb.ReadRequest, raw)
             key = _key(session, "read", request)
             if not 0 <= request.wait_s <= READ_WAIT_S_MAX:
@@ -253,8 +252,8 @@ class SamplesService:
 
     # The short ones.
 
-    async def _stat(self, raw: bytes, context: _Context) -> sample_pb2.SampleInfo:
-        async with self._answering("Stat", context) as session:
+    async def _stat(self, gate: Gate, context: _Context) -> sample_pb2.SampleInfo:
+        async with self._answering("Stat", gate, context) as (session, raw):
             return await self._in_thread(self._stat_of, _key(session, "read", _parsed(pb.StatRequest, raw)))
 
     def _stat_of(self, key: SampleKey) -> sample_pb2.SampleInfo:
@@ -264,8 +263,8 @@ class SamplesService:
         rule = self._housekeeping.policy.rule_for(key.namespace)
         return convert.info_of(record, self._store.lifetimes.standing(key), rule)
 
-    async def _list(self, raw: bytes, context: _Context) -> pb.ListReply:
-        async with self._answering("List", context) as session:
+    async def _list(self, gate: Gate, context: _Context) -> pb.ListReply:
+        async with self._answering("List", gate, context) as (session, raw):
             request = _parsed(pb.ListRequest, raw)
             return await self._in_thread(self._list_page, request, _spaces(session, "read", request.namespace))
 
@@ -279,37 +278,37 @@ class SamplesService:
                 return reply
             query = replace(query, page_size=max(1, query.page_size // 4))
 
-    async def _delete(self, raw: bytes, context: _Context) -> pb.DeleteReply:
-        async with self._answering("Delete", context) as session:
+    async def _delete(self, gate: Gate, context: _Context) -> pb.DeleteReply:
+        async with self._answering("Delete", gate, context) as (session, raw):
             key = _key(session, "delete", _parsed(pb.DeleteRequest, raw))
             await self._in_thread(self._store.delete, key)
             self._metrics.deleted_samples.labels(str(Reason.REQUEST)).inc()
             return pb.DeleteReply()
 
-    async def _ack(self, raw: bytes, context: _Context) -> pb.AckReply:
-        async with self._answering("Ack", context) as session:
+    async def _ack(self, gate: Gate, context: _Context) -> pb.AckReply:
+        async with self._answering("Ack", gate, context) as (session, raw):
             key = _key(session, "read", _parsed(pb.AckRequest, raw))
             await self._in_thread(self._store.lifetimes.ack, key)
             self._housekeeping.touch(key.namespace, at_once=True)
             return pb.AckReply()
 
-    async def _count_read(self, raw: bytes, context: _Context) -> pb.CountReadReply:
-        async with self._answering("CountRead", context) as session:
+    async def _count_read(self, gate: Gate, context: _Context) -> pb.CountReadReply:
+        async with self._answering("CountRead", gate, context) as (session, raw):
             request = _parsed(pb.CountReadRequest, raw)
             key = _key(session, "read", request)
             await asyncio.wrap_future(self._store.lifetimes.count_read(key, request.committed_unix_ns))
             self._housekeeping.touch(key.namespace, at_once=True)
             return pb.CountReadReply()
 
-    async def _lease(self, raw: bytes, context: _Context) -> pb.LeaseReply:
-        async with self._answering("Lease", context) as session:
+    async def _lease(self, gate: Gate, context: _Context) -> pb.LeaseReply:
+        async with self._answering("Lease", gate, context) as (session, raw):
             request = _parsed(pb.LeaseRequest, raw)
             key = _key(session, "read", request)
             until = await self._in_thread(self._store.lifetimes.lease, key, request.holder, request.seconds)
             return pb.LeaseReply(leased_until_unix_ns=until)
 
-    async def _usage(self, raw: bytes, context: _Context) -> pb.UsageReply:
-        async with self._answering("Usage", context) as session:
+    async def _usage(self, gate: Gate, context: _Context) -> pb.UsageReply:
+        async with self._answering("Usage", gate, context) as (session, raw):
             request = _parsed(pb.UsageRequest, raw)
             return await self._in_thread(self._usage_of, request, _spaces(session, "read", request.namespace))
 
@@ -331,19 +330,19 @@ class SamplesService:
             scrub=convert.scrub_of(self._housekeeping.scrub_progress, self._config.scrub_every_s),
         )
 
-    async def _verify(self, raw: bytes, context: _Context) -> None:
-        async with self._answering("Verify", context) as session:
+    async def _verify(self, gate: Gate, context: _Context) -> None:
+        async with self._answering("Verify", gate, context) as (session, raw):
             request = _parsed(pb.VerifyRequest, raw)
             verdicts = self._verdicts(session, request)
-            with self._verify_shares.one(session.name):
+            with self._verify_shares.one(session.peer):
                 while (verdict := await self._in_thread(next, verdicts, None)) is not None:
                     done = None
                     if request.quarantine:
                         done = await self._in_thread(self._store.lifetimes.quarantine, verdict)
                     await self._write(context, convert.reply_of(verdict, quarantined=done is not None))
 
-    async def _restore(self, raw: bytes, context: _Context) -> None:
-        async with self._answering("Restore", context) as session:
+    async def _restore(self, gate: Gate, context: _Context) -> None:
+        async with self._answering("Restore", gate, context) as (session, raw):
             request = _parsed(pb.RestoreRequest, raw)
             if request.sample_id:
                 key = _key(session, "admin", request)
@@ -370,9 +369,7 @@ class SamplesService:
 
 
 def _parsed(kind: type[_Message], raw: bytes) -> _Message:
-    """Raises TooLarge and BadParams."""
-    if len(raw) > CONTROL_BYTES_MAX:
-        raise TooLarge(f"a request of {len(raw)} bytes is longer than the {CONTROL_BYTES_MAX} allowed")
+    """Raises BadParams."""
     try:
         return kind.FromString(raw)
     except DecodeError as error:
@@ -398,6 +395,19 @@ def _once(verify: Callable[[], Verdict]) -> Iterator[Verdict]:
     yield verify()
 
 
-def _unary(method: Callable[[bytes, _Context], Awaitable[Any]], reply: type[Any]) -> grpc.RpcMethodHandler[Any, Any]:
-    behaviour: Any = method
-    return grpc.unary_unary_rpc_method_handler(behaviour, None, reply.SerializeToString)
+def _unary(method: Callable[[Gate, _Context], Awaitable[Any]], gate: Gate, reply: type[Any]) -> grpc.RpcMethodHandler[Any, Any]:
+    async def answer(_: object, context: _Context) -> Any:
+        return await method(gate, context)
+
+    behaviour: Any = answer
+    return grpc.stream_unary_rpc_method_handler(behaviour, None, reply.SerializeToString)
+
+
+def _stream(
+    method: Callable[[Gate, _Context], Awaitable[None]], gate: Gate, reply: type[Any] | None
+) -> grpc.RpcMethodHandler[Any, Any]:
+    async def answer(_: object, context: _Context) -> None:
+        await method(gate, context)
+
+    behaviour: Any = answer
+    return grpc.stream_stream_rpc_method_handler(behaviour, None, None if reply is None else reply.SerializeToString)

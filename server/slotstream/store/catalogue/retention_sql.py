@@ -165,11 +165,6 @@ def usages(db: sqlite3.Connection, after: str, limit: int) -> list[Usage]:
     return [_usage(row) for row in rows]
 
 
-def largest(db: sqlite3.Connection, limit: int) -> list[Usage]:
-    rows = db.execute("SELECT * FROM namespaces ORDER BY bytes DESC, namespace LIMIT ?", (limit,))
-    return [_usage(row) for row in rows]
-
-
 def latest_stamp(db: sqlite3.Connection) -> int:
     """The latest time that any row was created or committed at; 0 when there is none. Raises MalformedRow."""
     (created,) = db.execute("SELECT max(created_unix_ns) FROM samples").fetchone()

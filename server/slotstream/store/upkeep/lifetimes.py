@@ -211,10 +211,6 @@ class Lifetimes:
             yield from page
             after = page[-1].namespace
 
-    def largest(self, limit: int) -> list[Usage]:
-        """The namespaces with the most bytes."""
-        return self._catalogue.ask(lambda db: retention_sql.largest(db, limit))
-
     def records_after(self, row: int, limit: int) -> list[tuple[int, SampleRecord]]:
         """Rows of the catalogue behind row number `row`, in the order they were first seen."""
         return self._catalogue.scan_page(row, limit)

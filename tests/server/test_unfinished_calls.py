@@ -1,0 +1,154 @@
+"""Messages that never end: what they cost the server, and who has to wait for them."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.ports import free_port
+from support.server import ServerProcess
+from support.unfinished_calls import UnfinishedCalls
+
+from slotstream.client import connect
+from slotstream.server.access import bodies
+from slotstream.server.access.bodies import EOF, Bodies
+from slotstream.wire.errors import BadParams, TooLarge, TooMany, TooSlow
+
+CALLS = 150
+GROWTH_BYTES_MAX = 64 << 20
+METHODS = [
+    "/slotstream.v1.Samples/Stat",
+    "/slotstream.v1.Samples/Read",
+    "/slotstream.v1.Samples/Verify",
+    "/slotstream.v1.Ingest/Stream",
+    "/grpc.health.v1.Health/Check",
+    "/grpc.health.v1.Health/Watch",
+]
+UNAUTHENTICATED = "16"
+TOKENS = """[[tokens]]
+name = "reader"
+token = "0123456789abcdef"
+namespaces = "*"
+rights = ["read"]
+"""
+
+
+def _memory(server: ServerProcess, what: str) -> int:
+    found = re.search(rf"{what}:\s+(\d+) kB", Path(f"/proc/{server.process.pid}/status").read_text())
+    assert found is not None
+    return int(found[1]) << 10
+
+
+@pytest.fixture(scope="module")
+def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("tokens") / "tokens.toml"
+    path.write_text(TOKENS)
+    path.chmod(0o600)
+    return path
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("with_tokens", [False, True], ids=["anybody", "tokens"])
+def test_calls_that_never_end_take_little_memory(tmp_path: Path, tokens: Path, method: str, with_tokens: bool) -> None:
+    options = ["--tokens", str(tokens)] if with_tokens else []
+    access: dict[str, Any] = {"token": "0123456789abcdef"} if with_tokens else {}
+    with ServerProcess(tmp_path / "data", *options, address=f"127.0.0.1:{free_port()}", **access) as server:
+        idle = _memory(server, "VmRSS")
+        with UnfinishedCalls(server.address, method, CALLS) as attack, connect(server.address, **access) as client:
+            attack.push(quiet_s=2.0, limit_s=5.0)
+            assert list(client.list()) == []  # Others have theirs.
+            attack.push(quiet_s=2.0, limit_s=20.0)
+        assert _memory(server, "VmHWM") - idle < GROWTH_BYTES_MAX
+        if with_tokens and "Health" not in method:
+            assert set(attack.statuses.values()) == {UNAUTHENTICATED}
+            assert len(attack.statuses) == CALLS
+
+
+class _Call:
+    """A call whose message comes when `message` is set."""
+
+    def __init__(self) -> None:
+        self.message: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+
+    async def read(self) -> Any:
+        return await self.message
+
+
+def _run(test: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(test, 60))
+
+
+def _read(of: Bodies, call: _Call, caller: str = "a", limit_s: float = 60.0) -> asyncio.Task[bytes]:
+    context: Any = call
+    return asyncio.create_task(of.read(context, caller, limit_s))
+
+
+def test_the_messages_of_a_caller_are_asked_for_one_by_one_and_those_of_others_beside_them() -> None:
+    async def test() -> None:
+        of = Bodies(10)
+        calls = [_Call() for _ in range(4)]
+        tasks = [_read(of, call, caller) for call, caller in zip(calls, "aaab", strict=True)]
+        calls[1].message.set_result(b"second")
+        calls[3].message.set_result(b"other")
+        assert await tasks[3] == b"other"
+        assert not tasks[1].done()
+        calls[0].message.set_result(b"first")
+        assert await tasks[1] == b"second"
+        tasks[2].cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await tasks[2]
+        assert (of._reading, of._waiting, of._turns) == (set(), {}, {})
+
+    _run(test())
+
+
+def test_what_a_message_may_not_be() -> None:
+    async def test() -> None:
+        of = Bodies(10)
+        for message, kind in ((b"x" * 11, TooLarge), (EOF, BadParams)):
+            call = _Call()
+            call.message.set_result(message)
+            with pytest.raises(kind):
+                await _read(of, call)
+        with pytest.raises(TooSlow):
+            await _read(of, _Call(), limit_s=0.01)
+
+    _run(test())
+
+
+def test_a_message_that_does_not_come_makes_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test() -> None:
+        of = Bodies(10, resident=lambda: 0)
+        stuck = _read(of, _Call())
+        behind = _Call()
+        behind.message.set_result(b"here")
+        assert await _read(of, behind) == b"here"
+        with pytest.raises(TooSlow):
+            await stuck
+        alone = _read(of, last := _Call())
+        last.message.set_result(b"")
+        assert await alone == b""
+
+    monkeypatch.setattr(bodies, "_PRESSED_S", 0.01)
+    _run(test())
+
+
+@pytest.mark.parametrize("one_by_one", [True, False])
+def test_where_they_make_the_process_grow_a_callers_calls_are_refused(one_by_one: bool) -> None:
+    async def test() -> None:
+        resident = 100
+        of = Bodies(10, one_by_one=one_by_one, growth_bytes=50, resident=lambda: resident)
+        greedy = [_read(of, _Call()) for _ in range(5)]
+        modest = _read(of, call := _Call(), "b")
+        await asyncio.sleep(0)
+        resident = 151
+        codes = [type(error) for error in await asyncio.gather(*greedy, return_exceptions=True)]
+        assert codes == ([TooSlow] + [TooMany] * 4 if one_by_one else [TooSlow] * 5)
+        call.message.set_result(b"here")
+        assert await modest == b"here"
+
+    _run(test())
