@@ -85,7 +85,8 @@ def main() -> int:
         work.mkdir(parents=True, exist_ok=True)
         rng = random.Random(1)
         if arguments.on_cpu:
-            model, engine, prompts, tokens = tiny_qwen3.make(work / "model"), {"enforce_eager": True}, 4, 20
+            model, prompts, tokens = tiny_qwen3.make(work / "model"), 4, 20
+            engine: dict[str, Any] = {}
             layers: list[int | str] = [1, tiny_qwen3.LAYERS, "final"]
         else:
             model, engine, prompts, tokens = make_8b(work / "model"), _GPU, PROMPTS, MAX_TOKENS
@@ -96,7 +97,7 @@ def main() -> int:
         env = None if arguments.on_cpu else {"VLLM_USE_V2_MODEL_RUNNER": "1"}
         with start_server(work / "data", work / "server.log", port), ThreadPoolExecutor(1 if arguments.on_cpu else 3) as pool:
             params = [{"sample_id": f"p{i}", "include_output_tokens": True} for i in range(prompts)]
-            more = {"captured": {"params": params, **capture(address, layers)}}
+            more: dict[str, dict[str, Any]] = {"captured": {"params": params, **capture(address, layers)}}
             runs = {
                 name: pool.submit(generate, work / name, model, inputs, tokens, env=env, **engine, **more.get(name, {}))
                 for name in ("first", "again", "captured")
