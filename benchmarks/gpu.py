@@ -187,6 +187,7 @@ def all_rows(options: argparse.Namespace, work: Path, data: Path) -> Iterator[li
         engine_options["compilation_config"] = {"cudagraph_capture_sizes": [1, 8, 64, 128]}
     else:
         engine_options = {"enforce_eager": True, "block_size": 32}
+    engine_options["tensor_parallel_size"] = options.tensor_parallel
     with ExitStack() as stack:
         at = stack.enter_context(servers(work, data, options.serve.split()))
         shared = {
@@ -300,6 +301,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--rounds", type=int, default=7, metavar="N", help="interleaved rounds to take medians of (default: %(default)s)")
     add("--staging-mib", type=int, default=0, metavar="N", help="the connector's staging (default: its own)")
     add("--kv-cache-gib", type=int, default=8, metavar="N", help="KV cache of each engine (default: %(default)s)")
+    add("--tensor-parallel", type=int, default=1, metavar="N", help="GPUs that each engine is spread over (default: 1)")
     add("--serve", default="", metavar="OPTIONS", help="more options of `slotstream serve`, in one string")
     add("--chunk-mib", type=int, default=2, metavar="N", help="the connector's chunk_bytes (default: %(default)s)")
     add("--work-dir", type=Path, default=Path("/dev/shm"), metavar="DIR", help="samples go here (default: %(default)s)")

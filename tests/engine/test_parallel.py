@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import random
+import signal
 from collections import Counter
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
+from support.descendants import descendants
+from support.files import files_below
 from support.idle import assert_idle
 from support.outage import metric, scrape
 from support.random_load import check, random_requests, run
 from support.stack import Stack, stack
+from support.waiting import wait_until
 from support.workload import LAYER_IDS, Ask, assert_rows_are_true, send, text_tokens
 
 from slotstream.client import Client, connect
@@ -24,6 +31,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
 TWO_CPUS = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
 REQUESTS = 60
+ENDS_S = 120.0  # From the death of a rank until vLLM has ended.
 _EXTRACTION = {
     "method": "extract_hidden_states",
     "num_speculative_tokens": 1,
@@ -113,6 +121,39 @@ def test_each_of_two_data_parallel_engines_sends_its_own_and_says_which_it_is(
             assert metric(page, "slotstream_connector_samples_committed_total", engine=rank) == captured_by[engine_id]
             assert metric(page, "slotstream_connector_link_up", engine=rank) == 1
         _assert_a_random_load_is_captured_right(running, client, outputs=True)
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_is_killed_ends_vllm_and_costs_nothing_that_was_committed(
+    truth_models: dict[str, Path], tmp_path: Path, rank: int
+) -> None:
+    """Rank 0 sends the rows; the other has none. The server fails what was arriving, and both can be started again."""
+    with (
+        stack(tmp_path, truth_models["dense"], LAYER_IDS, "--tensor-parallel-size=2", env=TWO_CPUS) as running,
+        connect(running.address) as client,
+    ):
+        assert running.engine is not None
+        asks = _outputs(random.Random(3), 12, "before")
+        _check_outputs(running, client, asks)
+        endless = [
+            Ask([5], {"namespace": "cut", "sample_id": f"c{i}", "include_output_tokens": True}, max_tokens=1000)
+            for i in range(4)
+        ]
+        with ThreadPoolExecutor(1) as pool:
+            cut = pool.submit(send, running.vllm_port, endless)
+            wait_until(lambda: metric(scrape(running.metrics_port), "slotstream_open_samples") == len(endless))
+            workers = sorted(descendants(running.engine.process.pid, "VLLM::Worker"))
+            assert len(workers) == 2
+            os.kill(workers[rank], signal.SIGKILL)
+            running.engine.process.wait(ENDS_S)
+            with contextlib.suppress(Exception):  # Nobody answers them any more.
+                cut.result()
+        wait_until(lambda: metric(scrape(running.metrics_port), "slotstream_open_samples") == 0)
+        for ask in asks:
+            assert_rows_are_true(client.get(ask.params["sample_id"], namespace="before"))
+        assert Counter(info.error_code for info in client.list(namespace="cut")) == {"INTERRUPTED": len(endless)}
+        assert not files_below(tmp_path / "data", ".partial")
 
 
 def test_pipeline_parallel_is_refused_by_vllm_before_there_is_a_connector(truth_models: dict[str, Path]) -> None:
