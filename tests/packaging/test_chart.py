@@ -73,6 +73,7 @@ RENDERINGS = {
         "retention.keepUnread=true",
     ),
     "sidecar-without-storage": ("mode=sidecar", "persistence=none"),
+    "sidecar-shared": ("mode=sidecar", "sidecar.sharedMemory=true"),
     "sidecar-alone": ("mode=sidecar", "sidecar.listenTcp=false", "tls.enabled=true", "networkPolicy.enabled=false"),
 }
 
@@ -223,6 +224,9 @@ def test_the_sidecar(name: str, tmp_path: Path) -> None:
     options = ConnectorOptions.from_extra({**extra, "token_file": str(tmp_path / "token")})
     assert f"--listen={options.server}" in sidecar["args"]
     assert "--socket-mode" not in " ".join(sidecar["args"])  # 0600, its default.
+    shared = name == "sidecar-shared"
+    assert pod.get("shareProcessNamespace", False) == shared
+    assert ("--transport=shared" in sidecar["args"], options.transport) == (shared, "auto" if shared else "grpc")
     # The engine's own, the server's drain, and 30 s.
     assert pod["terminationGracePeriodSeconds"] == 60 + 10 + 30
     claims = workload["spec"].get("volumeClaimTemplates", [])

@@ -54,8 +54,8 @@ def image(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     wanted = [*project["project"]["dependencies"], *project["build-system"]["requires"]]
     fetch = [sys.executable, "-m", "pip", "download", "--quiet", "--only-binary=:all:", "--python-version=3.11"]
     subprocess.run([*fetch, f"--dest={work / 'wheels'}", *wanted], check=True)
-    (work / "pip.conf").write_text("[global]\nno-index = true\nfind-links = /wheels\n")
-    mounts = [f"--volume={work / 'wheels'}:/wheels:ro", f"--volume={work / 'pip.conf'}:/etc/pip.conf:ro"]
+    (work / "pip.conf").write_text("[global]\nno-index = true\nfind-links = /wheelhouse\n")
+    mounts = [f"--volume={work / 'wheels'}:/wheelhouse:ro", f"--volume={work / 'pip.conf'}:/etc/pip.conf:ro"]
     base = f"--build-arg=BASE={BASE}"
     options = ["--isolation=chroot", "--network=host", "--format=docker", "--file=deploy/Dockerfile", f"--tag={IMAGE}"]
     _podman("build", "--quiet", *options, *mounts, base, ".")

@@ -29,6 +29,7 @@ from slotstream.wire.nixl import (
     is_installed,
     memory_address,
 )
+from slotstream.wire.shared_memory import Canary
 
 logger = connector_logger(__name__)
 _now = time.monotonic
@@ -113,6 +114,7 @@ class NixlPlane:
         self._welcome = False  # The server of this stream reads what is announced.
         self._warned = False
         self._closed = False
+        self._canary = Canary()
         self._thread: threading.Thread | None = None
 
     def use_staging(self, memory: memoryview, slot_bytes: int) -> None:
@@ -231,6 +233,9 @@ class NixlPlane:
                 address=address,
                 slot_bytes=slot_bytes,
                 slots=memory.nbytes // slot_bytes,
+                pid=self._canary.pid,
+                canary_address=self._canary.address,
+                canary=self._canary.content,
             )
             if offer.slots > SLOTS_MAX or len(offer.metadata) > METADATA_BYTES_MAX:
                 raise NixlFault(f"staging in {offer.slots} slots is more than can be offered")

@@ -51,18 +51,24 @@ class Hello(_message.Message):
     def __init__(self, protocol: _Optional[int] = ..., engine_id: _Optional[str] = ..., worker_rank: _Optional[int] = ..., vllm_version: _Optional[str] = ..., slotstream_version: _Optional[str] = ..., nixl: _Optional[_Union[NixlOffer, _Mapping]] = ..., batches: bool = ...) -> None: ...
 
 class NixlOffer(_message.Message):
-    __slots__ = ("agent", "metadata", "address", "slot_bytes", "slots")
+    __slots__ = ("agent", "metadata", "address", "slot_bytes", "slots", "pid", "canary_address", "canary")
     AGENT_FIELD_NUMBER: _ClassVar[int]
     METADATA_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     SLOT_BYTES_FIELD_NUMBER: _ClassVar[int]
     SLOTS_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    CANARY_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    CANARY_FIELD_NUMBER: _ClassVar[int]
     agent: str
     metadata: bytes
     address: int
     slot_bytes: int
     slots: int
-    def __init__(self, agent: _Optional[str] = ..., metadata: _Optional[bytes] = ..., address: _Optional[int] = ..., slot_bytes: _Optional[int] = ..., slots: _Optional[int] = ...) -> None: ...
+    pid: int
+    canary_address: int
+    canary: bytes
+    def __init__(self, agent: _Optional[str] = ..., metadata: _Optional[bytes] = ..., address: _Optional[int] = ..., slot_bytes: _Optional[int] = ..., slots: _Optional[int] = ..., pid: _Optional[int] = ..., canary_address: _Optional[int] = ..., canary: _Optional[bytes] = ...) -> None: ...
 
 class Announcements(_message.Message):
     __slots__ = ("chunks",)

@@ -63,7 +63,8 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     option(
         "--transport",
         "transport",
-        "how rows may come: over grpc only, over NIXL too where it is installed (auto), or nixl: not to start without it",
+        "how rows may come: over grpc only, over NIXL too where it is installed (auto), nixl: not to start without it, or "
+        "shared: over NIXL only from senders whose memory this process can read, on its own host",
         choices=TRANSPORTS,
     )
     option(

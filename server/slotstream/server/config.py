@@ -16,7 +16,7 @@ from slotstream.wire.nixl import check_transport
 _NUMBER_MAX = (1 << 62) - 1  # What messages and the operating system take.
 _SECONDS_MAX = 365 * 86400
 LOG_FORMATS = ("text", "json")
-TRANSPORTS = ("auto", "grpc", "nixl")
+TRANSPORTS = ("auto", "grpc", "nixl", "shared")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 _COUNTS = (
     "open_samples_max",
@@ -46,7 +46,7 @@ class ServerConfig:
     log_level: str = "info"
     free_bytes_min: int = FREE_BYTES_MIN  # Disk space that samples leave free.
     window_bytes: int = WINDOW_BYTES  # Bytes of chunks a stream may have unacknowledged.
-    transport: str = "auto"  # How rows may come: grpc, or over NIXL too; nixl: only start if that works.
+    transport: str = "auto"  # How rows may come: grpc, or over NIXL too; nixl: only start if that works; shared: see there.
     nixl_pool_bytes: int = 256 << 20  # What chunks are read into over NIXL; allocated when the first sender offers it.
     nixl_readers: int = 0  # Processes that read over NIXL, in each of `workers`; 0: as many as the cores are good for.
     ingest_bytes_max: int = 256 << 20  # Bytes of chunks that all streams together may hold in memory.

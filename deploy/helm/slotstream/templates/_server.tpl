@@ -16,8 +16,13 @@ args:
   - --probes=0.0.0.0:9465
   - --log-format=json
   - --tokens=/tokens/tokens.toml
-  # NIXL asks for more than a pod has, and trusts senders further: deploy/README.md.
+  {{- if include "slotstream.sharedMemory" . }}
+  # NIXL from this pod's engine alone, where the kernel lets the server read its memory; else gRPC, and the log says why.
+  - --transport=shared
+  {{- else }}
+  # NIXL asks for more than a pod has, and trusts senders further: docs/kubernetes.md.
   - --transport=grpc
+  {{- end }}
   - --drain-s={{ .Values.server.drainSeconds }}
   - --free-bytes-min={{ int64 .Values.server.freeBytesMin }}
   - --ingest-bytes-max={{ int64 .Values.server.ingestBytesMax }}
@@ -100,6 +105,11 @@ volumeMounts:
 {{/* Not empty where the server speaks TLS: it needs a TCP address for that. */}}
 {{- define "slotstream.tls" -}}
 {{- if and .Values.tls.enabled (or (eq .Values.mode "statefulset") .Values.sidecar.listenTcp) -}}true{{- end -}}
+{{- end -}}
+
+{{/* Not empty where the server reads the engine's memory. */}}
+{{- define "slotstream.sharedMemory" -}}
+{{- if and (eq .Values.mode "sidecar") .Values.sidecar.sharedMemory -}}true{{- end -}}
 {{- end -}}
 
 {{- define "slotstream.containerSecurityContext" -}}

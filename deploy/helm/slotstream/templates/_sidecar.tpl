@@ -7,7 +7,7 @@ slotstream.sidecar.volumes         items of the pod's volumes
 slotstream.sidecar.engineMounts    items of the engine's volumeMounts
 slotstream.sidecar.transferConfig  the value of vLLM's --kv-transfer-config, as JSON
 slotstream.sidecar.graceSeconds    the pod's terminationGracePeriodSeconds
-slotstream.podLabels, slotstream.podSecurityContext
+slotstream.podLabels, slotstream.podSecurityContext; with sidecar.sharedMemory the pod also needs shareProcessNamespace: true
 */}}
 {{- define "slotstream.sidecar.initContainer" -}}
 {{ include "slotstream.server" . }}
@@ -29,7 +29,7 @@ restartPolicy: Always
 {{- end -}}
 
 {{- define "slotstream.sidecar.transferConfig" -}}
-{{- $ours := dict "server" "unix:/run/slotstream/server.sock" "transport" "grpc" "token_file" "/slotstream/token/token" -}}
+{{- $ours := dict "server" "unix:/run/slotstream/server.sock" "transport" (ternary "auto" "grpc" (not (empty (include "slotstream.sharedMemory" .)))) "token_file" "/slotstream/token/token" -}}
 {{- dict "kv_connector" "SlotStreamConnector" "kv_connector_module_path" "slotstream.connector" "kv_role" "kv_producer"
     "kv_connector_extra_config" (merge $ours .Values.engine.connector) | toJson -}}
 {{- end -}}

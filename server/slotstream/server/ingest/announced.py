@@ -14,6 +14,7 @@ from slotstream.v1 import ingest_pb2 as pb
 from slotstream.wire.errors import ProtocolViolation
 from slotstream.wire.names import CHUNK_BYTES_MAX
 from slotstream.wire.nixl import METADATA_BYTES_MAX, NAME_BYTES_MAX, SLOTS_MAX, NixlFault
+from slotstream.wire.shared_memory import why_not_readable
 
 _log = logging.getLogger(__name__)
 _CONNECT_S = 10.0  # The first peer's, while NIXL is being loaded, takes half a second.
@@ -38,6 +39,9 @@ class Announced:
         """Whether chunks may be announced on this stream. Raises ProtocolViolation for an offer that cannot be meant."""
         _check_offer(offer)
         if self._readers is None:
+            return False
+        if self._readers.shared_only and (why := why_not_readable(offer.pid, offer.canary_address, offer.canary)):
+            _log.warning("rows of this stream come over gRPC: %s", why)
             return False
         started = await asyncio.to_thread(self._readers.connect, offer.agent, offer.metadata, self._answered)
         connected = asyncio.wrap_future(started)

@@ -39,13 +39,14 @@ def readers_for(config: ServerConfig, cores: int | None = None) -> int:
 
 def start_readers(config: ServerConfig, metrics: Metrics) -> NixlReaders | None:
     """What reads rows over NIXL; None where rows come over gRPC only. Blocks where NIXL is asked for. Raises ConfigError."""
-    if config.transport == "auto" and not is_installed():
+    if config.transport in ("auto", "shared") and not is_installed():
         _log.info("rows come over gRPC; for NIXL: %s", INSTALL)
         return None
     if config.transport == "grpc":
         return None
     count = readers_for(config)
-    readers = NixlReaders([NixlReader(config.nixl_pool_bytes // count, metrics) for _ in range(count)])
+    parts = [NixlReader(config.nixl_pool_bytes // count, metrics) for _ in range(count)]
+    readers = NixlReaders(parts, shared_only=config.transport == "shared")
     if config.transport == "nixl":
         try:
             readers.prove()
@@ -58,8 +59,9 @@ def start_readers(config: ServerConfig, metrics: Metrics) -> NixlReaders | None:
 class NixlReaders:
     """All that a server reads over NIXL. Its methods may be called from any thread, and do not wait but where they say so."""
 
-    def __init__(self, readers: Sequence[NixlReader]) -> None:
-        """Nothing is allocated or started before the first peer comes."""
+    def __init__(self, readers: Sequence[NixlReader], *, shared_only: bool = False) -> None:
+        """Nothing is allocated or started before the first peer comes. `shared_only`: peers whose memory can be read here."""
+        self.shared_only = shared_only
         self._readers = tuple(readers)
 
     def prove(self) -> None:
