@@ -6,7 +6,6 @@ in test_deploy.py: it cannot be pulled everywhere, and needs a GPU.
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 import subprocess
@@ -66,9 +65,8 @@ def image(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 def test_what_we_add_is_small_and_has_no_pip(image: str) -> None:
     size, base = (int(_podman("image", "inspect", "--format={{.Size}}", name)) for name in (image, BASE))
     assert 0 < size - base <= ADDED_BYTES_MAX
-    (said,) = json.loads(_podman("image", "inspect", image))
-    assert said["Config"]["User"] == "10001:10001"
-    assert "readyz" in " ".join(said["Config"]["Healthcheck"]["Test"])
+    assert _podman("image", "inspect", "--format={{.Config.User}}", image) == "10001:10001\n"
+    assert "/readyz" in _podman("image", "inspect", "--format={{.Config.Healthcheck}}", image)
     listed = _run_once(image, ["--entrypoint=/opt/slotstream/bin/python"], ["-m", "pip", "--version"])
     assert "No module named pip" in listed
     # What a scanner reads to list what is in the image.

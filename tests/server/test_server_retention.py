@@ -146,6 +146,22 @@ def test_a_sample_that_somebody_reads_outlasts_its_rule(start: Start) -> None:
         wait_until(lambda: _gone(client, "a"))
 
 
+def test_where_room_is_missing_what_readers_are_done_with_goes_and_the_rest_stays(start: Start) -> None:
+    server = start(retention=Policy(default=Rule(delete_read_when_full=True), free_bytes_target=1 << 60))
+    _put(server, "unread", "some", "whole", "acked", "leased")
+    with connect(server.address) as client:
+        client.lease("leased", 600)
+        client.ack("leased")
+        client.get("some", start=0, stop=5)  # Not every row: it is not counted.
+        client.get("whole")
+        client.ack("acked")
+        wait_until(lambda: _gone(client, "whole") and _gone(client, "acked"))
+        client.lease("leased", 0)
+        wait_until(lambda: _gone(client, "leased"))
+        assert sorted(info.sample_id for info in client.list()) == ["some", "unread"]
+    assert server.metric("deleted_samples_total", reason="free_space") == 3
+
+
 @pytest.mark.parametrize("method", ["ack", "lease", "usage"])
 def test_names_that_cannot_be_are_refused(start: Start, method: str) -> None:
     server = start()
