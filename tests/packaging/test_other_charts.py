@@ -58,7 +58,14 @@ def _unnamed(value: Any, schema: Any, where: str) -> Any:
 def test_llm_d_has_the_sidecar_that_the_chart_makes(tmp_path: Path) -> None:
     decode = _values("llm-d")["decode"]
     pod = pod_of(one(helm("--set", "mode=sidecar,persistence=none"), "StatefulSet"))
-    assert decode["initContainers"] == pod["initContainers"]
+    # Their chart has neither a securityContext nor a group for the pod: each container says who it is, and reads what all may.
+    (sidecar,) = pod["initContainers"]
+    whole = {key: value for key, value in pod["securityContext"].items() if not key.startswith("fsGroup")}
+    sidecar["securityContext"] |= whole
+    for volume in pod["volumes"]:
+        if "secret" in volume:
+            volume["secret"]["defaultMode"] = 0o444
+    assert decode["initContainers"] == [sidecar]
     (engine,) = decode["containers"]
     assert f"--listen={_options(engine['args'], tmp_path).server}" in decode["initContainers"][0]["args"]
     volumes = {volume["name"]: volume for volume in decode["volumes"]}
@@ -67,7 +74,7 @@ def test_llm_d_has_the_sidecar_that_the_chart_makes(tmp_path: Path) -> None:
     assert mounted == volumes.keys()
     security = pod["securityContext"]
     assert engine["securityContext"]["runAsUser"] == security["runAsUser"]  # Else the socket is not its own.
-    assert not list(not_restricted({"securityContext": {}, "containers": [engine]}))
+    assert not list(not_restricted({"initContainers": decode["initContainers"], "containers": [engine]}))
 
 
 def test_production_stack_sends_to_the_server_of_the_chart(tmp_path: Path) -> None:
@@ -79,7 +86,8 @@ def test_production_stack_sends_to_the_server_of_the_chart(tmp_path: Path) -> No
     assert options.server in {f"slotstream:{port['port']}" for port in service["spec"]["ports"]}
     policy = one(documents, "NetworkPolicy")
     for peer in policy["spec"]["ingress"][0]["from"]:
-        assert peer["podSelector"]["matchLabels"].items() <= {**spec["labels"], **model["podLabels"]}.items()
+        assert peer["podSelector"]["matchLabels"].items() <= spec["labels"].items()
+    assert "podLabels" not in model  # The chart writes both into one mapping.
     mounts = {mount["name"]: mount["mountPath"] for mount in model["extraVolumeMounts"]}
     assert mounts.keys() == {volume["name"] for volume in model["extraVolumes"]}
     assert options.spool_dir == mounts["slotstream-spool"]
