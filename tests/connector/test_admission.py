@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from support.worker_rig import config
 
+from slotstream.connector.counters import REASONS, SCHEDULER_REASONS, SENDER_REASONS, WORKER_REASONS, capture_off, merge
 from slotstream.connector.faults import SampleFault
 from slotstream.connector.planning.scheduler import SchedulerHalf
 from slotstream.wire.errors import ServerUnavailable, SlotStreamError
@@ -66,3 +67,30 @@ def test_once_there_is_no_room_requests_are_refused_until_the_server_is_back(hal
     assert _refusal(half, "c") is None
     server.away_s = 1.0
     assert _refusal(half, "d") is None
+
+
+def test_why_capture_is_off_is_why_the_next_request_would_be_refused(half: SchedulerHalf, server: _Server) -> None:
+    def said() -> str | None:
+        problem = half.why_off()
+        return None if problem is None else problem.code
+
+    assert said() is None
+    server.away_s = 99.0
+    assert said() is None  # Captures wait for the server.
+    server.away_s = 100.0
+    assert said() == "SERVER_UNAVAILABLE"
+    server.away_s = 1.0
+    assert said() is None
+    half.on_faults([SampleFault("x", "SERVER_UNAVAILABLE", "no room")])
+    assert said() == "SERVER_UNAVAILABLE"
+    server.away_s = None
+    assert said() is None
+
+
+def test_the_gauge_names_one_reason_and_clears_the_others() -> None:
+    told = capture_off(SCHEDULER_REASONS, "SERVER_UNAVAILABLE")
+    assert told.keys() == {f"capture_off:{reason}" for reason in SCHEDULER_REASONS}
+    assert {key for key, value in told.items() if value} == {"capture_off:SERVER_UNAVAILABLE"}
+    merged = merge(merge({}, told), capture_off(SCHEDULER_REASONS, None))
+    assert not any(merged.values())  # A gauge takes its newest value.
+    assert set(SCHEDULER_REASONS) | set(WORKER_REASONS) | set(SENDER_REASONS) == set(REASONS)

@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 import yaml
-from support.manifests import kustomize, not_restricted
+from support.manifests import kustomize, not_restricted, validate
 from support.secure import Authority, entry, token, write_tokens
 from support.server import run_cli
 
@@ -226,6 +226,22 @@ def _answer(name: str, probe: Any, ports: dict[str, int]) -> None:
     where = f"http://127.0.0.1:{ports[probe['httpGet']['port']]}{probe['httpGet']['path']}"
     with urllib.request.urlopen(where, timeout=30.0) as answer:
         assert answer.read().decode() == "ok", name
+
+
+@pytest.mark.parametrize("overlay", ["", "components: [kubernetes/components/tls, kubernetes/components/prometheus]\n"])
+def test_what_kustomize_makes_is_valid_and_restricted(tmp_path: Path, overlay: str) -> None:
+    shutil.copytree(BASE, tmp_path / "kubernetes")
+    (tmp_path / "kustomization.yaml").write_text("resources: [kubernetes]\n" + overlay)
+    made = kustomize(tmp_path)
+    for document in made:
+        validate(document)
+    (workload,) = [document for document in made if document["kind"] == "StatefulSet"]
+    assert not list(not_restricted(_pod(workload)))
+
+
+def test_the_engine_example_is_valid() -> None:
+    for document in _documents(BASE / "examples" / "vllm.yaml"):
+        validate(document)
 
 
 def test_services_and_policies_find_the_pods() -> None:

@@ -1,6 +1,6 @@
 """The server's image, built on a Debian root and run as the rendered pod says: user, capabilities, read-only root, volumes.
 
-Wants podman and mmdebstrap (apt-get install podman mmdebstrap uidmap), root, and Debian's archive. vLLM's image is only parsed,
+Wants podman and mmdebstrap (`make packages`), root, and Debian's archive. vLLM's image is only parsed,
 in test_deploy.py: it cannot be pulled everywhere, and needs a GPU.
 """
 
@@ -44,7 +44,7 @@ def _podman(*arguments: str) -> str:
 def image(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Built on a Debian root, with packages that were fetched before: the build itself asks no index."""
     for name in ("podman", "mmdebstrap"):
-        assert shutil.which(name), f"{name} is not here: apt-get install podman mmdebstrap uidmap"
+        assert shutil.which(name), f"{name} is not here: run `make packages` as root"
     work = tmp_path_factory.mktemp("image")
     packages = "--include=python3,python3-venv,python3-pip"
     subprocess.run(["mmdebstrap", "--quiet", "--variant=minbase", packages, "bookworm", str(work / "base.tar")], check=True)

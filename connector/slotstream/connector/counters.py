@@ -48,7 +48,9 @@ METRICS = (
     Metric("row_pool_bytes", "gauge", "Device memory of the row pool's rows; 0 without the option layers."),
     Metric("spool_bytes_in_use", "gauge", "Bytes of files in the spool."),
     Metric("link_up", "gauge", "1 while the stream to the server is up."),
-    Metric("capture_off", "gauge", "1 while nothing new is captured for this reason, else 0.", label="reason"),
+    Metric(
+        "capture_off", "gauge", "1 while nothing new is captured, or cannot be stored, for this reason; else 0.", label="reason"
+    ),
 )
 # Why capture is off: the reasons that each part of the connector knows.
 SCHEDULER_REASONS = ("SERVER_UNAVAILABLE", "SERVER_DRAINING", "SCHEDULER_FAULTS")

@@ -275,7 +275,7 @@ class SlotStreamConnector(KVConnectorBase_V1, SupportsHMA):
         if self._scheduler is None:
             lost = "ROWS_NOT_WRITTEN" if rows_are_lost() else None
             return capture_off(WORKER_REASONS, "WORKER_FAULTS" if self._guard.disabled else lost)
-        problem = self._why_no_capture(0.0)
+        problem = self._scheduler.why_off()
         code = None if problem is None else problem.code
         return capture_off(SCHEDULER_REASONS, "SCHEDULER_FAULTS" if self._guard.disabled else code)
 

@@ -172,6 +172,12 @@ class SchedulerHalf:
             if row and row not in capture.resets and len(capture.resets) < _RESETS_MAX:
                 capture.resets.append(row)
 
+    def why_off(self) -> SlotStreamError | None:
+        """Why nothing new is captured now; None while something would be."""
+        if self._no_room and self._server_problem(0.0) is None:
+            self._no_room = False
+        return self._server_problem(0.0 if self._no_room else self._config.options.outage_s_max)
+
     def take_stats(self) -> dict[str, float]:
         """Counts since the last call, with the gauges where one of them changed."""
         counts, gauges = self._counters.take(), dict(self._rows.gauges())
@@ -241,9 +247,7 @@ class SchedulerHalf:
 
     def _check_server(self) -> None:
         """Raises why there is no point in capturing: the server is away, for too long or with no room left to wait for it."""
-        if self._no_room and self._server_problem(0.0) is None:
-            self._no_room = False
-        problem = self._server_problem(0.0 if self._no_room else self._config.options.outage_s_max)
+        problem = self.why_off()
         if problem is not None:
             raise problem
 
