@@ -11,8 +11,11 @@ from typing import Any
 
 import pytest
 import yaml
+from kubernetes_validate.utils import ValidationError
 from support.manifests import (
     CHART,
+    OLDEST,
+    OLDEST_WITH_SIDECARS,
     containers_of,
     helm,
     kustomize,
@@ -128,6 +131,16 @@ def test_every_rendering_is_valid_restricted_and_whole(name: str, by: str) -> No
             assert any(Path(path).is_relative_to(mount) for mount in paths), (container["name"], path)
     assert mounted == volumes | claims
     assert not volumes & claims
+
+
+@pytest.mark.parametrize("name", RENDERINGS)
+def test_every_rendering_is_valid_for_the_oldest_kubernetes_that_it_is_for(name: str) -> None:
+    oldest = OLDEST_WITH_SIDECARS if name.startswith("sidecar") else OLDEST
+    for document in _render(name):
+        validate(document, oldest)
+    if name == "sidecar":  # An older one does not know an init container that restarts.
+        with pytest.raises(ValidationError, match="restartPolicy"):
+            validate(_workload(_render(name)), OLDEST)
 
 
 def test_what_the_chart_makes_kustomize_makes(tmp_path: Path) -> None:

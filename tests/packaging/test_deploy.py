@@ -438,6 +438,13 @@ def test_a_directory_that_is_gone_takes_the_series_with_it_that_its_alert_looks_
 # The README.
 
 
+def test_the_readme_fits_two_screens() -> None:
+    text = PAGES[0].read_text()
+    assert len(text.splitlines()) <= 100
+    headings = re.findall(r"^## (.*)$", text, re.M)
+    assert headings == ["Install", "Sidecar or StatefulSet", "Upgrade", "Backup", "Rotate a token"]
+
+
 def test_the_readme_names_files_options_and_commands_that_exist() -> None:
     for page in PAGES:
         for path in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):

@@ -17,7 +17,7 @@ from support.tools import run_tool
 ROOT = Path(__file__).resolve().parents[2]
 CHART = ROOT / "deploy" / "helm" / "slotstream"
 SCHEMAS = ROOT / "tests" / "schemas"
-KUBERNETES = "1.37"
+NEWEST, OLDEST, OLDEST_WITH_SIDECARS = "1.37", "1.27", "1.29"  # Of Kubernetes, as the chart says.
 _VOLUMES = {"configMap", "csi", "downwardAPI", "emptyDir", "ephemeral", "persistentVolumeClaim", "projected", "secret"}
 
 
@@ -73,7 +73,7 @@ def _strict(schema: Any) -> Any:
     return made
 
 
-def validate(document: Any) -> None:
+def validate(document: Any, version_of_kubernetes: str = NEWEST) -> None:
     """Strictly, against Kubernetes' own schemas and those of tests/schemas. Raises what the validator raises."""
     group, _, version = document["apiVersion"].rpartition("/")
     if "." in group and not group.endswith(".k8s.io"):
@@ -81,7 +81,7 @@ def validate(document: Any) -> None:
         metadata = {"type": "object", "required": ["name"]}
         jsonschema.validate(document, {**schema, "properties": {**schema["properties"], "metadata": metadata}})
     else:
-        kubernetes_validate.validate(document, KUBERNETES, strict=True)
+        kubernetes_validate.validate(document, version_of_kubernetes, strict=True)
 
 
 def not_restricted(pod: Any) -> Iterator[str]:
