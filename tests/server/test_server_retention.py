@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from support.waiting import wait_until
 
 from slotstream.cli import main as cli
 from slotstream.client import Client, Leased, SampleFailed, SampleNotFound, connect
+from slotstream.store.samples import SampleStore
 from slotstream.store.upkeep.retention import Policy, Rule
 from slotstream.v1 import samples_pb2 as read_pb
 from slotstream.wire.errors import BadParams
@@ -277,3 +279,33 @@ def test_a_disk_that_goes_away_is_noticed_and_nothing_is_taken_until_it_is_back(
     _put(server, "new")
     with connect(server.address) as client:
         assert client.get("old").token_ids.tolist() == Sample("old").token_ids
+
+
+def test_a_clock_in_doubt_is_said_and_accepted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    month_ns = 30 * 86400 * 10**9
+    policy = _rules(default=Rule(age_s_max=7 * 86400.0))
+
+    def served(**options: Any) -> RunningServer:
+        ahead = SampleStore.open(tmp_path / "data", wall=lambda: time.time_ns() + month_ns)
+        return RunningServer(tmp_path / "data", store=ahead, retention=policy, **options)
+
+    with RunningServer(tmp_path / "data") as server:
+        _put(server, "a", "b")
+    with served() as server, connect(server.address) as client:
+        wait_until(lambda: server.metric("age_held_namespaces") == 1)
+        usage = client.usage()
+        assert usage.clock is not None
+        assert "30 days ahead" in usage.clock
+        assert usage.age_held == ("default",)
+        assert [client.stat(name).sample_id for name in "ab"] == ["a", "b"]
+        assert cli.main(["stat", "--server", server.address]) == 0
+        line = capsys.readouterr().out.splitlines()[-1]
+        assert re.match(
+            r"clock +the clock is 30 days ahead .*; nothing is deleted by age in default \(serve --accept-clock\)", line
+        )
+    assert caplog.text.count("nothing is deleted by age in ['default']") == 1
+    with served(accept_clock=True) as server, connect(server.address) as client:
+        wait_until(lambda: _gone(client, "a") and _gone(client, "b"))
+        assert client.usage().clock is None

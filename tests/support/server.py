@@ -21,9 +21,17 @@ class ServerProcess:
     """Listens on a socket of its own until the `with` block ends. `address`, `data_dir`, and `log()` for when it failed."""
 
     def __init__(
-        self, data_dir: Path, *options: str, address: str | None = None, start_timeout_s: float = 60.0, **access: Any
+        self,
+        data_dir: Path,
+        *options: str,
+        address: str | None = None,
+        start_timeout_s: float = 60.0,
+        environment: dict[str, str] | None = None,
+        **access: Any,
     ) -> None:
-        """`access`: how to connect, where the options ask for it: arguments of `slotstream.client.connect`."""
+        """`environment`: added to this process's. `access`: how to connect, where the options ask for it: arguments of
+        `slotstream.client.connect`.
+        """
         # Not in the test's own directory: a socket's path may be 107 bytes long.
         self._sockets = tempfile.TemporaryDirectory(prefix="slotstream-")
         self._log_path = Path(self._sockets.name) / "log"
@@ -31,7 +39,13 @@ class ServerProcess:
         self.address = address or f"unix:{self._sockets.name}/s"
         command = [sys.executable, "-m", "slotstream.cli.main", "serve", "--listen", self.address, "--data", str(data_dir)]
         with self._log_path.open("wb") as log:
-            self.process = subprocess.Popen([*command, *options], stdout=log, stderr=log, stdin=subprocess.DEVNULL)
+            self.process = subprocess.Popen(
+                [*command, *options],
+                stdout=log,
+                stderr=log,
+                stdin=subprocess.DEVNULL,
+                env={**os.environ, **(environment or {})},
+            )
         self._wait_until_up(start_timeout_s, access)
 
     def log(self) -> str:

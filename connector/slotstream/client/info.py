@@ -168,6 +168,8 @@ class Usage:
     scrub_ended_unix_ns: int | None
     scrub_samples: int
     scrub_damaged: int
+    clock: str | None = None  # why the server doubts its clock
+    age_held: tuple[str, ...] = ()  # namespaces in which it deletes nothing by age meanwhile
 
     @classmethod
     def from_wire(cls, namespaces: tuple[NamespaceUsage, ...], reply: samples_pb2.UsageReply) -> Usage:
@@ -183,6 +185,8 @@ class Usage:
             scrub_ended_unix_ns=scrub.ended_unix_ns or None,
             scrub_samples=scrub.samples,
             scrub_damaged=scrub.damaged,
+            clock=reply.clock or None,
+            age_held=tuple(reply.age_held),
         )
 
 

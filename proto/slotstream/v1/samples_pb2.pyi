@@ -256,7 +256,7 @@ class ScrubProgress(_message.Message):
     def __init__(self, every_s: _Optional[float] = ..., begun_unix_ns: _Optional[int] = ..., ended_unix_ns: _Optional[int] = ..., samples: _Optional[int] = ..., damaged: _Optional[int] = ...) -> None: ...
 
 class UsageReply(_message.Message):
-    __slots__ = ("namespaces", "next_page_token", "free_bytes", "free_bytes_target", "quarantined_files", "quarantined_bytes", "scrub")
+    __slots__ = ("namespaces", "next_page_token", "free_bytes", "free_bytes_target", "quarantined_files", "quarantined_bytes", "scrub", "clock", "age_held")
     NAMESPACES_FIELD_NUMBER: _ClassVar[int]
     NEXT_PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
     FREE_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -264,6 +264,8 @@ class UsageReply(_message.Message):
     QUARANTINED_FILES_FIELD_NUMBER: _ClassVar[int]
     QUARANTINED_BYTES_FIELD_NUMBER: _ClassVar[int]
     SCRUB_FIELD_NUMBER: _ClassVar[int]
+    CLOCK_FIELD_NUMBER: _ClassVar[int]
+    AGE_HELD_FIELD_NUMBER: _ClassVar[int]
     namespaces: _containers.RepeatedCompositeFieldContainer[NamespaceUsage]
     next_page_token: str
     free_bytes: int
@@ -271,4 +273,6 @@ class UsageReply(_message.Message):
     quarantined_files: int
     quarantined_bytes: int
     scrub: ScrubProgress
-    def __init__(self, namespaces: _Optional[_Iterable[_Union[NamespaceUsage, _Mapping]]] = ..., next_page_token: _Optional[str] = ..., free_bytes: _Optional[int] = ..., free_bytes_target: _Optional[int] = ..., quarantined_files: _Optional[int] = ..., quarantined_bytes: _Optional[int] = ..., scrub: _Optional[_Union[ScrubProgress, _Mapping]] = ...) -> None: ...
+    clock: str
+    age_held: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, namespaces: _Optional[_Iterable[_Union[NamespaceUsage, _Mapping]]] = ..., next_page_token: _Optional[str] = ..., free_bytes: _Optional[int] = ..., free_bytes_target: _Optional[int] = ..., quarantined_files: _Optional[int] = ..., quarantined_bytes: _Optional[int] = ..., scrub: _Optional[_Union[ScrubProgress, _Mapping]] = ..., clock: _Optional[str] = ..., age_held: _Optional[_Iterable[str]] = ...) -> None: ...

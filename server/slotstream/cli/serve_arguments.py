@@ -118,6 +118,12 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
         help="TOML file of the rules by which samples are deleted, see docs/storage.md (default: none, nothing is deleted)",
     )
     option(
+        "--accept-clock",
+        "accept_clock",
+        "the clock is right, though it leapt or samples bear times to come: delete by age again, however much that is",
+        action="store_true",
+    )
+    option(
         "--scrub-every-s",
         "scrub_every_s",
         "how often all that is stored is read and checked in the background; 0: never",

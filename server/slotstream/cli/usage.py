@@ -55,7 +55,15 @@ def _facts(usage: Usage) -> list[str]:
         f"free        {size_text(usage.free_bytes)}{target}",
         f"quarantine  {usage.quarantined_files} files, {size_text(usage.quarantined_bytes)}",
         f"scrubbing   {scrubbing}",
+        *_clock(usage),
     ]
+
+
+def _clock(usage: Usage) -> list[str]:
+    if not usage.clock:
+        return []
+    held = f"; nothing is deleted by age in {', '.join(usage.age_held)} (serve --accept-clock)" if usage.age_held else ""
+    return [f"clock       {shown(usage.clock)}{shown(held)}"]
 
 
 def _moment(unix_ns: int) -> str:

@@ -72,6 +72,7 @@ class ServerConfig:
     workers: int = 1  # Processes that take ingest streams.
     read_stall_s: float = 300.0  # How long a reader may not take what it asked for.
     retention: Policy = field(default_factory=Policy)  # Which samples may be deleted; by default none.
+    accept_clock: bool = False  # The clock is right, whatever the samples' times or a long stop say.
     scrub_every_s: float = 7 * 86400.0  # How often everything stored is read and checked; 0: never.
     scrub_bytes_per_s: float = float(32 << 20)  # How fast.
 

@@ -43,6 +43,7 @@ class Housekeeping:
             metrics.scrub_end.set_function(lambda: self._scrubber.progress.ended_unix_ns / 1e9)
         self._is_healthy = True
         self._trouble = ""
+        self.age_held: frozenset[str] = frozenset()
         self._touched: set[str] = set()
         self._touched_lock = threading.Lock()
         self._wake = threading.Event()
@@ -118,6 +119,7 @@ class Housekeeping:
             return True
         still_short = any(swept.still_short for swept in done)
         self._say("less than free_bytes_target is free, and nothing more may be deleted for that" if still_short else "")
+        self._hold(None if full else touched, done[0].held)
         for swept in done:
             self._count(swept)
         if any(swept.unfinished for swept in done):
@@ -126,6 +128,15 @@ class Housekeeping:
             self._wake.set()
             return False
         return True
+
+    def _hold(self, swept: set[str] | None, held: set[str]) -> None:
+        """In which namespaces nothing is deleted by age now; of `swept`, or of all, that was just found out."""
+        before = self.age_held
+        self.age_held = frozenset(held if swept is None else (before - swept) | held)
+        self._metrics.age_held.set(len(self.age_held))
+        if new := sorted(self.age_held - before):
+            why = self._store.lifetimes.watch.trouble
+            _log.warning("%s; nothing is deleted by age in %s: if the clock is right, start with --accept-clock", why, new)
 
     def _say(self, trouble: str) -> None:
         """Logs what keeps retention from its work, once, not each second."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import resource
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -15,7 +16,7 @@ from typing import Self, TypeVar
 from slotstream.store.catalogue.catalogue import FILE_NAME, Catalogue
 from slotstream.store.catalogue.sql import ListQuery
 from slotstream.store.catalogue.sql import get as get_record
-from slotstream.store.disk.clock import Clock
+from slotstream.store.disk.clock import Clock, boot_ns
 from slotstream.store.disk.directory import LOCK_NAME, DurableDirectories, OpenedDirectory
 from slotstream.store.disk.files import DIR_MODE, Files, store_error
 from slotstream.store.failure_shares import FailureShares
@@ -98,11 +99,14 @@ class SampleStore:
         free_bytes_min: int = FREE_BYTES_MIN,
         files: Files | None = None,
         uploads_max: int | None = None,
+        wall: Callable[[], int] = time.time_ns,
+        elapsed: Callable[[], int] = boot_ns,
     ) -> Self:
         """Own the directory (created if missing), recover it, and be ready.
 
         `free_bytes_min`: bytes of disk that uploads leave free. `uploads_max`: samples that may be arriving at a time;
-        by default what the limit of open files allows. Raises ConfigError, in one sentence, when that cannot be.
+        by default what the limit of open files allows. `wall`: Unix nanoseconds; `elapsed`: of a clock that is never set.
+        Raises ConfigError, in one sentence, when that cannot be.
         """
         files = files or Files()
         directory = Path(data_dir).absolute()
@@ -117,7 +121,7 @@ class SampleStore:
                     raise ConfigError(full)
                 # What is there can still be read and deleted, which is also how room is made.
                 _log.warning("%s; samples are refused until there are more", full)
-            catalogue, clock, recovered = open_recovered(files, directory)
+            catalogue, floor, recovered = open_recovered(files, directory)
         except (OSError, SlotStreamError, ConfigError) as error:
             if lock_fd >= 0:
                 files.close(lock_fd)
@@ -128,7 +132,7 @@ class SampleStore:
         looked = "partials only" if catalogue.was_shut_down_cleanly else "all files"
         _log.info("opened %s; looked at %s and recovered: %s", directory, looked, recovered)
         limit = _uploads_max() if uploads_max is None else uploads_max
-        return cls(directory, files, lock_fd, catalogue, clock, free_bytes_min, limit)
+        return cls(directory, files, lock_fd, catalogue, Clock(floor, wall, elapsed), free_bytes_min, limit)
 
     def close(self) -> None:
         """Fail what is still arriving and give the directory back."""
@@ -136,6 +140,7 @@ class SampleStore:
             uploads = [upload for same in self._uploads.values() for upload in same]
         for upload in uploads:
             upload.abort(Failure.of(Interrupted("the server stopped while the sample was arriving")))
+        self.lifetimes.watch.close()
         self._catalogue.close(clean=not (self._unrecorded or self._publisher.left_a_file))
         fd, self._lock_fd = self._lock_fd, -1
         if fd >= 0:

@@ -328,6 +328,8 @@ class SamplesService:
             quarantined_files=files,
             quarantined_bytes=nbytes,
             scrub=convert.scrub_of(self._housekeeping.scrub_progress, self._config.scrub_every_s),
+            clock=lifetimes.watch.trouble,
+            age_held=sorted(self._housekeeping.age_held),
         )
 
     async def _verify(self, gate: Gate, context: _Context) -> None:

@@ -27,7 +27,7 @@ from slotstream.store.catalogue.row_sums import MalformedRow, row_sum
 from slotstream.store.catalogue.seal import Seal
 from slotstream.store.catalogue.sql import ListQuery
 from slotstream.store.records import SampleKey, SampleRecord, State
-from slotstream.wire.errors import ConfigError, InternalFault, SlotStreamError, StoreFull
+from slotstream.wire.errors import ConfigError, InternalFault, IoError, SlotStreamError, StoreFull
 
 FILE_NAME = "catalog.sqlite"
 _log = logging.getLogger(__name__)
@@ -42,6 +42,8 @@ _LOG_PAGES = 512  # 2 MiB: what samples leave free has room for the log, and for
 _CORRUPT_CODES = frozenset({sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB})
 # What a database can raise: the sqlite3 module cannot decode a message that quotes a damaged schema.
 _ERRORS = (sqlite3.Error, UnicodeDecodeError)
+# The disk, and not the file.
+_DISK_CODES = frozenset({sqlite3.SQLITE_IOERR, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN})
 # What stands between a sound file and its opening. Anything else that goes wrong then is damage of the file.
 _SURROUNDINGS = frozenset(
     {
@@ -82,12 +84,14 @@ class CatalogueDamaged(InternalFault):
 
 
 def catalogue_error(error: Exception) -> SlotStreamError:
-    """The expected failure that `error` is: StoreFull where the disk is full, CatalogueDamaged, else InternalFault."""
+    """The expected failure that `error` is: StoreFull where the disk is full, IoError, CatalogueDamaged, else InternalFault."""
     code = getattr(error, "sqlite_errorcode", 0)
     if isinstance(error, MalformedRow) or is_corrupt(error):
         return CatalogueDamaged(f"the catalogue failed: {error}")
     if code & 0xFF == sqlite3.SQLITE_FULL:  # The low byte is the kind of error, the rest its detail.
         return StoreFull("the disk is full: the catalogue cannot be written")
+    if code & 0xFF in _DISK_CODES:
+        return IoError(f"the catalogue cannot be read or written: {error}")
     return InternalFault(f"the catalogue failed: {error}")
 
 
@@ -97,12 +101,14 @@ def is_corrupt(error: Exception) -> bool:
 
 
 class Catalogue:
-    """Samples by name, state, tags and time. Thread safe. Raises StoreFull and InternalFault unless it says more."""
+    """Samples by name, state, tags and time. Thread safe. Raises StoreFull, IoError and InternalFault unless it says more."""
 
     def __init__(self, path: Path) -> None:
         """Open or create the database. Raises CatalogueCorrupt and ConfigError."""
         self.path = path
         self._readers: queue.SimpleQueue[sqlite3.Connection | None] = queue.SimpleQueue()
+        self._is_open = False
+        self._aside: Path | None = None  # A damaged catalogue from which not all is saved yet.
         self._connect()
         # After a rebuild: the samples whose files are there and whose rows are not, as records. Without it damage is only told.
         self.find_lost: Callable[[Callable[[SampleKey], SampleRecord | None]], Iterator[SampleRecord]] | None = None
@@ -125,15 +131,26 @@ class Catalogue:
             if not (fresh or self.was_shut_down_cleanly):
                 checking.check(self._writer_db)
             self._seal = _begin(self._writer_db, self.path, told, fresh=fresh)
-            for _ in range(_READERS):
-                self._readers.put(_connect_reader(self.path, opened))
+            readers = [_connect_reader(self.path, opened) for _ in range(_READERS)]
             opened.pop_all()
+        self._is_open = True
+        while not self._readers.empty():  # What stood for readers while the file could not be opened.
+            self._readers.get()
+        for reader in readers:
+            self._readers.put(reader)
 
     def _disconnect(self) -> None:
-        """Close every connection, once nobody uses it."""
-        for _ in range(_READERS):
+        """Close every connection, once nobody uses it. Readers find None until there are new ones."""
+        if not self._is_open:
+            return
+        readers: list[sqlite3.Connection] = []
+        while len(readers) < _READERS:
             if (reader := self._readers.get()) is not None:
-                reader.close()
+                readers.append(reader)
+        self._is_open = False
+        for reader in readers:
+            reader.close()
+            self._readers.put(None)
         self._writer_db.close()
 
     def close(self, *, clean: bool = True) -> None:
@@ -144,9 +161,10 @@ class Catalogue:
             self._closed = True
             self._asked.notify()
         self._thread.join()
+        was_open = self._is_open
         self._disconnect()
         log = self.path.with_name(self.path.name + "-wal")  # Gone now, unless somebody else has the file open.
-        if clean and not (log.exists() and log.stat().st_size):
+        if clean and was_open and not (log.exists() and log.stat().st_size):
             try:
                 replace(self._seal, file_xxh3=seal.hash_of(self.path)).write(self.path)
             except OSError as error:
@@ -258,6 +276,10 @@ class Catalogue:
         return self._write(batch, again=False)
 
     def _write(self, batch: list[_Entry], *, again: bool) -> bool:
+        if not self._is_open and not self._mend(CatalogueDamaged("it could not be opened before")):
+            for _, future, _ in batch:
+                future.set_exception(IoError("the catalogue cannot be opened"))
+            return True
         db = self._writer_db
         durable = any(entry[2] for entry in batch)
         try:
@@ -273,7 +295,7 @@ class Catalogue:
             if len(batch) > 1:
                 return False
             failure = catalogue_error(error) if isinstance(error, _ERRORS) else error
-            if isinstance(failure, CatalogueDamaged) and not again and self._rebuild(failure):
+            if isinstance(failure, CatalogueDamaged) and not again and self._mend(failure):
                 return self._write(batch, again=True)
             batch[0][1].set_exception(failure)
             return True
@@ -287,28 +309,50 @@ class Catalogue:
 
     # Mending.
 
-    def _rebuild(self, damage: CatalogueDamaged) -> bool:
-        """Begin anew with what is sound, in the thread that writes, while everybody waits. False when that cannot be."""
+    def _mend(self, damage: Exception) -> bool:
+        """Open the file again; if it is damaged still, begin anew with what is sound. Everybody waits meanwhile.
+
+        In the thread that writes. False when the disk does not let it: then whoever asks next tries again.
+        """
         if self.find_lost is None:
             return False
-        _log.error("the catalogue %s is damaged (%s): it is rebuilt while the server runs", self.path, damage)
+        _log.error("the catalogue %s is damaged (%s): it is looked at again", self.path, damage)
         self._disconnect()
         try:
-            aside = salvage.set_aside(self.path)
-            self._connect()
-            saved = self.take_over(aside)
-            found = self._put_lost()
+            self._reopen()
         except (OSError, CatalogueCorrupt, SlotStreamError, ConfigError, *_ERRORS) as error:
-            _log.critical("the catalogue cannot be rebuilt: %s", error)
-            with suppress(queue.Empty):
-                while (reader := self._readers.get_nowait()) is not None:
-                    reader.close()
-            for _ in range(_READERS):
-                self._readers.put(None)
+            _log.error("the catalogue cannot be opened: %s", error)
+            self._disconnect()
             return False
         self.rebuilds += 1
-        _log.error("the catalogue is rebuilt: %s; %d samples come from their files; %s is what it was", saved, found, aside)
         return True
+
+    def _reopen(self) -> None:
+        try:
+            self._connect()
+            if self._aside is None:
+                self._check_rows()
+                _log.warning("the catalogue is sound: the damage was in what was read, and not on the disk")
+                return
+        except (CatalogueCorrupt, *_ERRORS) as error:
+            if not isinstance(error, CatalogueCorrupt) and not isinstance(catalogue_error(error), CatalogueDamaged):
+                raise
+            self._disconnect()
+            aside = salvage.set_aside(self.path)
+            self._aside = self._aside or aside  # What an earlier attempt began is nothing to save from.
+            self._connect()
+        saved = self.take_over(self._aside)
+        found = self._put_lost()
+        _log.error(
+            "the catalogue is rebuilt: %s; %d samples come from their files; %s is what it was", saved, found, self._aside
+        )
+        self._aside = None
+
+    def _check_rows(self) -> None:
+        """Raises MalformedRow and sqlite3.Error."""
+        after = 0
+        while page := sql.scan(self._writer_db, after, _BATCH_MAX):
+            after = page[-1][0]
 
     def _put_lost(self) -> int:
         assert self.find_lost is not None, "checked before"
@@ -332,10 +376,11 @@ class Catalogue:
 
     @contextmanager
     def _reader(self) -> Iterator[sqlite3.Connection]:
-        db = self._readers.get()
+        while (db := self._readers.get()) is None:
+            if not self._is_open:
+                self._readers.put(None)
+                raise CatalogueDamaged("the catalogue cannot be opened")
         try:
-            if db is None:
-                raise InternalFault("the catalogue is damaged and cannot be rebuilt; a start of the server tries again")
             yield db
         except _ERRORS as error:
             raise catalogue_error(error) from error

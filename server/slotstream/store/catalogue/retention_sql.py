@@ -148,6 +148,16 @@ def _candidate(db: sqlite3.Connection, queue: Queue, namespace: str, number: int
     return Candidate(SampleKey(namespace, values["sample_id"]), stamp, values["file_bytes"], (values[column], number))
 
 
+def committed_until(db: sqlite3.Connection, namespace: str, until_unix_ns: int) -> int:
+    """How many samples of a namespace were committed by then: a walk over these alone."""
+    (count,) = db.execute(
+        "SELECT count(*) FROM samples INDEXED BY samples_committed "
+        "WHERE namespace = ? AND state = 'committed' AND committed_unix_ns <= ?",
+        (namespace, until_unix_ns),
+    ).fetchone()
+    return int(count)
+
+
 def usage(db: sqlite3.Connection, namespace: str) -> Usage:
     row = db.execute("SELECT samples, bytes, failed FROM namespaces WHERE namespace = ?", (namespace,)).fetchone()
     return _usage((namespace, *row)) if row is not None else Usage(namespace)

@@ -17,7 +17,7 @@ from slotstream.store.catalogue.catalogue import Catalogue
 from slotstream.store.catalogue.sql import get as get_record
 from slotstream.store.disk.files import Files, store_error
 from slotstream.store.records import SampleKey, SampleRecord, State
-from slotstream.wire.errors import InternalFault, StoreFull
+from slotstream.wire.errors import InternalFault, IoError, StoreFull
 
 _log = logging.getLogger(__name__)
 
@@ -101,7 +101,7 @@ class Deleter:
                 _log.warning("%s", store_error(error, f"deleting samples of {directory}"))
         try:
             self._catalogue.drop_deleting(gone).result()
-        except (StoreFull, InternalFault) as error:
+        except (StoreFull, IoError, InternalFault) as error:
             _log.warning("the rows of %d deleted samples cannot be removed yet: %s", len(gone), error)
 
 

@@ -20,6 +20,7 @@ from slotstream.store.disk.directory import OpenedDirectory
 from slotstream.store.disk.files import Files, store_error
 from slotstream.store.records import SampleKey, SampleRecord, State
 from slotstream.store.upkeep import verifying
+from slotstream.store.upkeep.clock_watch import ClockWatch
 from slotstream.store.upkeep.deleting import Deleter
 from slotstream.store.upkeep.quarantine import Quarantine
 from slotstream.store.upkeep.verifying import Verdict
@@ -49,8 +50,9 @@ class Lifetimes:
         self._catalogue = catalogue
         self._opened = opened
         self._id_lock = id_lock
+        self.watch = ClockWatch(clock, self.remembered, self.remember)
         self._quarantine = Quarantine(files, data_dir, opened)
-        self._deleter = Deleter(files, data_dir, catalogue, id_lock, self.is_read, self.clock.now)
+        self._deleter = Deleter(files, data_dir, catalogue, id_lock, self.is_read, lambda: self.clock.now())
         self.quarantined = 0  # Samples taken out of service by this process.
         self._readers: Counter[SampleKey] = Counter()
         self._readers_lock = threading.Lock()
@@ -197,6 +199,10 @@ class Lifetimes:
 
     def candidates(self, queue: Queue, namespace: str, after: tuple[int, int], limit: int) -> list[Candidate]:
         return self._catalogue.ask(lambda db: retention_sql.candidates(db, queue, namespace, after, limit))
+
+    def committed_until(self, namespace: str, until_unix_ns: int) -> int:
+        """How many samples were committed by then."""
+        return self._catalogue.ask(lambda db: retention_sql.committed_until(db, namespace, until_unix_ns))
 
     def usage(self, namespace: str) -> Usage:
         return self._catalogue.ask(lambda db: retention_sql.usage(db, namespace))

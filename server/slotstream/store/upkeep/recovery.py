@@ -34,7 +34,6 @@ from slotstream.store.catalogue.catalogue import FILE_NAME, Catalogue, Catalogue
 from slotstream.store.catalogue.retention_sql import latest_stamp
 from slotstream.store.catalogue.salvage import PARTS, set_aside
 from slotstream.store.catalogue.seal import SUFFIX
-from slotstream.store.disk.clock import Clock
 from slotstream.store.disk.files import Files
 from slotstream.store.records import PARTIAL_SUFFIX, SampleKey, SampleRecord, State
 from slotstream.store.sample.file import sample_file_at
@@ -61,8 +60,8 @@ class Recovered:
         return ", ".join(f"{f.name} {getattr(self, f.name)}" for f in fields(self))
 
 
-def open_recovered(files: Files, data_dir: Path) -> tuple[Catalogue, Clock, Recovered]:
-    """The directory's catalogue, with every case above worked through, and a clock that goes on from its stamps.
+def open_recovered(files: Files, data_dir: Path) -> tuple[Catalogue, int, Recovered]:
+    """The directory's catalogue, with every case above worked through, and the latest of its stamps (Unix nanoseconds).
 
     Raises ConfigError, OSError and SlotStreamError.
     """
@@ -79,9 +78,9 @@ def open_recovered(files: Files, data_dir: Path) -> tuple[Catalogue, Clock, Reco
         raise
 
 
-def _recovered(files: Files, data_dir: Path, catalogue: Catalogue) -> tuple[Catalogue, Clock, Recovered]:
+def _recovered(files: Files, data_dir: Path, catalogue: Catalogue) -> tuple[Catalogue, int, Recovered]:
     done = recover(files, data_dir, catalogue)
-    return catalogue, Clock(catalogue.ask(latest_stamp)), done
+    return catalogue, catalogue.ask(latest_stamp), done
 
 
 def open_catalogue(data_dir: Path) -> Catalogue:

@@ -67,7 +67,7 @@ class Scrubber:
             self.progress = replace(progress, begun_unix_ns=now, ended_unix_ns=now)
             self._save()
             return every_s
-        return max(0.0, every_s - (now - progress.begun_unix_ns) / 1e9)
+        return min(every_s, max(0.0, every_s - (now - progress.begun_unix_ns) / 1e9))
 
     def run_pass(self) -> bool:
         """Check every committed sample, from where the last run stopped. False when stopped, or the store is in trouble."""

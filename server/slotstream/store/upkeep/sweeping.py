@@ -33,6 +33,7 @@ class Swept:
     bytes: Counter[Reason] = field(default_factory=Counter)
     unfinished: bool = False
     still_short: bool = False
+    held: set[str] = field(default_factory=set)  # Namespaces in which nothing went by age, because the clock is in doubt.
 
 
 class Sweeper:
@@ -72,6 +73,7 @@ class _Sweep:
         self._lifetimes = lifetimes
         self._policy = policy
         self._budget = _BUDGET
+        self._clock_trouble = lifetimes.watch.look()
         self.done = Swept()
 
     def apply(self, usage: Usage) -> None:
@@ -89,7 +91,7 @@ class _Sweep:
                 first = (int(rule.delete_after_reads), -1)
                 self._drain(Queue.READ, usage.namespace, first, Reason.READS)
             if min(rule.bytes_max, rule.samples_max, rule.age_s_max) != UNLIMITED:
-                self._trim(rule, usage.namespace)
+                self._trim(self._without_doubt(rule, usage), usage.namespace)
         if usage.failed and rule.failed_age_s_max != UNLIMITED:
             self._forget(Queue.FAILED, rule, usage.namespace)
 
@@ -116,6 +118,16 @@ class _Sweep:
                 return
             self._delete(page, [reason] * len(page))
             after = page[-1].position
+
+    def _without_doubt(self, rule: Rule, usage: Usage) -> Rule:
+        """`rule`; without its age while the clock is in doubt and says that more than half of the samples are too old."""
+        if rule.age_s_max == UNLIMITED or not self._clock_trouble:
+            return rule
+        until = self._lifetimes.clock.now() - round(rule.age_s_max * 1e9)
+        if 2 * self._lifetimes.committed_until(usage.namespace, until) <= usage.samples:
+            return rule
+        self.done.held.add(usage.namespace)
+        return replace(rule, age_s_max=UNLIMITED)
 
     def _trim(self, rule: Rule, namespace: str) -> None:
         after = _BEGIN

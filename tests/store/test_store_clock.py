@@ -1,0 +1,182 @@
+"""A clock that leapt: ages go by the wall clock, and most of a namespace goes only if it is believed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from store.store_kit import Sample, crash
+
+from slotstream.store.catalogue.sql import ListQuery
+from slotstream.store.records import State
+from slotstream.store.samples import SampleStore
+from slotstream.store.upkeep.retention import Policy, Rule
+from slotstream.store.upkeep.scrubbing import Scrubber
+from slotstream.store.upkeep.sweeping import Sweeper, Swept
+
+DAY = 86400 * 10**9
+WEEK_S = 7 * 86400.0
+
+
+class World:
+    """A wall clock that somebody sets, and one that nobody does."""
+
+    def __init__(self) -> None:
+        self.wall = 1_700_000_000 * 10**9
+        self.elapsed = 5 * DAY
+
+    def pass_(self, ns: int) -> None:
+        self.wall += ns
+        self.elapsed += ns
+
+    def open(self, directory: Path) -> SampleStore:
+        return SampleStore.open(directory, wall=lambda: self.wall, elapsed=lambda: self.elapsed)
+
+
+@pytest.fixture
+def world() -> World:
+    return World()
+
+
+def _put(store: SampleStore, *names: str) -> None:
+    for name in names:
+        Sample(name).put(store)
+
+
+def _sweep(store: SampleStore, **rule: float | bool) -> Swept:
+    return Sweeper(store.lifetimes, Policy(default=Rule(**rule)), store.free_bytes).sweep()  # type: ignore[arg-type]
+
+
+def _left(store: SampleStore) -> str:
+    return "".join(sorted(record.sample_id for record in store.list_page(ListQuery(state=State.COMMITTED))[0]))
+
+
+ENDS = pytest.mark.parametrize("end", [SampleStore.close, crash], ids=["stopped", "killed"])
+
+
+def test_a_clock_that_ran_ahead_once_deletes_nothing_once_it_is_right(tmp_path: Path, world: World) -> None:
+    store = world.open(tmp_path)
+    _put(store, "a", "b")
+    world.wall += 400 * DAY
+    _put(store, "c")
+    assert store.lifetimes.watch.look().startswith("the clock is 400 days ahead")
+    assert _sweep(store, age_s_max=WEEK_S).held == {"default"}
+    assert _left(store) == "abc"
+    world.wall -= 400 * DAY
+    _put(store, "d")
+    assert "up to 400 days ahead of the clock" in store.lifetimes.watch.look()
+    for _ in range(3):
+        world.pass_(DAY)
+        _sweep(store, age_s_max=WEEK_S)
+    assert _left(store) == "abcd"
+    # What is truly old goes, for that is not more than half; the rest bears times to come.
+    world.pass_(5 * DAY)
+    assert _sweep(store, age_s_max=WEEK_S).held == set()
+    assert _left(store) == "cd"
+    store.close()
+
+
+@ENDS
+def test_a_start_with_a_clock_that_is_ahead_deletes_nothing_until_somebody_says_that_it_is_right(
+    tmp_path: Path, world: World, end: Callable[[SampleStore], None]
+) -> None:
+    store = world.open(tmp_path)
+    _put(store, "a", "b", "c")
+    end(store)
+    world.wall += 30 * DAY
+    for _ in range(2):  # Also the start after the next.
+        store = world.open(tmp_path)
+        assert "30 days ahead" in store.lifetimes.watch.trouble
+        done = _sweep(store, age_s_max=WEEK_S)
+        assert (done.held, _left(store)) == ({"default"}, "abc")
+        end(store)
+    store = world.open(tmp_path)
+    world.pass_(DAY)
+    assert "30 days ahead" in store.lifetimes.watch.look()
+    store.lifetimes.watch.accept()
+    assert store.lifetimes.watch.trouble == ""
+    assert _sweep(store, age_s_max=WEEK_S).held == set()
+    assert _left(store) == ""
+    end(store)
+    store = world.open(tmp_path)
+    assert store.lifetimes.watch.trouble == ""
+    store.close()
+
+
+@ENDS
+def test_a_clock_that_is_right_again_at_the_next_start_is_believed(
+    tmp_path: Path, world: World, end: Callable[[SampleStore], None]
+) -> None:
+    store = world.open(tmp_path)
+    _put(store, "a")
+    end(store)
+    world.wall += 30 * DAY
+    store = world.open(tmp_path)
+    assert store.lifetimes.watch.trouble
+    end(store)
+    world.wall -= 30 * DAY
+    store = world.open(tmp_path)
+    assert store.lifetimes.watch.trouble == ""
+    store.close()
+
+
+def test_without_a_leap_nothing_changes(tmp_path: Path, world: World) -> None:
+    store = world.open(tmp_path)
+    _put(store, "a", "b", "c")
+    store.close()
+    world.pass_(DAY - 10**9)  # A stop of less than a day.
+    store = world.open(tmp_path)
+    for _ in range(40):
+        world.pass_(DAY // 2)
+        assert store.lifetimes.watch.look() == ""
+    assert _sweep(store, age_s_max=WEEK_S).held == set()
+    assert _left(store) == ""
+    store.close()
+
+
+def test_what_is_not_by_age_goes_on_while_the_clock_is_in_doubt(tmp_path: Path, world: World) -> None:
+    store = world.open(tmp_path)
+    _put(store, "a", "b", "c", "d")
+    world.wall += 30 * DAY
+    store.lifetimes.ack(Sample("d").key)
+    done = _sweep(store, age_s_max=WEEK_S, samples_max=2, delete_on_ack=True)
+    assert done.held == {"default"}
+    assert _left(store) == "bc"
+    store.close()
+
+
+def test_less_than_half_of_a_namespace_goes_as_ever(tmp_path: Path, world: World) -> None:
+    store = world.open(tmp_path)
+    _put(store, "a", "b")
+    world.pass_(6 * DAY)
+    _put(store, "c", "d")
+    world.wall += 2 * DAY
+    done = _sweep(store, age_s_max=WEEK_S)
+    assert store.lifetimes.watch.trouble
+    assert (done.held, _left(store)) == (set(), "cd")
+    store.close()
+
+
+def test_leases_and_scrubbing_do_not_wait_for_the_stamps(tmp_path: Path, world: World) -> None:
+    store = world.open(tmp_path)
+    world.wall += 400 * DAY
+    _put(store, "a")
+    assert Scrubber(store.lifetimes, 1e12).run_pass()
+    world.wall -= 400 * DAY
+    store.lifetimes.lease(Sample("a").key, "me", 600)
+    assert Scrubber(store.lifetimes, 1e12).due_in_s(1000) <= 1000
+    world.pass_(601 * 10**9)
+    assert store.lifetimes.standing(Sample("a").key).leased_until_unix_ns == 0
+    store.close()
+
+
+def test_an_earlier_version_remembers_no_more_than_its_samples_times(tmp_path: Path, world: World) -> None:
+    store = world.open(tmp_path)
+    _put(store, "a")
+    store._catalogue.submit(lambda db: db.execute("DELETE FROM meta WHERE key = 'clock'")).result()
+    crash(store)
+    world.wall += 30 * DAY
+    store = world.open(tmp_path)
+    assert "29 days ahead" in store.lifetimes.watch.trouble
+    store.close()
