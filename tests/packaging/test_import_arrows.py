@@ -54,7 +54,7 @@ WINGS = {
         "samples": _SERVER_BASE | {"access", "housekeeping"},
         "nixl": _SERVER_BASE,
         "access": {"config"},
-        "healthcheck": {"access", "status"},
+        "healthcheck": {"access", "config", "status"},
         "housekeeping": {"config", "metrics", "pulse"},
         "pools": {"pulse"},
         "probes": {"pulse"},

@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+from slotstream.server.access.connections import Connections
 from slotstream.server.access.gate import Gate
 from slotstream.server.access.tls import Certificates
 from slotstream.server.config import ServerConfig
@@ -117,7 +118,8 @@ class Server:
             self.probes_address, stop_probes = serve_probes(probes, config.probes_listen)
             self._closing.push_async_callback(asyncio.to_thread, stop_probes)
             _log.info("probes on http://%s/livez and /readyz", self.probes_address)
-        gate = Gate(config)
+        connections = Connections(config)
+        gate = Gate(config, note=connections.note)
         certificates = Certificates(config) if config.tls_cert is not None else None
         store = await asyncio.to_thread(self._open_store) if self._given_store is None else self._given_store
         if config.accept_clock:
@@ -138,7 +140,7 @@ class Server:
         self._samples = SamplesService(config, store, pools, metrics, self._waiters, gate, self._housekeeping)
         self._workers = WorkersService(store, pools, metrics, self._waiters, self._housekeeping.touch)
         self._loop = asyncio.get_running_loop()
-        self._health = HealthService()
+        self._health = HealthService(config, connections.note)
         self._grpc = make_server(config)
         self._grpc.add_generic_rpc_handlers((self._ingest.handler(), self._samples.handler(), self._health.handler()))
         self._health.serve("", *SERVICES)
@@ -149,6 +151,8 @@ class Server:
             self._closing.push_async_callback(asyncio.to_thread, stop_metrics)
             _log.info("metrics on http://%s/metrics", self.metrics_address)
         await self._grpc.start()
+        connections.start(self.addresses)
+        self._closing.push_async_callback(asyncio.to_thread, connections.stop)
         self._housekeeping.start()
         self._closing.push_async_callback(asyncio.to_thread, self._housekeeping.stop)
         self._closing.push_async_callback(self._stop_grpc)

@@ -7,7 +7,7 @@ told anything more (one condition for all of them is dropped with the first), an
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -17,26 +17,27 @@ from grpc_health.v1 import health_pb2
 
 from slotstream.server.access.bodies import BODY_S, Bodies
 from slotstream.server.access.gate import Context, Shares, address_of
+from slotstream.server.access.limits import HEALTH_CHECKS, HEALTH_WATCHES
+from slotstream.server.config import ServerConfig
 from slotstream.server.status import abort
 from slotstream.wire.errors import BadParams, SlotStreamError
 
 _REQUEST_BYTES_MAX = 4 << 10
-# In all, and of one address. Each connector has one watch.
-_WATCHES_MAX, _WATCHES_OF_ADDRESS = 4096, 2048
-_CHECKS_MAX, _CHECKS_OF_ADDRESS = 1024, 256
 _Reply = health_pb2.HealthCheckResponse
 
 
 class HealthService:
     """Statuses by service name. Belongs to one event loop."""
 
-    def __init__(self) -> None:
+    def __init__(self, config: ServerConfig, note: Callable[[Context], None] = lambda context: None) -> None:
+        """`note` gets every call."""
+        self._note = note
         self._statuses: dict[str, int] = {}
         self._changes: set[asyncio.Event] = set()
         self._stopped = False
         self._bodies = Bodies(_REQUEST_BYTES_MAX)
-        self._watches = Shares("health watches", _WATCHES_MAX, _WATCHES_OF_ADDRESS)
-        self._checks = Shares("health checks", _CHECKS_MAX, _CHECKS_OF_ADDRESS)
+        self._watches = HEALTH_WATCHES.shares(config)
+        self._checks = HEALTH_CHECKS.shares(config)
 
     def serve(self, *services: str) -> None:
         """These are SERVING."""
@@ -80,6 +81,7 @@ class HealthService:
     @asynccontextmanager
     async def _asked(self, shares: Shares, context: Context) -> AsyncIterator[str]:
         """The service that is asked for. Turns what goes wrong into a status."""
+        self._note(context)
         address = address_of(context)
         try:
             with shares.one(address):

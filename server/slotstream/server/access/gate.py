@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from urllib.parse import unquote
@@ -54,16 +54,28 @@ class Gate:
     That is: whoever has a certificate signed by --tls-client-ca, can open the unix socket, or reaches the address.
     """
 
-    def __init__(self, config: ServerConfig, *, between_processes: bool = False) -> None:
-        """Raises ConfigError for a tokens file that cannot be used.
+    def __init__(
+        self,
+        config: ServerConfig,
+        *,
+        note: Callable[[Context], None] = lambda context: None,
+        between_processes: bool = False,
+    ) -> None:
+        """Raises ConfigError for a tokens file that cannot be used. `note` gets every call that is admitted.
 
         `between_processes`: callers are this server's own workers, which say for whom they call (`told_of`).
         """
         self._tokens = TokenFile(config.tokens_file) if config.tokens_file is not None else None
         self._between_processes = between_processes
+        self._note = note
 
     def admit(self, context: Context) -> Session:
         """Raises Unauthenticated."""
+        session = self._session(context)
+        self._note(context)
+        return session
+
+    def _session(self, context: Context) -> Session:
         if self._tokens is None:
             return Session(None, b"", self._certificate_name(context), self._address(context))
         values = [value for key, value in context.invocation_metadata() or () if key == AUTHORIZATION_KEY]
@@ -90,19 +102,31 @@ class Gate:
         return "".join(c for name in names for c in name.decode(errors="replace")[:64] if c.isprintable())
 
 
-def address_of(context: Context) -> str:
-    """Where a call comes from, without its port. Of IPv6 the network: a host has as many addresses there as it likes."""
+def host_of(context: Context) -> tuple[str, int] | None:
+    """Host and port of a caller; None on a unix socket."""
     kind, _, rest = context.peer().partition(":")
-    if kind not in ("ipv4", "ipv6"):
-        return kind  # A unix socket: everybody there is one.
-    host = unquote(rest).rpartition(":")[0].strip("[]").partition("%")[0]
+    host, _, port = unquote(rest).rpartition(":")
+    return (plain_host(host.strip("[]")), int(port)) if kind in ("ipv4", "ipv6") and port.isdigit() else None
+
+
+def plain_host(host: str) -> str:
+    """An address as it is written when it is not wrapped into another kind."""
     try:
-        address = ipaddress.ip_address(host)
+        address = ipaddress.ip_address(host.partition("%")[0])
     except ValueError:
         return host
-    if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped is None:
-        return str(ipaddress.ip_network((address, _HOST_PREFIX_BITS), strict=False))
     return str(getattr(address, "ipv4_mapped", None) or address)
+
+
+def address_of(context: Context) -> str:
+    """Where a call comes from, without its port. On a unix socket everybody is one."""
+    peer = host_of(context)
+    return network_of(peer[0]) if peer is not None else context.peer().partition(":")[0]
+
+
+def network_of(host: str) -> str:
+    """The address that shares are counted by. Of IPv6 the network: a host has as many addresses there as it likes."""
+    return str(ipaddress.ip_network((host, _HOST_PREFIX_BITS), strict=False)) if ":" in host else host
 
 
 def _metadata(context: Context, key: str) -> str | bytes | None:

@@ -13,7 +13,8 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from slotstream.server.access.gate import Gate, Shares
+from slotstream.server.access.gate import Gate
+from slotstream.server.access.limits import INGEST_STREAMS
 from slotstream.server.config import ServerConfig
 from slotstream.server.ingest.sample_writer import IngestStore
 from slotstream.server.ingest.shared import Shared
@@ -49,7 +50,7 @@ class IngestService:
         self._gate = gate
         self._shared = Shared(config, store, pools, metrics, waiters, committed, readers)
         self._endings = Throttle(every_s=60.0)  # What is logged of streams that are ended, by code, or class of a fault.
-        self._stream_shares = Shares("ingest streams", config.streams_max, config.peer_streams_max)
+        self._stream_shares = INGEST_STREAMS.shares(config)
         self._streams: set[Stream] = set()
 
     def handler(self) -> grpc.GenericRpcHandler[bytes, bytes]:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from slotstream.server.access.bodies import Bodies
-from slotstream.server.access.gate import Shares
+from slotstream.server.access.limits import OPEN_SAMPLES
 from slotstream.server.config import ServerConfig
 from slotstream.server.ingest.sample_writer import Ended, IngestStore, SampleWriter
 from slotstream.server.metrics import Metrics, code_label
@@ -47,7 +46,7 @@ class Shared:
         # Those of Hellos. A sender may take its time with that, but not make the server hold more and more meanwhile.
         self.bodies = Bodies(CONTROL_BYTES_MAX, one_by_one=False, growth_bytes=_HELLO_GROWTH_BYTES)
         self.draining = False  # No more samples are opened.
-        self.open_shares = Shares("open samples", sys.maxsize, config.peer_open_samples_max)  # The store limits all of them.
+        self.open_shares = OPEN_SAMPLES.shares(config)
         self._committed = committed
         self._open = 0
         self._idle = asyncio.Event()

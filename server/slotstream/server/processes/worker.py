@@ -22,6 +22,7 @@ import grpc
 import grpc.aio
 
 from slotstream.server.access.bodies import BODY_S, Bodies
+from slotstream.server.access.connections import Connections
 from slotstream.server.access.gate import PEERS_ASSUMED, Gate, Shares
 from slotstream.server.access.tls import Certificates
 from slotstream.server.config import ServerConfig
@@ -76,13 +77,14 @@ class Worker:
         """Serve until the primary says otherwise, or is gone."""
         channel = grpc.aio.insecure_channel(self._primary, options=LOCAL_OPTIONS)
         with grpc.insecure_channel(self._primary, options=LOCAL_OPTIONS) as blocking:
-            pools, gate = Pools(), Gate(self._config)
+            pools, connections = Pools(), Connections(self._config)
+            gate = Gate(self._config, note=connections.note)
             certificates = Certificates(self._config) if self._config.tls_cert is not None else None
             store = RemoteStore(blocking, self._number, self._config.data_dir, self._config.free_bytes_min)
             # The primary wakes who waits for a sample, and applies retention: it hears of each one's beginning and end.
             readers = await asyncio.to_thread(start_readers, self._config, self.metrics)
             ingest = IngestService(self._config, store, pools, self.metrics, Waiters(), gate, lambda namespace: None, readers)
-            health = HealthService()
+            health = HealthService(self._config, connections.note)
             health.serve("", *SERVICES)
             server = make_server(self._config)
             server.add_generic_rpc_handlers(
@@ -90,6 +92,7 @@ class Worker:
             )
             add_ports(server, self._config, certificates)
             await server.start()
+            connections.start(self._config.addresses)
             grace_s = None  # Without a primary nothing can be said of any sample: every stream ends at once.
             try:
                 if await self._follow_orders(channel, ingest, health):
@@ -97,6 +100,7 @@ class Worker:
                     ingest.end_streams()
             finally:
                 await server.stop(grace_s)
+                await asyncio.to_thread(connections.stop)
                 await ingest.idle()
                 if readers is not None:
                     await asyncio.to_thread(readers.close)

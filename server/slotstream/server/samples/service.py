@@ -16,12 +16,14 @@ import grpc.aio
 from google.protobuf.message import DecodeError, Message
 
 from slotstream.server.access.bodies import BODY_S, Bodies
-from slotstream.server.access.gate import PEERS_ASSUMED, Gate, Session, Shares
+from slotstream.server.access.gate import Gate, Session
+from slotstream.server.access.limits import READS, REQUESTS, VERIFICATIONS, WAITING_READS
 from slotstream.server.config import ServerConfig
 from slotstream.server.housekeeping import Housekeeping
 from slotstream.server.metrics import Metrics
 from slotstream.server.pools import Pools
 from slotstream.server.samples import convert
+from slotstream.server.samples.leases import LeaseBook
 from slotstream.server.samples.reads import Opened, after, close_unwanted, covers, opened
 from slotstream.server.status import abort
 from slotstream.server.waiters import Waiters
@@ -39,19 +41,14 @@ from slotstream.wire.errors import (
     SampleNotFound,
     SlotStreamError,
     StillArriving,
-    TooMany,
     TooSlow,
 )
 from slotstream.wire.names import CONTROL_BYTES_MAX, DEFAULT_NAMESPACE, READ_WAIT_S_MAX, check_namespace
 
 _log = logging.getLogger(__name__)
 USAGE_PAGE = 1000
-_WAITING_SHARE = (
-    0.75  # Of the reads of one peer: whoever waits for samples that never come must not keep others from those that are there.
-)
 _Context = grpc.aio.ServicerContext[Any, Any]
 _PAGE_BYTES_MAX = 8 << 20
-_VERIFIES_MAX = 4  # Each keeps a thread and the disk busy for as long as it lasts.
 _T = TypeVar("_T")
 _Message = TypeVar("_Message", bound=Message)
 # Requests that name one sample.
@@ -88,11 +85,12 @@ class SamplesService:
         self._waiters = waiters
         self._gate = gate
         self._bodies = Bodies(CONTROL_BYTES_MAX)
-        self._read_shares = Shares("reads", config.reads_max, config.peer_reads_max)
-        self._request_shares = Shares("requests", PEERS_ASSUMED * config.requests_max, config.requests_max)
-        self._verify_shares = Shares("verifications", _VERIFIES_MAX, _VERIFIES_MAX // 2)
+        self._read_shares = READS.shares(config)
+        self._waiting_shares = WAITING_READS.shares(config)
+        self._request_shares = REQUESTS.shares(config)
+        self._verify_shares = VERIFICATIONS.shares(config)
+        self._leases = LeaseBook(config)
         self._reads = 0
-        self._waiting = 0
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -205,17 +203,13 @@ class SamplesService:
                 self._idle.set()
 
     @contextmanager
-    def _one_wait(self) -> Iterator[None]:
-        most = min(self._config.reads_max, self._config.peer_reads_max)
-        if self._waiting >= max(1, int(most * _WAITING_SHARE)):
-            raise TooMany(f"{self._waiting} reads are waiting for samples, as many as this server allows")
-        self._waiting += 1
-        self._metrics.waiting_reads.set(self._waiting)
-        try:
-            yield
-        finally:
-            self._waiting -= 1
-            self._metrics.waiting_reads.set(self._waiting)
+    def _one_wait(self, session: Session) -> Iterator[None]:
+        with self._waiting_shares.one(session.peer):
+            self._metrics.waiting_reads.inc()
+            try:
+                yield
+            finally:
+                self._metrics.waiting_reads.dec()
 
     async def _open(self, key: SampleKey, request: pb.ReadRequest) -> Opened:
         """A committed sample, its replies to come, and the first of them. Raises what the read is to be answered with."""
@@ -243,7 +237,7 @@ class SamplesService:
                     limit_s = min(request.wait_s, self._config.appear_grace_s)
                     late = SampleNotFound(f"there is no sample {key}, and none appeared")
                 try:
-                    with self._one_wait():
+                    with self._one_wait(session):
                         async with asyncio.timeout_at(begun + limit_s):
                             await changed.wait()
                 except TimeoutError as error:
@@ -304,8 +298,21 @@ class SamplesService:
         async with self._answering("Lease", gate, context) as (session, raw):
             request = _parsed(pb.LeaseRequest, raw)
             key = _key(session, "read", request)
-            until = await self._in_thread(self._store.lifetimes.lease, key, request.holder, request.seconds)
+            until = await self._lease_of(session, key, request)
             return pb.LeaseReply(leased_until_unix_ns=until)
+
+    async def _lease_of(self, session: Session, key: SampleKey, request: pb.LeaseRequest) -> int:
+        is_one = request.seconds > 0
+        if is_one:
+            self._leases.take(session.peer, key, request.holder, request.seconds)
+        try:
+            until = await self._in_thread(self._store.lifetimes.lease, key, request.holder, request.seconds)
+        except SlotStreamError:
+            self._leases.give_back(session.peer, key, request.holder)
+            raise
+        if not is_one:
+            self._leases.give_back(session.peer, key, request.holder)
+        return until
 
     async def _usage(self, gate: Gate, context: _Context) -> pb.UsageReply:
         async with self._answering("Usage", gate, context) as (session, raw):
