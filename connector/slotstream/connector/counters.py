@@ -58,13 +58,18 @@ WORKER_REASONS = ("WORKER_FAULTS", "ROWS_NOT_WRITTEN")
 SENDER_REASONS = ("UNAUTHENTICATED",)
 REASONS = (*SCHEDULER_REASONS, *WORKER_REASONS, *SENDER_REASONS)
 _COUNTERS = {m.name for m in METRICS if m.kind == "counter"}
-# The engine core's half has the row pool's, the sender all others.
-SENDER_GAUGES = tuple(m.name for m in METRICS if m.kind == "gauge" and not (m.label or m.name.startswith("row_pool_")))
 
 
 def capture_off(reasons: Iterable[str], found: str | None) -> dict[str, float]:
     """The gauge's values for `reasons`: 1 for the one that was found."""
     return {f"capture_off{CODE_SEPARATOR}{reason}": float(reason == found) for reason in reasons}
+
+
+# The engine core's half has the row pool's, the sender all others; of `capture_off` each part has its own reasons.
+SENDER_GAUGES = (
+    *(m.name for m in METRICS if m.kind == "gauge" and not (m.label or m.name.startswith("row_pool_"))),
+    *capture_off(SENDER_REASONS, None),
+)
 
 
 class Counters:

@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from multiprocessing import Pipe
 
-from slotstream.connector.counters import SENDER_GAUGES, SENDER_REASONS, Counters, capture_off
+from slotstream.connector.counters import SENDER_GAUGES, Counters
 from slotstream.connector.faults import SampleFault
 from slotstream.connector.plan import SampleAbort, SampleOpen
 from slotstream.connector.sending.copies import Arrived
@@ -129,8 +129,7 @@ class _Lost:
 
 def _without_process(shape: StagingShape) -> dict[str, float]:
     """The gauges while there is none."""
-    gauges = dict.fromkeys(SENDER_GAUGES, 0.0) | capture_off(SENDER_REASONS, None)
-    return gauges | {"staging_bytes_limit": float(shape.nbytes)}
+    return dict.fromkeys(SENDER_GAUGES, 0.0) | {"staging_bytes_limit": float(shape.nbytes)}
 
 
 class SenderProcess:
