@@ -21,7 +21,7 @@ from support.workload import LAYER_IDS, Ask, send, text_tokens
 
 from slotstream.demo.processes import free_port
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
 ROOT = Path(__file__).resolve().parents[2]
 DASHBOARD = json.loads((ROOT / "deploy" / "grafana" / "slotstream.json").read_text())
