@@ -152,6 +152,8 @@ def cut_log(source: Path, target: Path, synced: int, rng: random.Random) -> None
                     data[start : start + SECTOR] = bytes(len(data[start : start + SECTOR]))
             del data[rng.randint(synced, len(data)) :]
         (target / name).write_bytes(data)
+    if (source / "catalog.sqlite.seal").exists():  # Synced whenever it is written.
+        (target / "catalog.sqlite.seal").write_bytes((source / "catalog.sqlite.seal").read_bytes())
 
 
 class Plugged:

@@ -1,6 +1,8 @@
 """The catalogue: a SQLite index of the sample files, which can be rebuilt from them.
 
 catalogue      one thread writes, several read
+opening        opens it, as closely looked at as it must be
+damage         what can be wrong with it
 sql            the tables and queries
 row_sums       a checksum a row
 schema         the versions of the tables

@@ -17,87 +17,29 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
-from slotstream.store.catalogue import checking, retention_sql, salvage, schema, seal, sql
-from slotstream.store.catalogue.row_sums import MalformedRow, row_sum
-from slotstream.store.catalogue.seal import Seal
+from slotstream.store.catalogue import retention_sql, salvage, seal, sql
+from slotstream.store.catalogue.damage import ERRORS, CatalogueCorrupt, CatalogueDamaged, catalogue_error
+from slotstream.store.catalogue.opening import READERS, open_database
+from slotstream.store.catalogue.row_sums import MalformedRow
 from slotstream.store.catalogue.sql import ListQuery
 from slotstream.store.records import SampleKey, SampleRecord, State
-from slotstream.wire.errors import ConfigError, InternalFault, IoError, SlotStreamError, StoreFull
+from slotstream.wire.errors import ConfigError, InternalFault, IoError, SlotStreamError
 
 FILE_NAME = "catalog.sqlite"
 _log = logging.getLogger(__name__)
 _BATCH_MAX = 256  # Operations in one transaction.
 _LINGER_S = 0.05  # How long a change that nobody waits for may wait for others: a transaction costs as much for one as for ten.
-_READERS = 4
-_BUSY_TIMEOUT_S = 10.0  # A person's `sqlite3` shell may hold the write lock for a moment.
 _MESSAGE_CHARS_MAX = 1024
 _SLIM_CHARS_MAX = 1024
-_LOG_PAGES = 512  # 2 MiB: what samples leave free has room for the log, and for more.
-# Damage of the file itself, as opposed to a full disk or a lock.
-_CORRUPT_CODES = frozenset({sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB})
-# What a database can raise: the sqlite3 module cannot decode a message that quotes a damaged schema.
-_ERRORS = (sqlite3.Error, UnicodeDecodeError)
-# The disk, and not the file.
-_DISK_CODES = frozenset({sqlite3.SQLITE_IOERR, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN})
-# What stands between a sound file and its opening. Anything else that goes wrong then is damage of the file.
-_SURROUNDINGS = frozenset(
-    {
-        sqlite3.SQLITE_FULL,
-        sqlite3.SQLITE_BUSY,
-        sqlite3.SQLITE_LOCKED,
-        sqlite3.SQLITE_NOMEM,
-        sqlite3.SQLITE_READONLY,
-        sqlite3.SQLITE_IOERR,
-        sqlite3.SQLITE_CANTOPEN,
-        sqlite3.SQLITE_PERM,
-    }
-)
-_UNDECODABLE = "Could not decode to UTF-8"  # The sqlite3 module's own words, under no code.
-_MAGIC = b"SQLite format 3\0"
-
-_TABLES = {
-    1: {"samples", "tags", "totals", "meta"},
-    2: {"samples", "tags", "totals", "meta", "namespaces", "leases"},
-    3: {"samples", "tags", "totals", "meta", "namespaces", "leases"},
-}
 
 _T = TypeVar("_T")
 _Operation = Callable[[sqlite3.Connection], object]
 _Entry = tuple[_Operation, "Future[object]", bool]  # The last: whether it has to survive a power cut.
-
-
-class CatalogueCorrupt(Exception):
-    """The file is not a sound catalogue: it has to be rebuilt. Seen only while opening."""
-
-
-class CatalogueOld(CatalogueCorrupt):
-    """The file is a catalogue of an earlier day: what its rows say is over."""
-
-
-class CatalogueDamaged(InternalFault):
-    """Damage that only came to light when its rows were read. It means: rebuild."""
-
-
-def catalogue_error(error: Exception) -> SlotStreamError:
-    """The expected failure that `error` is: StoreFull where the disk is full, IoError, CatalogueDamaged, else InternalFault."""
-    code = getattr(error, "sqlite_errorcode", 0)
-    if isinstance(error, MalformedRow) or is_corrupt(error):
-        return CatalogueDamaged(f"the catalogue failed: {error}")
-    if code & 0xFF == sqlite3.SQLITE_FULL:  # The low byte is the kind of error, the rest its detail.
-        return StoreFull("the disk is full: the catalogue cannot be written")
-    if code & 0xFF in _DISK_CODES:
-        return IoError(f"the catalogue cannot be read or written: {error}")
-    return InternalFault(f"the catalogue failed: {error}")
-
-
-def is_corrupt(error: Exception) -> bool:
-    undecodable = isinstance(error, UnicodeDecodeError) or str(error).startswith(_UNDECODABLE)
-    return undecodable or getattr(error, "sqlite_errorcode", 0) & 0xFF in _CORRUPT_CODES
 
 
 class Catalogue:
@@ -121,22 +63,13 @@ class Catalogue:
         self._thread.start()
 
     def _connect(self) -> None:
-        """Open the file, as closely looked at as it must be. Raises CatalogueCorrupt and ConfigError."""
-        with ExitStack() as opened, _opening(self.path):
-            told = seal.read(self.path)
-            self.was_shut_down_cleanly = told is not None and told.matches(self.path)
-            _check_header(self.path)
-            self._writer_db = _connect(self.path, opened)
-            fresh = _prepare(self._writer_db, self.path, told)
-            if not (fresh or self.was_shut_down_cleanly):
-                checking.check(self._writer_db)
-            self._seal = _begin(self._writer_db, self.path, told, fresh=fresh)
-            readers = [_connect_reader(self.path, opened) for _ in range(_READERS)]
-            opened.pop_all()
+        """Open the file. Raises CatalogueCorrupt and ConfigError."""
+        opened = open_database(self.path)
+        self._writer_db, self._seal, self.was_shut_down_cleanly = opened.writer, opened.seal, opened.was_sealed
         self._is_open = True
         while not self._readers.empty():  # What stood for readers while the file could not be opened.
             self._readers.get()
-        for reader in readers:
+        for reader in opened.readers:
             self._readers.put(reader)
 
     def _disconnect(self) -> None:
@@ -144,7 +77,7 @@ class Catalogue:
         if not self._is_open:
             return
         readers: list[sqlite3.Connection] = []
-        while len(readers) < _READERS:
+        while len(readers) < READERS:
             if (reader := self._readers.get()) is not None:
                 readers.append(reader)
         self._is_open = False
@@ -294,7 +227,7 @@ class Catalogue:
                     db.execute("ROLLBACK")
             if len(batch) > 1:
                 return False
-            failure = catalogue_error(error) if isinstance(error, _ERRORS) else error
+            failure = catalogue_error(error) if isinstance(error, ERRORS) else error
             if isinstance(failure, CatalogueDamaged) and not again and self._mend(failure):
                 return self._write(batch, again=True)
             batch[0][1].set_exception(failure)
@@ -320,7 +253,7 @@ class Catalogue:
         self._disconnect()
         try:
             self._reopen()
-        except (OSError, CatalogueCorrupt, SlotStreamError, ConfigError, *_ERRORS) as error:
+        except (OSError, CatalogueCorrupt, SlotStreamError, ConfigError, *ERRORS) as error:
             _log.error("the catalogue cannot be opened: %s", error)
             self._disconnect()
             return False
@@ -334,7 +267,7 @@ class Catalogue:
                 self._check_rows()
                 _log.warning("the catalogue is sound: the damage was in what was read, and not on the disk")
                 return
-        except (CatalogueCorrupt, *_ERRORS) as error:
+        except (CatalogueCorrupt, *ERRORS) as error:
             if not isinstance(error, CatalogueCorrupt) and not isinstance(catalogue_error(error), CatalogueDamaged):
                 raise
             self._disconnect()
@@ -382,7 +315,7 @@ class Catalogue:
                 raise CatalogueDamaged("the catalogue cannot be opened")
         try:
             yield db
-        except _ERRORS as error:
+        except ERRORS as error:
             raise catalogue_error(error) from error
         finally:
             self._readers.put(db)
@@ -451,108 +384,3 @@ def _slim(record: SampleRecord) -> SampleRecord:
 def _failed(record: SampleRecord, code: str, message: str) -> SampleRecord:
     record, text = _slim(record), message[:_MESSAGE_CHARS_MAX]
     return replace(record, state=State.FAILED, file_bytes=0, committed_unix_ns=0, error_code=code, error_message=text)
-
-
-@contextmanager
-def _opening(path: Path) -> Iterator[None]:
-    """What goes wrong meanwhile, as CatalogueCorrupt or ConfigError."""
-    try:
-        yield
-    except ConfigError:
-        raise
-    except (sqlite3.Error, ValueError, TypeError, OverflowError) as error:
-        code = getattr(error, "sqlite_errorcode", 0)
-        if code & 0xFF in _SURROUNDINGS and code != sqlite3.SQLITE_IOERR_SHORT_READ:
-            raise ConfigError(f"cannot open the catalogue {path}: {error}") from error
-        raise CatalogueCorrupt(str(error)) from error
-
-
-def _check_header(path: Path) -> None:
-    """Raises MalformedRow for a version of the file's format that would make SQLite say that it may not write, or not open."""
-    if not path.exists():
-        return
-    with path.open("rb") as file:
-        header = file.read(20)
-    if header and (not header.startswith(_MAGIC) or header[18:20] not in (b"\1\1", b"\2\2")):
-        raise MalformedRow("its header is not that of a SQLite database")
-
-
-def _connect(path: Path, opened: ExitStack) -> sqlite3.Connection:
-    db = sqlite3.connect(path, timeout=_BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False)
-    opened.callback(db.close)
-    return db
-
-
-def _connect_reader(path: Path, opened: ExitStack) -> sqlite3.Connection:
-    db = _connect(path, opened)
-    db.execute("PRAGMA query_only = ON")
-    # SQLite opens the log with the first query, by its path: at a time when the path is still this directory's.
-    db.execute("SELECT 1 FROM samples LIMIT 1").fetchone()
-    return db
-
-
-def _prepare(db: sqlite3.Connection, path: Path, told: Seal | None) -> bool:
-    """Settings of the connection that writes; the tables. Whether they are new. Raises CatalogueCorrupt and ConfigError."""
-    db.execute("PRAGMA journal_mode = WAL")
-    db.execute("PRAGMA synchronous = NORMAL")
-    db.execute(f"PRAGMA journal_size_limit = {64 << 20}")
-    db.execute(f"PRAGMA wal_autocheckpoint = {_LOG_PAGES}")
-    fresh = _check_schema(db, path, told)
-    sql.make_page_key(db)
-    return fresh
-
-
-def _check_schema(db: sqlite3.Connection, path: Path, told: Seal | None) -> bool:
-    (version,) = db.execute("PRAGMA user_version").fetchone()
-    # A newer slotstream says its version beside the catalogue too. One that only the catalogue says may be a flipped bit.
-    flipped = told is not None and (version ^ told.schema).bit_count() == 1
-    if version > schema.VERSION and not flipped:
-        raise ConfigError(f"{path} was written by a newer slotstream (schema {version}; this one knows {schema.VERSION})")
-    names = {name for (name,) in db.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
-    fresh = version == 0 and not names
-    if not fresh and (version not in _TABLES or not _TABLES[version] <= names):
-        raise CatalogueCorrupt("it lacks slotstream's tables")
-    if version == schema.VERSION:
-        return False
-    if not fresh:
-        if schema.has_sums(db):
-            raise CatalogueCorrupt("its version is not that of its tables")
-        if told is not None:
-            raise CatalogueOld("a newer catalogue was here before")
-        _log.info("bringing the catalogue %s from schema %d to %d", path, version, schema.VERSION)
-    schema.bring_forward(db, version)
-    return fresh
-
-
-def _begin(db: sqlite3.Connection, path: Path, told: Seal | None, *, fresh: bool) -> Seal:
-    """Give the catalogue its next generation, and the directory too, durably. Raises CatalogueOld and ConfigError."""
-    before = _generation(db)
-    if told is not None and before < told.generation and not fresh:
-        raise CatalogueOld(f"it is of start {before}, and there were {told.generation}")
-    following = Seal(max(before, told.generation if told else 0) + 1, schema.VERSION)
-    try:
-        if told is not None and told.file_xxh3:
-            replace(told, file_xxh3="").write(path)
-        # FULL: a power cut must not bring an earlier generation back.
-        db.execute("PRAGMA synchronous = FULL")
-        text = str(following.generation)
-        db.execute("INSERT OR REPLACE INTO meta VALUES ('generation', ?)", (f"{text} {row_sum((text,))}",))
-        db.execute("PRAGMA synchronous = NORMAL")
-        following.write(path)
-    except OSError as error:
-        raise ConfigError(f"cannot write beside the catalogue {path}: {error.strerror or error}") from error
-    return following
-
-
-def _generation(db: sqlite3.Connection) -> int:
-    """How often the catalogue was opened; 0 before a version that counts. Raises MalformedRow."""
-    row = db.execute("SELECT value FROM meta WHERE key = 'generation'").fetchone()
-    if row is None:
-        return 0
-    try:
-        text, _, digest = row[0].partition(" ")
-        if int(digest) == row_sum((text,)):
-            return int(text)
-    except (ValueError, AttributeError) as error:
-        raise MalformedRow("its generation is malformed") from error
-    raise MalformedRow("its generation does not match its checksum")

@@ -12,13 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from slotstream.store.catalogue import page_token, row_sums, schema, sql
+from slotstream.store.catalogue.damage import ERRORS
 from slotstream.store.catalogue.row_sums import LEASE, STORED, SUMMED, MalformedRow, checked, row_sum
 
 _log = logging.getLogger(__name__)
 _PAGE = 256
 _ROWS_A_PAGE = 64  # More than a page of the file can hold: how far to look behind a place that cannot be read.
-# The sqlite3 module cannot decode a message that quotes a damaged schema.
-_ERRORS = (sqlite3.Error, UnicodeDecodeError)
 PARTS = ("", "-wal", "-shm")
 
 
@@ -59,7 +58,7 @@ def copy_rows(aside: Path, new: sqlite3.Connection) -> Saved:
                 _keep(new, row, saved)
             _copy_leases(old, new, saved)
             _copy_meta(old, new)
-    except _ERRORS as error:
+    except ERRORS as error:
         saved.whole = False
         _log.warning("the rest of the catalogue cannot be read: %s", error)
     return saved
@@ -90,10 +89,10 @@ def _rows(old: sqlite3.Connection, saved: Saved) -> Iterator[tuple[Any, ...]]:
             ids = [row[0] for row in page]
             if ids != sorted(set(ids)) or (ids and ids[0] <= after):
                 raise MalformedRow("rows are out of order")
-        except _ERRORS:
+        except ERRORS:
             saved.whole = False
             for number in range(after + 1, after + _PAGE + 1):
-                with suppress(*_ERRORS):
+                with suppress(*ERRORS):
                     yield from old.execute(f"SELECT id, {STORED} FROM samples WHERE id = ?", (number,)).fetchall()
             after += _PAGE
             probed += _PAGE
@@ -121,7 +120,7 @@ def _keep(new: sqlite3.Connection, row: tuple[Any, ...], saved: Saved) -> None:
 
 
 def _copy_leases(old: sqlite3.Connection, new: sqlite3.Connection, saved: Saved) -> None:
-    with suppress(*_ERRORS):
+    with suppress(*ERRORS):
         for row in old.execute(f"SELECT {LEASE}, row_xxh3 FROM leases"):
             with suppress(MalformedRow):
                 new.execute(
@@ -131,7 +130,7 @@ def _copy_leases(old: sqlite3.Connection, new: sqlite3.Connection, saved: Saved)
 
 
 def _copy_meta(old: sqlite3.Connection, new: sqlite3.Connection) -> None:
-    with suppress(*_ERRORS):
+    with suppress(*ERRORS):
         for key, value in old.execute("SELECT key, value FROM meta WHERE key IN ('page_key', 'scrub', 'clock')"):
             if isinstance(value, str) and (key != "page_key" or page_token.is_key(value)):
                 new.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (key, value))

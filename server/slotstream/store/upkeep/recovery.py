@@ -30,7 +30,8 @@ from dataclasses import dataclass, fields
 from itertools import islice
 from pathlib import Path
 
-from slotstream.store.catalogue.catalogue import FILE_NAME, Catalogue, CatalogueCorrupt, CatalogueDamaged, CatalogueOld
+from slotstream.store.catalogue.catalogue import FILE_NAME, Catalogue
+from slotstream.store.catalogue.damage import CatalogueCorrupt, CatalogueDamaged, CatalogueOld
 from slotstream.store.catalogue.retention_sql import latest_stamp
 from slotstream.store.catalogue.salvage import PARTS, set_aside
 from slotstream.store.catalogue.seal import SUFFIX
@@ -92,10 +93,13 @@ def open_catalogue(data_dir: Path) -> Catalogue:
     if not path.exists():
         for part in PARTS:  # The log of a lost database would be replayed into the new one.
             path.with_name(path.name + part).unlink(missing_ok=True)
-    try:
-        return Catalogue(path)
-    except CatalogueCorrupt as error:
-        return _begin_anew(path, error)
+    for look in range(2):  # A failing disk can look like damage, once.
+        try:
+            return Catalogue(path)
+        except CatalogueCorrupt as error:
+            if look or isinstance(error, CatalogueOld):
+                return _begin_anew(path, error)
+    raise AssertionError("the second look returns")
 
 
 def _begin_anew(path: Path, error: Exception) -> Catalogue:
