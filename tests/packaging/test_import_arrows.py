@@ -32,7 +32,7 @@ ARROWS = {
 }
 # Within a half: wing, or module that stands in front of the wings -> what it may import beside itself. docs/design.md draws it.
 _CONNECTOR_BASE = {"options", "vllm_config", "plan", "counters", "faults"}
-_SERVER_BASE = {"config", "metrics", "status", "version", "waiters", "pools", "pulse", "logs"}
+_SERVER_BASE = {"config", "metrics", "status", "version", "waiters", "pools", "lines", "pulse", "logs"}
 WINGS = {
     "connector": {
         "facade": _CONNECTOR_BASE | {"hook_guard", "metrics", "planning", "plugin", "reading", "row_sources", "sending"},
@@ -48,15 +48,26 @@ WINGS = {
     },
     "server": {
         "app": _SERVER_BASE
-        | {"access", "healthcheck", "housekeeping", "ingest", "listening", "nixl", "probes", "processes", "samples"},
-        "processes": _SERVER_BASE | {"access", "healthcheck", "ingest", "listening", "nixl"},
+        | {
+            "access",
+            "healthcheck",
+            "housekeeping",
+            "idle_memory",
+            "ingest",
+            "listening",
+            "nixl",
+            "probes",
+            "processes",
+            "samples",
+        },
+        "processes": _SERVER_BASE | {"access", "healthcheck", "idle_memory", "ingest", "listening", "nixl"},
         "ingest": _SERVER_BASE | {"access", "nixl"},
         "samples": _SERVER_BASE | {"access", "housekeeping"},
         "nixl": _SERVER_BASE,
         "access": {"config"},
         "healthcheck": {"access", "config", "status"},
         "housekeeping": {"config", "metrics", "pulse"},
-        "pools": {"pulse"},
+        "pools": {"lines", "pulse"},
         "probes": {"pulse"},
         "listening": {"access", "config"},
         "logs": {"config"},

@@ -15,6 +15,7 @@ from server.server_kit import COMMITTED, Metadata, Peer, Reader, RunningServer, 
 from support.secure import bearer, entry, health_of, token, write_tokens
 from support.waiting import wait_until
 
+from slotstream.store.upkeep.retention import Policy, Rule
 from slotstream.v1 import ingest_pb2 as pb
 from slotstream.v1 import samples_pb2 as read_pb
 from slotstream.wire.access import Access
@@ -285,3 +286,24 @@ def test_a_share_is_a_tokens_own(tmp_path: Path) -> None:
         streams[1].committed()
         streams[0].put(Sample("s3", namespace="a"), 3)
         streams[1].say(pb.IngestRequest(abort=pb.AbortSample(sample=1)))
+
+
+def test_an_ack_that_deletes_needs_the_right_to(tmp_path: Path) -> None:
+    """No right includes another: where a rule deletes on an ack, the right to read is not enough."""
+    entries = (entry("reader", ["*"], "read"), entry("trainer", ["*"], "read", "delete"), entry("engine", ["*"], "ingest"))
+    tokens = write_tokens(tmp_path / "t.toml", *entries)
+    policy = Policy(namespaces={"once": Rule(delete_on_ack=True)})
+    with RunningServer(tmp_path / "data", tokens_file=tokens, retention=policy) as server:
+        with Peer(server.address, metadata=bearer("engine")) as peer:
+            peer.put(Sample(namespace="once"), 1)
+            peer.put(Sample(), 2)
+        with (
+            Reader(server.address, metadata=bearer("reader")) as reader,
+            Reader(server.address, metadata=bearer("trainer")) as trainer,
+        ):
+            once = read_pb.AckRequest(namespace="once", sample_id="s")
+            assert reader.refused(lambda: reader.ack(once)) == ("PERMISSION_DENIED", "PERMISSION_DENIED")
+            assert reader.state("s", "once") == (COMMITTED, "")
+            reader.ack(read_pb.AckRequest(sample_id="s"))  # It is noted, and deletes nothing.
+            trainer.ack(once)
+            wait_until(lambda: server.metric("deleted_samples_total", reason="ack") == 1)

@@ -20,6 +20,7 @@ from slotstream.server.access.tls import Certificates
 from slotstream.server.config import ServerConfig
 from slotstream.server.healthcheck import HealthService
 from slotstream.server.housekeeping import Housekeeping
+from slotstream.server.idle_memory import give_back_when_idle
 from slotstream.server.ingest.service import IngestService
 from slotstream.server.listening import SERVICES, add_ports, has_tls, make_server
 from slotstream.server.logs import configure_logging
@@ -157,6 +158,8 @@ class Server:
         self._closing.push_async_callback(asyncio.to_thread, self._housekeeping.stop)
         self._closing.push_async_callback(self._stop_grpc)
         self._watch(pools)
+        trimming = asyncio.create_task(give_back_when_idle(metrics.progress))
+        self._closing.callback(trimming.cancel)
         if config.workers > 1:
             between = Gate(config, between_processes=True)
             pool = WorkerPool(config, self.addresses, self._workers, self._samples.handler(between))

@@ -159,6 +159,13 @@ class Metrics:
         if store is not None:
             registry.register(_Stored(store))
 
+    def progress(self) -> tuple[float, ...]:
+        """Differs from what it was when this process took or gave rows, answered a request, or refused a stream."""
+        families = (self.chunk_bytes, self.sent_bytes, self.samples, self.requests, self.refused_streams)
+        return tuple(
+            s.value for family in families for one in family.collect() for s in one.samples if s.name.endswith("_total")
+        )
+
     def values(self) -> list[Value]:
         """Everything that this process counted, for its primary."""
         return [

@@ -11,6 +11,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
+from slotstream.server.lines import Lines
 from slotstream.server.pulse import Pulse
 from slotstream.wire.cores import for_cores
 
@@ -43,18 +44,24 @@ class Pools:
     On few cores one thread opens samples and writes the chunks that the event loop leaves to it: mostly copies into the page
     cache, and more threads would only take the processor from the loop. On many, several threads check and write all chunks:
     that needs no Python, and a core does 6 GB/s of the one and 4 of the other at best. Commits and reads wait for the disk
-    itself.
+    itself; so do checks, deletions and whatever the catalogue writes. Lookups ask the catalogue alone, and have threads that no
+    sample's disk holds up. Of chunks and commits each stream has a line of its own.
     """
 
     chunk_threads: int = field(default_factory=lambda: for_cores(_CHUNK_THREADS_MAX))
     chunks: ThreadPoolExecutor = field(init=False)
     commits: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(8, "commit"))
     reads: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(8, "read"))
+    checks: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(8, "check"))
+    lookups: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(4, "lookup"))
+    chunk_lines: Lines = field(init=False)
+    commit_lines: Lines = field(init=False)
     disk_speed: DiskSpeed = field(default_factory=DiskSpeed)
     loop: Pulse = field(default_factory=lambda: Pulse("event loop"))  # Excused while it writes chunks itself.
 
     def __post_init__(self) -> None:
         self.chunks = ThreadPoolExecutor(self.chunk_threads, "chunk")
+        self.chunk_lines, self.commit_lines = Lines(self.chunks), Lines(self.commits)
 
     @property
     def checks_ahead(self) -> bool:
@@ -68,5 +75,5 @@ class Pools:
 
     def shutdown(self) -> None:
         """Let the threads finish what they have and end them."""
-        for pool in (self.chunks, self.commits, self.reads):
+        for pool in (self.chunks, self.commits, self.reads, self.checks, self.lookups):
             pool.shutdown()

@@ -29,8 +29,8 @@ from slotstream.wire.errors import BadNamespace, ConfigError, PermissionDenied
 from slotstream.wire.names import check_namespace
 
 _log = logging.getLogger(__name__)
-# ingest: store samples. read: read, stat and list them. delete: remove them. admin: what concerns whole namespaces, such as
-# checking every file.
+# ingest: store samples. read: read, stat, list, lease and ack them. delete: remove them, as an ack may where a rule says so.
+# admin: what concerns whole namespaces, such as checking every file.
 RIGHTS = ("ingest", "read", "delete", "admin")
 NAMESPACES_MAX = 64
 _TOKENS_MAX = 1000

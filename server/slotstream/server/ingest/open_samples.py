@@ -278,7 +278,7 @@ class OpenSamples:
             denied = error
         except SlotStreamError:
             pass  # spec_of says the same.
-        writer = self._writers[number] = SampleWriter(self._store, self._shared.pools, number, key, self._post)
+        writer = self._writers[number] = SampleWriter(self._store, self._shared.pools, number, key, self._post, line=self)
         self._shared.opened()
         self._hold(0)
         try:

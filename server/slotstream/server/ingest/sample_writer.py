@@ -12,9 +12,10 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Protocol
 
 from slotstream.server.nixl.reader import Slot
@@ -117,13 +118,21 @@ class SampleWriter:
     """One sample on its way. `push` belongs to the event loop; `post` is called for every item pushed, from any thread."""
 
     def __init__(
-        self, store: UploadStore, pools: Pools, number: int, key: SampleKey | None, post: Callable[[Done], None]
+        self,
+        store: UploadStore,
+        pools: Pools,
+        number: int,
+        key: SampleKey | None,
+        post: Callable[[Done], None],
+        line: Hashable = None,
     ) -> None:
+        """`line`: what shares its turns with this sample, as all of one stream do."""
         self.number = number
         self.key = key  # None when the sample was opened under a name that cannot be.
         self._store = store
         self._pools = pools
         self._post = post
+        self._line = line
         self._opened_at = time.monotonic()
         self._items: deque[tuple[Item, int]] = deque()
         self._lock = threading.Lock()  # Guards the items, and who has the turn.
@@ -147,7 +156,7 @@ class SampleWriter:
             with self._pools.loop.excused():  # A disk that stops here stops the event loop, and no restart helps.
                 self._run()
         else:
-            self._pools.chunks.submit(self._run)
+            self._pools.chunk_lines.submit(self._line, self._run)
 
     def abandon(self, failure: Failure) -> None:
         """Fail the sample without doing what is still waiting. A commit that has begun is finished."""
@@ -166,11 +175,11 @@ class SampleWriter:
                 item, nbytes = self._items.popleft()
             # A refusal waits for its row: many of them side by side share a transaction, and keep nobody's chunks waiting.
             if isinstance(item, Commit | Refuse) and not self._ended:
-                self._pools.commits.submit(self._run_commit, item, nbytes)
+                self._pools.commit_lines.submit(self._line, partial(self._run_commit, item, nbytes))
                 return
             self._guarded(item, nbytes)
             bytes_left -= nbytes
-        self._pools.chunks.submit(self._run)
+        self._pools.chunk_lines.submit(self._line, self._run)
 
     def _run_commit(self, item: Commit | Refuse, nbytes: int) -> None:
         self._guarded(item, nbytes)
@@ -178,7 +187,7 @@ class SampleWriter:
             if not self._items:
                 self._running = False
                 return
-        self._pools.chunks.submit(self._run)
+        self._pools.chunk_lines.submit(self._line, self._run)
 
     def _guarded(self, item: Item, nbytes: int) -> None:
         """Does one item. Whatever goes wrong fails this sample and nothing else."""

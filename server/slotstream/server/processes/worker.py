@@ -27,6 +27,7 @@ from slotstream.server.access.gate import PEERS_ASSUMED, Gate, Shares
 from slotstream.server.access.tls import Certificates
 from slotstream.server.config import ServerConfig
 from slotstream.server.healthcheck import HealthService
+from slotstream.server.idle_memory import give_back_when_idle
 from slotstream.server.ingest.service import IngestService
 from slotstream.server.listening import LOCAL_OPTIONS, SERVICES, add_ports, make_server
 from slotstream.server.logs import configure_logging
@@ -93,12 +94,14 @@ class Worker:
             add_ports(server, self._config, certificates)
             await server.start()
             connections.start(self._config.addresses)
+            trimming = asyncio.create_task(give_back_when_idle(self.metrics.progress))
             grace_s = None  # Without a primary nothing can be said of any sample: every stream ends at once.
             try:
                 if await self._follow_orders(channel, ingest, health):
                     grace_s = _LAST_CALLS_S
                     ingest.end_streams()
             finally:
+                trimming.cancel()
                 await server.stop(grace_s)
                 await asyncio.to_thread(connections.stop)
                 await ingest.idle()

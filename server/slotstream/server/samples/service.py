@@ -140,8 +140,13 @@ class SamplesService:
             _log.exception("a fault in the server failed a %s", method)
             await abort(context, InternalFault("the server failed; its log says how"))
 
-    async def _in_thread(self, call: Callable[..., _T], *arguments: Any) -> _T:
-        return await asyncio.get_running_loop().run_in_executor(self._pools.reads, call, *arguments)
+    async def _look_up(self, call: Callable[..., _T], *arguments: Any) -> _T:
+        """What asks the catalogue alone."""
+        return await asyncio.get_running_loop().run_in_executor(self._pools.lookups, call, *arguments)
+
+    async def _check(self, call: Callable[..., _T], *arguments: Any) -> _T:
+        """What waits for the disks of samples."""
+        return await asyncio.get_running_loop().run_in_executor(self._pools.checks, call, *arguments)
 
     # Read.
 
@@ -248,7 +253,7 @@ class SamplesService:
 
     async def _stat(self, gate: Gate, context: _Context) -> sample_pb2.SampleInfo:
         async with self._answering("Stat", gate, context) as (session, raw):
-            return await self._in_thread(self._stat_of, _key(session, "read", _parsed(pb.StatRequest, raw)))
+            return await self._look_up(self._stat_of, _key(session, "read", _parsed(pb.StatRequest, raw)))
 
     def _stat_of(self, key: SampleKey) -> sample_pb2.SampleInfo:
         record = self._store.stat(key)
@@ -260,7 +265,7 @@ class SamplesService:
     async def _list(self, gate: Gate, context: _Context) -> pb.ListReply:
         async with self._answering("List", gate, context) as (session, raw):
             request = _parsed(pb.ListRequest, raw)
-            return await self._in_thread(self._list_page, request, _spaces(session, "read", request.namespace))
+            return await self._look_up(self._list_page, request, _spaces(session, "read", request.namespace))
 
     def _list_page(self, request: pb.ListRequest, spaces: tuple[str, ...] | None) -> pb.ListReply:
         query = convert.query_of(request, spaces)
@@ -275,14 +280,17 @@ class SamplesService:
     async def _delete(self, gate: Gate, context: _Context) -> pb.DeleteReply:
         async with self._answering("Delete", gate, context) as (session, raw):
             key = _key(session, "delete", _parsed(pb.DeleteRequest, raw))
-            await self._in_thread(self._store.delete, key)
+            await self._check(self._store.delete, key)
             self._metrics.deleted_samples.labels(str(Reason.REQUEST)).inc()
             return pb.DeleteReply()
 
     async def _ack(self, gate: Gate, context: _Context) -> pb.AckReply:
         async with self._answering("Ack", gate, context) as (session, raw):
-            key = _key(session, "read", _parsed(pb.AckRequest, raw))
-            await self._in_thread(self._store.lifetimes.ack, key)
+            request = _parsed(pb.AckRequest, raw)
+            key = _key(session, "read", request)
+            if self._housekeeping.policy.rule_for(key.namespace).delete_on_ack:
+                session.principal().check("delete", key.namespace)
+            await self._check(self._store.lifetimes.ack, key)
             self._housekeeping.touch(key.namespace, at_once=True)
             return pb.AckReply()
 
@@ -306,7 +314,7 @@ class SamplesService:
         if is_one:
             self._leases.take(session.peer, key, request.holder, request.seconds)
         try:
-            until = await self._in_thread(self._store.lifetimes.lease, key, request.holder, request.seconds)
+            until = await self._check(self._store.lifetimes.lease, key, request.holder, request.seconds)
         except SlotStreamError:
             self._leases.give_back(session.peer, key, request.holder)
             raise
@@ -317,7 +325,7 @@ class SamplesService:
     async def _usage(self, gate: Gate, context: _Context) -> pb.UsageReply:
         async with self._answering("Usage", gate, context) as (session, raw):
             request = _parsed(pb.UsageRequest, raw)
-            return await self._in_thread(self._usage_of, request, _spaces(session, "read", request.namespace))
+            return await self._check(self._usage_of, request, _spaces(session, "read", request.namespace))
 
     def _usage_of(self, request: pb.UsageRequest, spaces: tuple[str, ...] | None) -> pb.UsageReply:
         """Of the namespaces that the caller may read; what concerns everybody only for whoever may read all of them."""
@@ -344,10 +352,10 @@ class SamplesService:
             request = _parsed(pb.VerifyRequest, raw)
             verdicts = self._verdicts(session, request)
             with self._verify_shares.one(session.peer):
-                while (verdict := await self._in_thread(next, verdicts, None)) is not None:
+                while (verdict := await self._check(next, verdicts, None)) is not None:
                     done = None
                     if request.quarantine:
-                        done = await self._in_thread(self._store.lifetimes.quarantine, verdict)
+                        done = await self._check(self._store.lifetimes.quarantine, verdict)
                     await self._write(context, convert.reply_of(verdict, quarantined=done is not None))
 
     async def _restore(self, gate: Gate, context: _Context) -> None:
@@ -361,7 +369,7 @@ class SamplesService:
                 namespaces = (request.namespace,) if spaces is None else spaces
                 done = itertools.chain.from_iterable(self._store.restore(namespace) for namespace in namespaces)
             with self._verify_shares.one(session.name):
-                while (one := await self._in_thread(next, done, None)) is not None:
+                while (one := await self._check(next, done, None)) is not None:
                     if not one.kept:
                         self._waiters.notify(one.key)
                     await self._write(context, convert.restored_of(one))
