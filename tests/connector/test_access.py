@@ -92,6 +92,12 @@ def test_samples_wait_for_a_token_that_is_right(tmp_path: Path, logged: list[log
             assert fault.code == "PERMISSION_DENIED"
             assert rig.worker._sender.link_up
             assert rig.worker._sender.gauges()["capture_off:UNAUTHENTICATED"] == 0
+            assert rig.worker.take_stats()["link_up"] == 1
+            assert rig.worker.take_stats() == {}
+            server.process.kill()  # Nothing is captured any more: the link is told all the same, once.
+            _wait(lambda: not rig.worker._sender.link_up)
+            assert rig.worker.take_stats()["link_up"] == 0
+            assert rig.worker.take_stats() == {}
         finally:
             rig.worker.close()
     said = [record.getMessage() for record in logged]

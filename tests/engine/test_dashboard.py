@@ -65,6 +65,12 @@ class _Prometheus:
             return False  # It is starting.
 
 
+def _still_serves(port: int) -> bool:
+    """One request more: vLLM tells its metrics with its steps."""
+    (answer,) = send(port, [Ask(text_tokens(random.Random(0), 8))])
+    return bool(answer.tokens)
+
+
 def test_every_expression_finds_what_a_real_run_exports(truth_models: dict[str, Path], tmp_path: Path) -> None:
     with stack(tmp_path, truth_models["dense"], LAYER_IDS, outage_s_max=0) as running:
         prometheus = _Prometheus(tmp_path, {"slotstream": running.metrics_port, "vllm": running.vllm_port})
@@ -86,7 +92,7 @@ def test_every_expression_finds_what_a_real_run_exports(truth_models: dict[str, 
             wait_until(lambda: prometheus.knows('up{job="slotstream"} == 0'))
             for alert in ("SlotstreamDown", "SlotstreamCaptureOff", "SlotstreamConnectorOutage"):
                 (rule,) = [rule for group in RULES["groups"] for rule in group["rules"] if rule["alert"] == alert]
-                wait_until(lambda e=rule["expr"]: prometheus.knows(e), alert)  # type: ignore[misc]
+                wait_until(lambda e=rule["expr"]: _still_serves(running.vllm_port) and prometheus.knows(e), alert)  # type: ignore[misc]
         finally:
             prometheus.process.terminate()
             prometheus.process.wait(30)

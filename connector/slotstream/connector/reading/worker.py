@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from slotstream.connector.counters import Counters
+from slotstream.connector.counters import SENDER_REASONS, Counters, capture_off
 from slotstream.connector.faults import SampleFault
 from slotstream.connector.plan import EMPTY_PLAN, RowPlan, SampleAbort, SampleFinish, SampleOpen, StepPlan
 from slotstream.connector.reading.gather import Destination, RowGather
@@ -26,6 +26,7 @@ from slotstream.wire.errors import InternalFault, SlotStreamError
 logger = connector_logger(__name__)
 
 _CLOSE_S = 5.0
+_LINK_GAUGES = {"link_up", *capture_off(SENDER_REASONS, None)}  # Told when they change, also where nothing is captured.
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +55,7 @@ class WorkerHalf:
         self._sender = make_sender(memory, shape, self._counters)
         self._plan: StepPlan = EMPTY_PLAN
         self._failed_plan: StepPlan | None = None
+        self._told_link: dict[str, float] = {}
         self._begun: set[str] = set()  # Requests whose opens of this step's plan were posted.
         self._releases = Releases()
         if not self._gather.on_cpu and shape.nbytes < staging.wanted_bytes // 2:
@@ -113,9 +115,13 @@ class WorkerHalf:
         return self._sender.take_faults()
 
     def take_stats(self) -> dict[str, float]:
-        """Counts since the last call, with the gauges; empty when nothing changed."""
-        counts = self._counters.take()
-        return {**counts, **self._sender.gauges()} if counts else {}
+        """Counts since the last call, with the gauges; empty when nothing was counted and the link is as it was."""
+        counts, gauges = self._counters.take(), self._sender.gauges()
+        link = {name: value for name, value in gauges.items() if name in _LINK_GAUGES}
+        if not counts and link == self._told_link:
+            return {}
+        self._told_link = link
+        return {**counts, **gauges}
 
     def count_fault(self) -> None:
         """A hook raised."""
