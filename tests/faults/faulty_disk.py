@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import enum
 import mmap
-import os
 import shutil
 import subprocess
+import tempfile
 from functools import cache
 from pathlib import Path
 
@@ -50,7 +51,9 @@ def library() -> Path:
     if compiler is None:
         pytest.skip("needs a C compiler")
     source = Path(__file__).with_suffix(".c")
-    target = Path(os.environ.get("PYTEST_DEBUG_TEMPROOT", "/tmp")) / f"slotstream-faulty-disk-{os.getpid()}.so"
+    directory = Path(tempfile.mkdtemp(prefix="slotstream-faults-"))
+    atexit.register(shutil.rmtree, directory, ignore_errors=True)
+    target = directory / "faulty_disk.so"
     subprocess.run([compiler, "-O1", "-Wall", "-shared", "-fPIC", "-o", str(target), str(source), "-ldl"], check=True)
     return target
 
