@@ -13,7 +13,8 @@ In front of all of these:
 config         what a server can be told
 listening      the gRPC server and its port
 waiters        who waits for which sample
-pools          the threads that wait for the disk
+pools, lines   the threads that wait for the disk, and whose turn it is
+idle_memory    what a load has left is given back
 metrics        the table of what is counted
 status         how a failure travels over gRPC
 logs, malloc, version

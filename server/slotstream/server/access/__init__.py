@@ -1,6 +1,9 @@
 """Who may do what.
 
-gate    every call passes it; everybody's share of what is limited
-tokens  the tokens file
-tls     the server's certificates
+gate         every call passes it
+limits       the table of what there may be in all, and of one peer
+bodies       the messages of calls: how long, how late, how many at a time
+connections  keeps one address from having all of them
+tokens       the tokens file
+tls          the server's certificates
 """

@@ -2,5 +2,6 @@
 
 service  the calls
 reads    the replies of a read, one at a time
+leases   whose leases they are
 convert  between the store's records and messages
 """
