@@ -115,6 +115,13 @@ def test_vllm_stops_at_start_and_says_why(
             "a pooling model cannot be captured",
             id="pooling",
         ),
+        pytest.param(
+            _NONE,
+            _layers(1, capture=False),
+            {"runner": "pooling", "convert": "embed"},
+            "leave connector option capture true: requests to a pooling model carry no parameters",
+            id="pooled requests that cannot ask",
+        ),
     ],
 )
 def test_vllms_configuration_is_checked_in_one_sentence(

@@ -52,7 +52,22 @@ def capture(server: str, layers: Sequence[int | str], **options: Any) -> dict[st
     return {"kv_transfer_config": transfer}
 
 
-def generate(
+def generate(work: Path, model: Path, prompts: Sequence[list[int]], max_tokens: int, **how: Any) -> Generated:
+    """Greedy texts of exactly `max_tokens` tokens. `how`: see `_run`."""
+    ended, log = _run(work, model, prompts, max_tokens, **how)
+    assert ended.returncode == 0, log[-4000:]
+    said = json.loads(next(line for line in ended.stdout.splitlines() if line.startswith(_SAID))[len(_SAID) :])
+    return Generated(said["texts"], said["drafts"], log)
+
+
+def refusal(work: Path, model: Path, **how: Any) -> str:
+    """The log of an engine that does not start. `how`: see `_run`."""
+    ended, log = _run(work, model, [], 1, **how)
+    assert ended.returncode != 0, log[-4000:]
+    return log
+
+
+def _run(
     work: Path,
     model: Path,
     prompts: Sequence[list[int]],
@@ -62,10 +77,11 @@ def generate(
     env: Mapping[str, str | None] | None = None,
     timeout_s: float = 900.0,
     **engine: Any,
-) -> Generated:
-    """Greedy texts of exactly `max_tokens` tokens; `params` are the prompts' own for slotstream.
+) -> tuple[subprocess.CompletedProcess[str], str]:
+    """A run that has ended, and its log.
 
-    `work` is made, and holds vLLM's caches. `env` is added to this process's; None takes a variable out.
+    `params` are the prompts' own for slotstream, `engine` vLLM's arguments beside ENGINE. `work` is made, and holds vLLM's
+    caches. `env` is added to this process's; None takes a variable out.
     """
     work.mkdir()
     asked = {
@@ -85,14 +101,12 @@ def generate(
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         **(env or {}),
     }
-    command = [sys.executable, "-m", "support.offline", str(work / "asked.json")]
     environment = {name: value for name, value in chosen.items() if value is not None}
+    command = [sys.executable, "-m", "support.offline", str(work / "asked.json")]
     ended = subprocess.run(command, cwd=work, env=environment, capture_output=True, text=True, timeout=timeout_s, check=False)
     log = ended.stdout + ended.stderr
     (work / "vllm.log").write_text(log)
-    assert ended.returncode == 0, log[-4000:]
-    said = json.loads(next(line for line in ended.stdout.splitlines() if line.startswith(_SAID))[len(_SAID) :])
-    return Generated(said["texts"], said["drafts"], log)
+    return ended, log
 
 
 def _main() -> None:

@@ -46,7 +46,7 @@ class ConnectorConfig:
         if options.layers is None:
             _check_extraction(vllm_config)
         else:
-            _check_direct(vllm_config)
+            _check_direct(vllm_config, options)
         parallel = vllm_config.parallel_config
         for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
             if getattr(parallel, name, 1) > 1:
@@ -133,8 +133,12 @@ def _check_extraction(vllm_config: VllmConfig) -> None:
         )
 
 
-def _check_direct(vllm_config: VllmConfig) -> None:
+def _check_direct(vllm_config: VllmConfig, options: ConnectorOptions) -> None:
     """Raises ConfigError where rows cannot be captured inside the model's forward pass."""
+    if vllm_config.model_config.runner_type == "pooling" and not options.capture:
+        raise ConfigError(
+            "leave connector option capture true: requests to a pooling model carry no parameters that could ask for a capture"
+        )
     parallel = vllm_config.parallel_config
     compilation = vllm_config.compilation_config
     if parallel.pipeline_parallel_size > 1 and not vllm_config.use_v2_model_runner:
