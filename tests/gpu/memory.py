@@ -120,6 +120,7 @@ def main() -> int:
     parser.add_argument("--logs", type=Path, default=None, help="keep the engines' logs here")
     parser.add_argument("--on-cpu", action="store_true", help="a small model, where there is no GPU")
     arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # As Ctrl-C: no process stays behind.
     import torch
 
     from slotstream.demo.processes import SMALL_ENGINE_ENV, free_port, start_server

@@ -199,6 +199,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, default=None, help="write what was found there, after each cell")
     parser.add_argument("--on-cpu", action="store_true", help="the cells that two cores can run")
     arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # As Ctrl-C: no process stays behind.
     import torch
 
     if torch.cuda.device_count() < 2 and not arguments.on_cpu:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import random
+import signal
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -75,6 +76,7 @@ def main() -> int:
     parser.add_argument("--logs", type=Path, default=None, help="work here, and keep the engines' logs")
     parser.add_argument("--on-cpu", action="store_true", help="a small model, where there is no GPU")
     arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # As Ctrl-C: no process stays behind.
     import torch
 
     if not torch.cuda.is_available() and not arguments.on_cpu:
