@@ -19,8 +19,9 @@ from support.server import ServerProcess, run_cli
 from support.waiting import WAIT_S, wait_until
 
 from slotstream.demo.processes import free_port
-from slotstream.server import probes, pulse
-from slotstream.server.probes import Probes, serve_probes
+from slotstream.server import pulse
+from slotstream.server.health import probes
+from slotstream.server.health.probes import Probes, serve_probes
 from slotstream.server.pulse import Pulse
 from slotstream.store.disk.files import Files
 from slotstream.store.samples import SampleStore

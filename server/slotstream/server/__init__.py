@@ -7,15 +7,16 @@ access/        who may do what
 nixl/          rows read over NIXL, by processes of their own
 processes/     the processes of `--workers N`
 housekeeping   what the server does of its own accord
-healthcheck    the standard health service
+health/        who asks whether the server is well: gRPC's health service, and the probes of a pod
 
 In front of all of these:
 config         what a server can be told
 listening      the gRPC server and its port
 waiters        who waits for which sample
 pools, lines   the threads that wait for the disk, and whose turn it is
-idle_memory    what a load has left is given back
+malloc         glibc's settings, and what a load has left given back
 metrics        the table of what is counted
 status         how a failure travels over gRPC
-logs, malloc, version
+pulse          whether the event loop and the threads still move
+logs, version
 """

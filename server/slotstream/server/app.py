@@ -18,16 +18,16 @@ from slotstream.server.access.connections import Connections
 from slotstream.server.access.gate import Gate
 from slotstream.server.access.tls import Certificates
 from slotstream.server.config import ServerConfig
-from slotstream.server.healthcheck import HealthService
+from slotstream.server.health.healthcheck import HealthService
+from slotstream.server.health.probes import DiskWatch, Probes, serve_probes
 from slotstream.server.housekeeping import Housekeeping
-from slotstream.server.idle_memory import give_back_when_idle
 from slotstream.server.ingest.service import IngestService
 from slotstream.server.listening import SERVICES, add_ports, has_tls, make_server
 from slotstream.server.logs import configure_logging
+from slotstream.server.malloc import give_back_when_idle
 from slotstream.server.metrics import Metrics, serve_metrics
 from slotstream.server.nixl.readers import start_readers
 from slotstream.server.pools import Pools
-from slotstream.server.probes import DiskWatch, Probes, serve_probes
 from slotstream.server.processes.pool import WorkerPool
 from slotstream.server.processes.primary import WorkersService
 from slotstream.server.pulse import Pulse, beat_forever

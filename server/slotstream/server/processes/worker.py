@@ -26,11 +26,11 @@ from slotstream.server.access.connections import Connections
 from slotstream.server.access.gate import PEERS_ASSUMED, Gate, Shares
 from slotstream.server.access.tls import Certificates
 from slotstream.server.config import ServerConfig
-from slotstream.server.healthcheck import HealthService
-from slotstream.server.idle_memory import give_back_when_idle
+from slotstream.server.health.healthcheck import HealthService
 from slotstream.server.ingest.service import IngestService
 from slotstream.server.listening import LOCAL_OPTIONS, SERVICES, add_ports, make_server
 from slotstream.server.logs import configure_logging
+from slotstream.server.malloc import give_back_when_idle
 from slotstream.server.metrics import Metrics
 from slotstream.server.nixl.readers import start_readers
 from slotstream.server.pools import Pools
