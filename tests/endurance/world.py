@@ -135,10 +135,13 @@ class World:
 
     def wait_for_server(self) -> None:
         """Returns once the server answers. Raises AssertionError, with its log, when it does not."""
-        try:
-            connect(self.address, connect_timeout_s=_START_S).close()
-        except ServerUnavailable:
-            raise AssertionError(f"the server did not start:\n{self.server.log()[-4000:]}") from None
+        deadline = time.monotonic() + _START_S
+        while True:
+            try:
+                return connect(self.address, connect_timeout_s=_START_S).close()
+            except ServerUnavailable:  # A worker of a killed server may have listened still, and hung up.
+                if time.monotonic() >= deadline or not self.server.alive:
+                    raise AssertionError(f"the server did not start:\n{self.server.log()[-4000:]}") from None
 
     def server_workers(self) -> list[int]:
         """Processes of the server beside its primary."""

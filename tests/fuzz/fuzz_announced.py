@@ -40,6 +40,8 @@ class _Peer:
 class _NixlReader:
     """What a stream asks of a `NixlReader`. A request is answered a few turns of the loop later, or never: see `disconnect`."""
 
+    shared_only = False
+
     def __init__(self) -> None:
         self.lent = 0
         self._pending: dict[ReadRequest, _Peer] = {}
