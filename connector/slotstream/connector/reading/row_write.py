@@ -70,8 +70,8 @@ def compiled_kernel() -> Any:
     global _kernel
     if _kernel is not None:
         return _kernel
-    import triton  # type: ignore[import-untyped]
-    import triton.language as tl  # type: ignore[import-untyped]
+    import triton
+    import triton.language as tl
 
     @triton.jit(do_not_specialize=["entries", "pages", "layer"])  # type: ignore[untyped-decorator]
     def put(  # type: ignore[no-untyped-def]
