@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from support import tiny_qwen3
+from support.reference import OTHER_LAYER_ERROR_MIN, RELATIVE_ERROR_MAX, residual_streams
 from support.stack import stack
 from support.workload import MODEL_NAME, Answer, Ask, send, text_tokens
 
@@ -18,10 +19,6 @@ from slotstream.demo.processes import SMALL_ENGINE, free_port, start_vllm
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
 RESIDUAL_IDS = [0, 1, 3, tiny_qwen3.LAYERS]
-FINAL_ID = tiny_qwen3.LAYERS + 1
-# bf16 keeps 8 bits of mantissa: four layers in another order of operations stay below this; another layer's rows do not.
-RELATIVE_ERROR_MAX = 0.06
-OTHER_LAYER_ERROR_MIN = 0.3
 
 
 @pytest.fixture(scope="module")
@@ -48,34 +45,13 @@ def captured(
             yield answers, [client.get(f"p{i}") for i in range(len(prompts))]
 
 
-def _residual_streams(model_path: Path, prompt: list[int]) -> torch.Tensor:
-    """transformers' residual stream after each of RESIDUAL_IDS layers, and its last norm: float32 [tokens, 5, hidden]."""
-    from transformers import Qwen3ForCausalLM
-
-    model = Qwen3ForCausalLM.from_pretrained(model_path, dtype=torch.bfloat16).eval()
-    streams: dict[int, torch.Tensor] = {}
-
-    def keep(layer_id: int, output: object) -> None:
-        tensor = output[0] if isinstance(output, tuple) else output
-        assert isinstance(tensor, torch.Tensor)
-        streams[layer_id] = tensor.reshape(-1, tensor.shape[-1]).float()
-
-    model.model.embed_tokens.register_forward_hook(lambda module, args, output: keep(0, output))
-    for i, layer in enumerate(model.model.layers):
-        layer.register_forward_hook(lambda module, args, output, i=i: keep(i + 1, output))
-    model.model.norm.register_forward_hook(lambda module, args, output: keep(FINAL_ID, output))
-    with torch.no_grad():
-        model(torch.tensor([prompt]))
-    return torch.stack([streams[i] for i in (*RESIDUAL_IDS, FINAL_ID)], dim=1)
-
-
 def test_rows_are_the_residual_streams_of_transformers(
     captured: tuple[list[Answer], list[Sample]], prompts: list[list[int]], model_path: Path
 ) -> None:
     for prompt, sample in zip(prompts, captured[1], strict=True):
         ids = list(sample.layer_ids)
         assert ids[: len(RESIDUAL_IDS)] == RESIDUAL_IDS
-        truth = _residual_streams(model_path, prompt)[:, : len(ids)]
+        truth = residual_streams(model_path, prompt, ids)
         rows = sample.hidden_states.float()
         assert rows.shape == truth.shape
         # error[token, i, j]: how far the row captured as layer i is from transformers' row after layer j.

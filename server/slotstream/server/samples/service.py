@@ -368,7 +368,7 @@ class SamplesService:
                 spaces = _spaces(session, "admin", request.namespace)
                 namespaces = (request.namespace,) if spaces is None else spaces
                 done = itertools.chain.from_iterable(self._store.restore(namespace) for namespace in namespaces)
-            with self._verify_shares.one(session.name):
+            with self._verify_shares.one(session.peer):
                 while (one := await self._check(next, done, None)) is not None:
                     if not one.kept:
                         self._waiters.notify(one.key)
