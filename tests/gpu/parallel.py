@@ -18,7 +18,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.request
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -33,8 +32,15 @@ from support.workload import FINAL_ID, LAYER_IDS, MODEL_NAME, Answer, Ask, rando
 
 from slotstream.client import Client, connect
 from slotstream.demo import truth_model
-from slotstream.demo.processes import SMALL_ENGINE, SMALL_ENGINE_ENV, ProcessFailed, Running, connector_options, free_port
-from slotstream.demo.processes import start_server as start_storage
+from slotstream.demo.processes import (
+    SMALL_ENGINE,
+    ProcessFailed,
+    Running,
+    connector_options,
+    free_port,
+    start_server,
+    start_vllm,
+)
 
 _HOW = {
     "tensor": ["--tensor-parallel-size=2"],
@@ -87,32 +93,19 @@ def cells(only: Sequence[str], *, on_cpu: bool) -> list[Cell]:
 def engine(cell: Cell, model: Path, server: str, log: Path, *, on_cpu: bool) -> Iterator[tuple[Running, int]]:
     """A `vllm serve` and its port, up. Raises ProcessFailed with the log's end when it does not start."""
     port = free_port()
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--host", "127.0.0.1"]
-    command += ["--port", str(port), "--served-model-name", MODEL_NAME, *_HOW[cell.how]]
-    command += connector_options(server=server, layers=[*LAYER_IDS, "final"], namespace=cell.name)
+    options = [f"--served-model-name={MODEL_NAME}", *_HOW[cell.how]]
+    options += connector_options(server=server, layers=[*LAYER_IDS, "final"], namespace=cell.name)
     env = {"VLLM_USE_V2_MODEL_RUNNER": str(cell.runner - 1)}
     if on_cpu:
-        command += SMALL_ENGINE
-        env = {**SMALL_ENGINE_ENV, "VLLM_CPU_OMP_THREADS_BIND": "0|1"}
+        options += SMALL_ENGINE
+        env = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
     else:
-        command += ["--dtype=bfloat16", "--max-model-len=2048", "--max-num-seqs=32", "--gpu-memory-utilization=0.3"]
-        command += ["--max-num-batched-tokens=512"]
+        options += ["--dtype=bfloat16", "--max-model-len=2048", "--max-num-seqs=32", "--gpu-memory-utilization=0.3"]
+        options += ["--max-num-batched-tokens=512"]
         if cell.kind == "gdn":
-            command += ['--additional-config={"gdn_prefill_backend": "triton"}', "--mamba-cache-mode=align"]
-    running = Running("vLLM", command, log, env)
-    try:
-        running.wait_until(lambda: _healthy(port), START_S)
+            options += ['--additional-config={"gdn_prefill_backend": "triton"}', "--mamba-cache-mode=align"]
+    with start_vllm(model, log, port, *options, env=env, timeout_s=START_S) as running:
         yield running, port
-    finally:
-        running.stop()
-
-
-def _healthy(port: int) -> bool:
-    try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=2.0) as answer:
-            return bool(answer.status == 200)
-    except OSError:
-        return False
 
 
 def capture(client: Client, cell: Cell, port: int) -> Found:
@@ -213,7 +206,7 @@ def main() -> int:
         chosen = cells(arguments.only, on_cpu=arguments.on_cpu)
         models = {kind: truth_model.make(work / kind, kind) for kind in {cell.kind for cell in chosen}}
         port = free_port()
-        with start_storage(work / "data", logs / "server.log", port):
+        with start_server(work / "data", logs / "server.log", port):
             for cell in chosen:
                 began = time.monotonic()
                 found = run(cell, models[cell.kind], f"127.0.0.1:{port}", logs / f"{cell.name}.log", on_cpu=arguments.on_cpu)

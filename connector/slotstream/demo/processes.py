@@ -103,12 +103,16 @@ def start_server(data: Path, log: Path, port: int, *options: str) -> Running:
 
 def vllm_command(model: Path, port: int) -> list[str]:
     """vLLM's OpenAI server; the CPU distribution has no working `vllm` command, its module does the same."""
+    script = Path(sys.executable).with_name("vllm")
     try:
         importlib.metadata.version("vllm")
+        works = script.exists()  # Not where vLLM was unpacked and not installed.
     except importlib.metadata.PackageNotFoundError:
-        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
+        works = False
+    if works:
+        command = [str(script), "serve", str(model)]
     else:
-        command = [str(Path(sys.executable).with_name("vllm")), "serve", str(model)]
+        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
     return [*command, "--host", "127.0.0.1", "--port", str(port)]
 
 

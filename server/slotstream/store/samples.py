@@ -74,9 +74,8 @@ class SampleStore:
         self._uploads_max = uploads_max
         self._uploads: dict[SampleKey, list[OpenSample]] = {}
         self._failing: dict[SampleKey, SampleRecord] = {}  # Ended, and their rows are queued.
-        self._refused: OrderedDict[SampleKey, SampleRecord] = (
-            OrderedDict()
-        )  # While the disk was full: known as long as this runs.
+        # While the disk was full: known as long as this runs.
+        self._refused: OrderedDict[SampleKey, SampleRecord] = OrderedDict()
         self._opening = 0
         self._uploads_lock = threading.Lock()
         # One at a time publishes or deletes an id. Striped, so that the locks do not grow with the ids.

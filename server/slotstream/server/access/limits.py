@@ -33,9 +33,8 @@ WAITING_READS = Limit(
     lambda c: max(1, int(c.peer_reads_max * _WAITING_SHARE)),
 )
 REQUESTS = Limit("requests", lambda c: PEERS_ASSUMED * c.requests_max, lambda c: c.requests_max)
-VERIFICATIONS = Limit(
-    "verifications", lambda c: 4, lambda c: 2
-)  # Each keeps a thread and the disk busy for as long as it lasts.
+# Each keeps a thread and the disk busy for as long as it lasts.
+VERIFICATIONS = Limit("verifications", lambda c: 4, lambda c: 2)
 LEASES = Limit("leases", lambda c: sys.maxsize, lambda c: 2500)  # The store limits all of them.
 HEALTH_WATCHES = Limit("health watches", lambda c: 4096, lambda c: 2048)  # Each connector has one.
 HEALTH_CHECKS = Limit("health checks", lambda c: 1024, lambda c: 256)
