@@ -19,7 +19,6 @@ import torch
 from slotstream.client import Client, SampleFailed, SampleNotFound, connect
 from slotstream.demo import truth_model
 
-RESIDUAL_IDS = [1, 3, truth_model.LAYERS]
 FINAL_ID = truth_model.LAYERS + 1
 OUTPUT_TOKENS = 48
 SPECIALS = ("", "sleep1", "sleep2", "ngram", "preempted", "tiny pool", "aborts")
@@ -48,9 +47,14 @@ class Cell:
         return "-".join([*parts, self.special.replace(" ", "")] if self.special else parts)
 
     @property
+    def residual_ids(self) -> list[int]:
+        """Layer 0 is the embedding; vLLM's DeepSeek does not give it."""
+        return [*([] if self.kind == "mla" else [0]), 1, 3, truth_model.LAYERS]
+
+    @property
     def layer_ids(self) -> list[int]:
         """As stored: with direct capture the last norm's output, too."""
-        return [*RESIDUAL_IDS, FINAL_ID] if self.source == "layers" else RESIDUAL_IDS
+        return [*self.residual_ids, FINAL_ID] if self.source == "layers" else self.residual_ids
 
 
 @dataclass
@@ -95,13 +99,13 @@ def make_engine(cell: Cell, model: str, server: str) -> Any:
         },
     }
     if cell.source == "layers":
-        connector["layers"] = [*RESIDUAL_IDS, "final"]
+        connector["layers"] = [*cell.residual_ids, "final"]
     else:
         options["async_scheduling"] = cell.runner == 2  # With V1 it is refused: see tests/gpu/decode.py.
         options["speculative_config"] = {
             "method": "extract_hidden_states",
             "num_speculative_tokens": 1,
-            "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": RESIDUAL_IDS}},
+            "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": cell.residual_ids}},
         }
     if cell.mode != "eager":
         options["compilation_config"] = {"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64]}

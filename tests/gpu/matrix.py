@@ -1,6 +1,6 @@
 """The GPU matrix: every combination of runner, graphs, model kind, prefix caching and chunking, each in an engine of its own.
 
-usage: python tests/gpu/matrix.py [--at-once 6] [--only SUBSTRING ...] [--logs DIR] [--write docs/compatibility.md]
+usage: python tests/gpu/matrix.py [--at-once 6] [--only SUBSTRING ...] [--missing] [--logs DIR] [--write docs/compatibility.md]
 Needs a GPU and vLLM; says so and exits 0 where there is none.
 """
 
@@ -161,6 +161,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--at-once", type=int, default=6, help="engines that share a GPU at a time (default: %(default)s)")
     parser.add_argument("--only", action="append", default=[], metavar="TEXT", help="only cells whose name contains TEXT")
+    parser.add_argument("--missing", action="store_true", help="only cells that the table of --write has no row of")
     parser.add_argument("--logs", type=Path, default=None, help="keep the engines' logs here")
     parser.add_argument("--write", type=Path, default=None, help="write the table here, over the rows that are run")
     arguments = parser.parse_args()
@@ -176,7 +177,8 @@ def main() -> int:
         work = Path(scratch)
         logs = arguments.logs or work
         logs.mkdir(parents=True, exist_ok=True)
-        chosen = cells(arguments.only)
+        table = rows_in(arguments.write.read_text()) if arguments.write and arguments.write.exists() else {}
+        chosen = [cell for cell in cells(arguments.only) if not (arguments.missing and key_of(cell) in table)]
         models = {kind: truth_model.make(work / kind, kind) for kind in {c.kind for c in chosen}}
         port = free_port()
         free: queue.SimpleQueue[str] = queue.SimpleQueue()
@@ -185,14 +187,17 @@ def main() -> int:
             free.put(gpu)
         with start_server(work / "data", logs / "server.log", port), ThreadPoolExecutor(len(places)) as pool:
             runs = [pool.submit(run_cell, c, models[c.kind], f"127.0.0.1:{port}", logs, free) for c in chosen]
-            table = rows_in(arguments.write.read_text()) if arguments.write and arguments.write.exists() else {}
             green = True
-            for run in as_completed(runs):
-                cell, found = run.result()
-                green &= is_green(found)
-                table[key_of(cell)] = row_of(found, torch.cuda.get_device_name())
-                if arguments.write is not None:  # Each time: a run that is cut short leaves what it found.
-                    arguments.write.write_text(as_markdown(table))
+            try:
+                for run in as_completed(runs):
+                    cell, found = run.result()
+                    green &= is_green(found)
+                    table[key_of(cell)] = row_of(found, torch.cuda.get_device_name())
+                    if arguments.write is not None:  # Each time: a run that is cut short leaves what it found.
+                        arguments.write.write_text(as_markdown(table))
+            except KeyboardInterrupt:
+                pool.shutdown(cancel_futures=True)  # The pool would go on with those that wait.
+                raise
     return 0 if green else 1
 
 

@@ -8,6 +8,7 @@ alone on the GPU, and is stopped as soon as its log says "KV cache size". --on-c
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import re
@@ -52,8 +53,14 @@ _MLA = {
     "qk_nope_head_dim": 128,
     "qk_rope_head_dim": 64,
     "v_head_dim": 128,
-    "n_routed_experts": None,  # Dense MLPs: what matters here is the cache.
-    "first_k_dense_replace": 27,
+    "first_k_dense_replace": 27,  # Dense MLPs: what matters here is the cache.
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "topk_method": "greedy",
+    "moe_intermediate_size": 1408,
     "vocab_size": 102400,
     "max_position_embeddings": 32768,
 }
@@ -91,6 +98,8 @@ def tokens_in_cache(
         "--port",
         str(free_port()),
     ]
+    if model is _MLA:
+        command += ["--attention-backend", "TRITON_MLA"]  # The one that every GPU has.
     command += ["--load-format", "dummy", "--dtype", "bfloat16", "--skip-tokenizer-init", *more]
     if capture:
         transfer = {
@@ -109,7 +118,8 @@ def tokens_in_cache(
                 return int(found[1].replace(",", ""))
             time.sleep(0.5)
     finally:
-        os.killpg(engine.pid, signal.SIGKILL)  # It has nothing to lose, and the next one wants its memory.
+        with contextlib.suppress(ProcessLookupError):  # It ended by itself, and too early.
+            os.killpg(engine.pid, signal.SIGKILL)  # It has nothing to lose, and the next one wants its memory.
         engine.wait()
     raise RuntimeError("\n".join([f"the engine said nothing of its KV cache ({log}):", *log.read_text().splitlines()[-15:]]))
 

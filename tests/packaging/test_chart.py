@@ -242,6 +242,8 @@ def test_the_sidecar(name: str, tmp_path: Path) -> None:
     assert ("--transport=shared" in sidecar["args"], options.transport) == (shared, "auto" if shared else "grpc")
     # The engine's own, the server's drain, and 30 s.
     assert pod["terminationGracePeriodSeconds"] == 60 + 10 + 30
+    # Of its 60 s preStop takes 5, and vLLM ends its requests in all but 15 of the rest.
+    assert "--shutdown-timeout=40" in engine["args"]
     claims = workload["spec"].get("volumeClaimTemplates", [])
     assert [claim["metadata"]["name"] for claim in claims] == ([] if name == "sidecar-without-storage" else ["data"])
     env = {item["name"]: item["value"] for item in engine["env"]}

@@ -56,10 +56,8 @@ def assert_final_says_the_text(sample: Sample, model_path: Path, prompt_tokens: 
     assert float((of_text.amax(-1) - of_text.gather(-1, written[:, None])[:, 0]).max()) < 0.05 * float(of_text.std())
 
 
-def assert_rows_are_those_of_transformers(
-    sample: Sample, model_path: Path, error_max: float = RELATIVE_ERROR_MAX, other_error_min: float = OTHER_LAYER_ERROR_MIN
-) -> None:
-    """Each row is transformers' of its own layer, but for a relative error, and half of the rows are far from any other's."""
+def row_errors(sample: Sample, model_path: Path) -> tuple[torch.Tensor, torch.Tensor]:
+    """How far each row is from transformers', relative: from its own layer's, and from each other's, both [tokens, ...]."""
     ids = list(sample.layer_ids)
     truth = residual_streams(model_path, sample.token_ids.tolist(), ids)
     rows = sample.hidden_states.float()
@@ -67,5 +65,13 @@ def assert_rows_are_those_of_transformers(
     # error[token, i, j]: how far the row captured as layer i is from transformers' row after layer j.
     error = (rows[:, :, None] - truth[:, None]).norm(dim=-1) / truth[:, None].norm(dim=-1)
     same = torch.eye(len(ids), dtype=torch.bool)
-    assert float(error[:, same].max()) < error_max
-    assert len(ids) == 1 or float(error[:, ~same].median(0).values.min()) > other_error_min
+    return error[:, same], error[:, ~same]
+
+
+def assert_rows_are_those_of_transformers(
+    sample: Sample, model_path: Path, error_max: float = RELATIVE_ERROR_MAX, other_error_min: float = OTHER_LAYER_ERROR_MIN
+) -> None:
+    """Each row is transformers' of its own layer, but for a relative error, and half of the rows are far from any other's."""
+    own, other = row_errors(sample, model_path)
+    assert float(own.max()) < error_max
+    assert len(sample.layer_ids) == 1 or float(other.median(0).values.min()) > other_error_min

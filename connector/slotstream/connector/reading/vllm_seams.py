@@ -8,12 +8,14 @@
 | runner `._dummy_run` | to run the model once before it serves, where vLLM does not | 0.32: CPU |
 | runner `.model_memory_usage` | to bill the row pool where vLLM's profiling sees it | 0.32, 0.33: V1, V2 |
 | model `.set_aux_hidden_state_layers` | which layers the model gives beside its answer | 0.32, 0.33: `SupportsEagle3` |
+| model `._maybe_add_hidden_state` | so that no layer it gives is overwritten later | 0.32, 0.33: `EagleModelMixin` |
 | model `.forward` | to take them out of the answer | 0.32, 0.33 |
 | `ForwardContext.slot_mapping` | the slot of each row, as the device has it | 0.32, 0.33 |
 | `VllmConfig.additional_config` | to tell the compile cache of the layers, and the start-up plan of the row pool | 0.32, 0.33 |
 | `Request.skip_reading_prefix_cache` | so that a captured request computes all its tokens | 0.32, 0.33 |
 
-Without the option `layers` none of them is used but the first, which checks the options before the model is loaded.
+Without the option `layers` none of them is used but the first, which checks the options before the model is loaded, and
+`_maybe_add_hidden_state`.
 """
 
 from __future__ import annotations
@@ -66,8 +68,11 @@ def install(config_of: Callable[[VllmConfig], ConnectorConfig | None]) -> None:
         if config.direct:
             tell_compile_cache(self.vllm_config, config)
         result = inner(self, *args, **kwargs)
+        runner = getattr(self.worker, "model_runner", None)
         if config.direct:
-            attach(getattr(self.worker, "model_runner", None), self.vllm_config, config)
+            attach(runner, self.vllm_config, config)
+        else:
+            attach_extraction(runner)
         return result
 
     init_device.slotstream = True  # type: ignore[attr-defined]
@@ -122,16 +127,64 @@ def attach(runner: Any, vllm_config: VllmConfig, config: ConnectorConfig) -> Non
     runner.load_model, runner.initialize_kv_cache = load, initialize
 
 
-def put_capture(runner: Any, vllm_config: VllmConfig, config: ConnectorConfig) -> ForwardCapture:
-    """Choose the layers of a runner's model and put the capture into its forward pass. Raises ConfigError."""
+def attach_extraction(runner: Any) -> None:
+    """Wrap the loading of a model whose layers vLLM extracts: also of those, none may be overwritten."""
+    load_model = getattr(runner, "load_model", None)
+    if not callable(load_model):
+        raise missing(f"{type(runner).__name__}.load_model")
+
+    @functools.wraps(load_model)
+    def load(*args: Any, **kwargs: Any) -> Any:
+        result = load_model(*args, **kwargs)
+        own_layers(model_of(runner))
+        return result
+
+    runner.load_model = load
+
+
+def model_of(runner: Any) -> torch.nn.Module:
+    """The model that a runner has loaded. Raises ConfigError."""
     model = runner.get_model() if hasattr(runner, "get_model") else getattr(runner, "model", None)
     if not isinstance(model, torch.nn.Module):
         raise missing(f"{type(runner).__name__}.get_model")
+    return model
+
+
+def own_layers(model: torch.nn.Module) -> None:
+    """Have the model give a copy of a layer that it would go on computing in. Raises ConfigError.
+
+    Before the first layer there is no residual yet, and vLLM hands out the embedding itself; without compilation its CUDA norms
+    add to it in place, and what was layer 0 ends as the last one (vLLM 0.32 and 0.33, `EagleModelMixin`).
+    """
+    from vllm.model_executor.models import interfaces
+
+    if not hasattr(getattr(interfaces, "EagleModelMixin", None), "_maybe_add_hidden_state"):
+        raise missing("EagleModelMixin._maybe_add_hidden_state")
+    for module in model.modules():
+        if callable(add := getattr(module, "_maybe_add_hidden_state", None)):
+            setattr(module, "_maybe_add_hidden_state", _copying(add))  # noqa: B010  (mypy: a module has no such attribute)
+
+
+def _copying(add: Callable[..., Any]) -> Callable[..., Any]:
+    def add_own(aux_hidden_states: Any, layer_idx: int, hidden_states: Any, residual: Any) -> Any:
+        count = len(aux_hidden_states)
+        add(aux_hidden_states, layer_idx, hidden_states, residual)
+        if residual is None and len(aux_hidden_states) > count:
+            aux_hidden_states[-1] = hidden_states.clone()
+        return aux_hidden_states
+
+    return add_own
+
+
+def put_capture(runner: Any, vllm_config: VllmConfig, config: ConnectorConfig) -> ForwardCapture:
+    """Choose the layers of a runner's model and put the capture into its forward pass. Raises ConfigError."""
+    model = model_of(runner)
     ours = config.residual_layer_ids
     drafters = drafter_layers(runner, model)
     asked = tuple(sorted({*ours, *(drafters or ())}))
     if ours:
         choose_layers(model, asked, has_drafter=drafters is not None)
+        own_layers(model)
         relay_layers(runner, model, vllm_config)
     rank_stores = _stores_rows()
     model_config = vllm_config.model_config

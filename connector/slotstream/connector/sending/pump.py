@@ -182,6 +182,8 @@ class Pump:
             self._safely(lambda: self._outbox.link_is_down("the engine shut down"))
         if len(self._inbox):
             return False
+        if self._disk is None:  # A link that is not up yet, or not again, is all that can save what is left.
+            return self._outbox.is_empty
         return self._outbox.is_empty or (not self._outbox.link_up and self._spool_writer.writing == 0)
 
     def _handle_safely(self, item: EngineItem | _Event) -> None:
