@@ -1,20 +1,25 @@
-"""Requests that `extract_hidden_states` does not allow, captured with `layers`: pooled ones, and up to the very last token."""
+"""Requests that `extract_hidden_states` does not allow, with `layers`: pooled, embedded, and up to the very last token."""
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 import random
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import torch
 from support.idle import assert_idle
 from support.stack import Stack, stack
 from support.workload import FINAL_ID, MODEL_NAME, Ask, assert_rows_are_true, random_prompts, send, text_tokens
 
 from slotstream.client import Client, SampleState, connect
-from slotstream.demo.truth_model import LAYERS
+from slotstream.demo.processes import complete
+from slotstream.demo.truth_model import HIDDEN, LAYERS, VOCAB, embedding
 
 pytestmark = [pytest.mark.vllm, pytest.mark.extended, pytest.mark.timeout(1800)]
 
@@ -92,3 +97,42 @@ def test_pooled_requests_are_captured_by_default_ids(truth_models: dict[str, Pat
         assert {info.state for info in client.list()} == {SampleState.COMMITTED}
         for sample in samples:
             assert_rows_are_true(sample, layer_ids=IDS)
+
+
+def test_prompts_of_embeddings_beside_captures(truth_models: dict[str, Path], tmp_path: Path) -> None:
+    """They are refused where they ask for a capture, their text goes on, and every row of the others is right."""
+    rng = random.Random(79)
+    embedded = embedding(VOCAB, HIDDEN)
+
+    def ask_with_embeddings(number: int) -> dict[str, object]:
+        contents = io.BytesIO()
+        torch.save(embedded[text_tokens(random.Random(number), 20 + 30 * number)].to(torch.bfloat16), contents)
+        body = {
+            "model": MODEL_NAME,
+            "prompt_embeds": base64.b64encode(contents.getvalue()).decode(),
+            "max_tokens": 30,
+            "temperature": 0,
+            "ignore_eos": True,
+            "kv_transfer_params": {"slotstream": {"sample_id": f"embedded{number}"}},
+        }
+        answer = complete(running.vllm_port, body)
+        assert answer["usage"]["completion_tokens"] == 30
+        said: dict[str, object] = answer["kv_transfer_params"]["slotstream"]
+        return said
+
+    asks = [
+        Ask(prompt, {"namespace": "beside", "sample_id": f"p{i}", "include_output_tokens": True}, max_tokens=40)
+        for i, prompt in enumerate(random_prompts(rng, 16))
+    ]
+    with (
+        stack(tmp_path, truth_models["dense"], CHOSEN, "--enable-prompt-embeds") as running,
+        connect(running.address) as client,
+    ):
+        with ThreadPoolExecutor(8) as pool:
+            refused = pool.map(ask_with_embeddings, range(8))
+            _check(client, running.vllm_port, "beside", asks)
+            for said in refused:
+                error = said["error"]
+                assert isinstance(error, dict)
+                assert error["code"] == "UNSUPPORTED_REQUEST"
+        assert_idle(running)
