@@ -9,6 +9,7 @@ import random
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -104,7 +105,7 @@ def test_prompts_of_embeddings_beside_captures(truth_models: dict[str, Path], tm
     rng = random.Random(79)
     embedded = embedding(VOCAB, HIDDEN)
 
-    def ask_with_embeddings(number: int) -> dict[str, object]:
+    def ask_with_embeddings(port: int, number: int) -> dict[str, object]:
         contents = io.BytesIO()
         torch.save(embedded[text_tokens(random.Random(number), 20 + 30 * number)].to(torch.bfloat16), contents)
         body = {
@@ -115,7 +116,7 @@ def test_prompts_of_embeddings_beside_captures(truth_models: dict[str, Path], tm
             "ignore_eos": True,
             "kv_transfer_params": {"slotstream": {"sample_id": f"embedded{number}"}},
         }
-        answer = complete(running.vllm_port, body)
+        answer = complete(port, body)
         assert answer["usage"]["completion_tokens"] == 30
         said: dict[str, object] = answer["kv_transfer_params"]["slotstream"]
         return said
@@ -129,7 +130,7 @@ def test_prompts_of_embeddings_beside_captures(truth_models: dict[str, Path], tm
         connect(running.address) as client,
     ):
         with ThreadPoolExecutor(8) as pool:
-            refused = pool.map(ask_with_embeddings, range(8))
+            refused = pool.map(partial(ask_with_embeddings, running.vllm_port), range(8))
             _check(client, running.vllm_port, "beside", asks)
             for said in refused:
                 error = said["error"]
