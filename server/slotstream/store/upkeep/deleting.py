@@ -17,7 +17,7 @@ from slotstream.store.catalogue.catalogue import Catalogue
 from slotstream.store.catalogue.sql import get as get_record
 from slotstream.store.disk.files import Files, store_error
 from slotstream.store.records import SampleKey, SampleRecord, State
-from slotstream.wire.errors import InternalFault, IoError, StoreFull
+from slotstream.wire.errors import InternalFault, IoError, Leased, StoreFull
 
 _log = logging.getLogger(__name__)
 
@@ -43,9 +43,18 @@ class Deleter:
         self._now = now
 
     def delete(self, record: SampleRecord) -> None:
-        """Remove what `record` says was there, its id's lock held. Raises StoreFull and InternalFault."""
-        key = record.key
-        self._catalogue.submit(lambda db: retention_sql.mark_deleting(db, key), durable=True).result()
+        """Remove what `record` says was there, its id's lock held. Raises Leased, StoreFull and InternalFault."""
+        key, now = record.key, self._now()
+
+        def mark(db: sqlite3.Connection) -> int:
+            """Unless a lease lasts until then. Leases are given out by this thread too: see `delete_unused`."""
+            until = retention_sql.leased_until(db, key, now)
+            if not until:
+                retention_sql.mark_deleting(db, key)
+            return until
+
+        if until := self._catalogue.submit(mark, durable=True).result():
+            raise Leased(f"{key} is leased to a reader for another {(until - now) / 1e9:.0f} seconds")
         path = key.path(self._data_dir)
         try:
             if self._files.path_size(path) is not None:
