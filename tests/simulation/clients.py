@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 _ANSWER_S = 150.0  # Whoever is not answered by then waits for ever: disks are slow here, but none hangs.
 _VALUES = ("a", "b", "c")
+_LIKELY = (6, 2, 1)  # Most puts of an id bring the same.
 _CHUNK_ROWS = 3
 _NOT_STORED = {"NOT_FOUND", "SAMPLE_FAILED", "DEADLINE_EXCEEDED", "STILL_ARRIVING"}
 _NEVER = {"DAMAGED", "INTERNAL", "PROTOCOL", "TOO_SLOW", "TOO_MANY", "BAD_PARAMS"}  # Nothing here is a reason for it.
@@ -65,14 +66,16 @@ class Client:
 
     def run(self, operations: int) -> None:
         kinds = {
-            "put": 40, "read": 22, "stat": 6, "list": 6, "delete": 8, "ack": 6, "lease": 6, "verify": 2, "usage": 2, "wait": 8,
+            "put": 40, "read": 22, "stat": 6, "list": 6, "delete": 14, "ack": 6, "lease": 6, "verify": 2, "usage": 2, "restore": 1,
         }  # fmt: skip
         for _ in range(operations):
+            if self._rng.random() < 0.6:
+                running().pause(self._rng.random())
             kind = self._rng.choices(list(kinds), list(kinds.values()))[0]
             getattr(self, kind)(self._world.pick())
 
-    def wait(self, key: SampleKey) -> None:
-        running().pause(self._rng.random() * 5)
+    def _value(self) -> str:
+        return self._rng.choices(_VALUES, _LIKELY)[0]
 
     def _note(self, key: SampleKey, kind: str, answer: str, called_at: float, value: str = NONE) -> None:
         running().note(f"{kind} {key} {value or '-'}: {answer}")
@@ -88,9 +91,9 @@ class Client:
         if welcome is None:
             self._check_answered(call, "a Hello")
             return
-        puts = [_Put(key, self._rng.choice(_VALUES), 1, running().now)]
+        puts = [_Put(key, self._value(), 1, running().now)]
         for number in range(2, 2 + self._rng.choice((0, 0, 1, 2))):
-            puts.append(_Put(self._world.pick(), self._rng.choice(_VALUES), number, running().now))
+            puts.append(_Put(self._world.pick(), self._value(), number, running().now))
         for put in puts:
             if self._rng.random() < 0.12:
                 put.mistake = self._rng.choice(_MISTAKES)
@@ -278,6 +281,17 @@ class Client:
         self._check_answered(call, "a verification")
         if call.status != OK:
             self._check_error(call, called_at, "a verification")
+
+    def restore(self, key: SampleKey) -> None:
+        """Nothing is ever damaged, so nothing is put aside."""
+        called_at = running().now
+        call = Call(self._world.server, "Samples/Restore", self._address)
+        call.send(pb.RestoreRequest().SerializeToString())
+        while (raw := call.receive(_ANSWER_S)) is not None:
+            running().fail(f"the quarantine has {pb.RestoreReply.FromString(raw)}")
+        self._check_answered(call, "a restore")
+        if call.status != OK:
+            self._check_error(call, called_at, "a restore")
 
     def usage(self, key: SampleKey) -> None:
         self._ask("Usage", pb.UsageRequest(), pb.UsageReply)

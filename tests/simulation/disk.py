@@ -51,6 +51,9 @@ class SimFiles(PowerFiles):
         self.log_synced = 0  # Bytes of the catalogue's log that survive.
         self._countdown: tuple[int, SimThread] | None = None
 
+    def confine(self, root: Path) -> None:
+        """Nobody puts links there, and the way past them costs more than all else."""
+
     # What every operation meets.
 
     def _before(self, operation: str) -> None:

@@ -40,7 +40,7 @@ class Nemesis:
 
     def run(self, strikes: int) -> None:
         for _ in range(strikes):
-            running().pause(self._rng.random() * 6)
+            running().pause(self._rng.random())
             kind = self._rng.choices(KINDS, self._weights)[0]
             self._world.model.counts[f"nemesis {kind}"] += 1
             getattr(self, kind)()
@@ -67,12 +67,12 @@ class Nemesis:
         if self._rng.random() < 0.7:
             scheduler = running()
             self._world.files.wake_before(self._rng.randrange(60), scheduler.current)
-            scheduler.block(5.0)
+            scheduler.block(1.0)
 
     def _start_again(self) -> None:
         """The server. Its start may be interrupted, too."""
         with self._world.trouble("down"):
-            running().pause(self._rng.choice((0.0, 0.1, 3.0)))
+            running().pause(self._rng.choice((0.0, 0.1, 1.0)))
             if self._rng.random() < 0.25:
                 self._world.begin_start()
                 self._world.files.wake_before(self._rng.randrange(40), running().current)
@@ -89,7 +89,7 @@ class Nemesis:
         with self._world.trouble("disk"):
             files.trouble = Trouble(frozenset(some), _ERRORS[operations], self._rng.choice((10, 40, 100)))
             running().note(f"trouble: {files.trouble}")
-            running().pause(self._rng.random() * 4)
+            running().pause(self._rng.random() * 2)
             dies = self._rng.random() < 0.3
             if dies:
                 self._wait_for_a_step()
@@ -101,13 +101,13 @@ class Nemesis:
     def full(self) -> None:
         with self._world.trouble("full"):
             self._world.files.free = self._rng.choice((3 << 20, 3 << 19, 1 << 19))
-            running().pause(self._rng.random() * 4)
+            running().pause(self._rng.random() * 2)
             self._world.files.free = PLENTY
 
     def away(self) -> None:
         with self._world.trouble("away"):
             self._world.files.away = True
-            running().pause(self._rng.random() * 3)
+            running().pause(self._rng.random() * 2)
             self._world.files.away = False
 
     def leap(self) -> None:
@@ -117,7 +117,7 @@ class Nemesis:
     def slow(self) -> None:
         self._world.files.slow = self._rng.choice((5.0, 50.0))
         ThreadPoolExecutor.slow_s = self._rng.choice((0.0, 0.1, 1.0))
-        running().pause(self._rng.random() * 5)
+        running().pause(self._rng.random() * 3)
         self._world.files.slow, ThreadPoolExecutor.slow_s = 1.0, 0.0
 
     def cut(self) -> None:

@@ -19,11 +19,12 @@ from simulation.disk import SimConnection
 
 import slotstream.server
 import slotstream.store
-from slotstream.store.catalogue import opening
+from slotstream.store.catalogue import catalogue, opening
 from slotstream.store.sample import row_hash
 
-_GROUP_BYTES = 512  # Of hash groups: small samples have several.
+_GROUP_BYTES = 1024  # Of hash groups: small samples have several.
 _LOG_PAGES = 1 << 20  # No checkpoint but the one of a clean stop: `power.cut_log` would not know what it synced.
+_READERS = 2  # Connections of the catalogue: each start opens them.
 # What a module may have of it -> what it gets.
 _REPLACED: dict[Any, Any] = {
     threading: threads.SimThreading,
@@ -48,6 +49,7 @@ def install() -> None:
     connections: dict[str, Any] = {**vars(sqlite3), "connect": SimConnection.connect}
     opening.sqlite3 = SimpleNamespace(**connections)  # type: ignore[assignment]
     opening._LOG_PAGES = _LOG_PAGES
+    opening.READERS = catalogue.READERS = _READERS  # type: ignore[attr-defined]
     row_hash.GROUP_BYTES = _GROUP_BYTES
 
 

@@ -26,7 +26,7 @@ from slotstream.store.records import SampleKey
 from slotstream.store.upkeep.verifying import verify_directory
 
 _QUIET_S = 600.0  # Everything must have come to rest by then, once nothing goes wrong any more.
-_RULES_S = 70.0  # A sweep of all namespaces has been done by then, twice.
+_RULES_S = 35.0  # A sweep of all namespaces has been done by then.
 _START_TRIES = 200
 
 
@@ -139,7 +139,7 @@ class World:
         clients = [Client(self, number) for number in range(rng.randint(2, 4))]
         threads = [scheduler.spawn("nemesis", lambda: nemesis.run(rng.randint(2, 5)))]
         for number, client in enumerate(clients):
-            operations = rng.randint(4, 12)
+            operations = rng.randint(3, 10)
             threads.append(scheduler.spawn(f"client {number}", lambda client=client, count=operations: client.run(count)))  # type: ignore[misc]
         for thread in threads:
             if not scheduler.join(thread, _QUIET_S):

@@ -34,6 +34,7 @@ from slotstream.wire.errors import (
     ConfigError,
     Damaged,
     Interrupted,
+    IoError,
     SampleFailed,
     SampleNotFound,
     SlotStreamError,
@@ -349,10 +350,13 @@ class SampleStore:
         return verdict
 
     def verify_all(self, namespace: str = "") -> Iterator[Verdict]:
-        """A verdict for every committed sample, then one for every foreign file. Raises InternalFault and StoreGone."""
+        """A verdict for every committed sample, then one for every foreign file. Raises IoError, InternalFault and StoreGone."""
         self._opened.check()
         yield from verifying.verify_samples(self._files, self.data_dir, self._catalogue, namespace)
-        yield from verifying.foreign_files(self._files, self.data_dir, self._catalogue, namespace, self.is_arriving)
+        try:
+            yield from verifying.foreign_files(self._files, self.data_dir, self._catalogue, namespace, self.is_arriving)
+        except OSError as error:
+            raise IoError(str(store_error(error, "looking for foreign files"))) from error
 
     def restore(self, namespace: str = "", sample_id: str = "") -> Iterator[Restored]:
         """Put what verifies again back from the quarantine, file by file. Raises StoreFull, StoreGone and InternalFault."""
