@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 from google.protobuf.message import Message
 from register import NONE, Operation
 from server.server_kit import Sample, hello
-from simulation.model import ACKED
 from simulation.network import OK, Call
 from simulation.scheduler import running
 
@@ -31,7 +30,7 @@ _VALUES = ("a", "b", "c")
 _LIKELY = (6, 2, 1)  # Most puts of an id bring the same.
 _CHUNK_ROWS = 3
 _NOT_STORED = {"NOT_FOUND", "SAMPLE_FAILED", "DEADLINE_EXCEEDED", "STILL_ARRIVING"}
-_NEVER = {"DAMAGED", "INTERNAL", "PROTOCOL", "TOO_SLOW", "TOO_MANY", "BAD_PARAMS"}  # Nothing here is a reason for it.
+_NEVER = {"DAMAGED", "PROTOCOL", "TOO_SLOW", "TOO_MANY", "BAD_PARAMS", "HASH_MISMATCH"}  # Whatever goes wrong here.
 _MISTAKES = ("hash", "gap", "abort", "silence")
 
 
@@ -195,6 +194,8 @@ class Client:
             running().note(f"{put.key} failed: {verdict.code}")
             self._world.model.counts[f"failed {verdict.code}"] += 1
             if put.answer == "failed" and not put.mistake:
+                if verdict.code in _NEVER:
+                    running().fail(f"client {self._number}: {put.key} failed as {verdict.code}")
                 self._check_reason(put.called_at, f"a put of {put.key} failed as {verdict.code}: {verdict.message}")
         self._note(put.key, "put", put.answer, put.called_at, put.value)
 
@@ -227,6 +228,7 @@ class Client:
             if value != NONE:
                 self._note(key, "read", "is", called_at, value)
         elif call.code in _NOT_STORED:
+            self._check_reason_of_failure(key, call.reason)
             self._note(key, "read", "is", called_at)
         else:
             self._check_error(call, called_at, f"a read of {key}")
@@ -256,6 +258,7 @@ class Client:
         reply = self._ask("Stat", pb.StatRequest(namespace=key.namespace, sample_id=key.sample_id), sample_pb2.SampleInfo)
         if isinstance(reply, sample_pb2.SampleInfo):
             is_there = reply.state == sample_pb2.SAMPLE_STATE_COMMITTED
+            self._check_reason_of_failure(key, reply.error_code)
             self._note(key, "read", "is", called_at, reply.tags["value"] if is_there else NONE)
         elif reply == "NOT_FOUND":
             self._note(key, "read", "is", called_at)
@@ -317,6 +320,10 @@ class Client:
         if isinstance(self._ask("Lease", request, pb.LeaseReply), pb.LeaseReply):
             running().note(f"lease {key} for {seconds:g} s")
             self._world.model.leased(key, running().now, called_at + seconds)
+            if self._rng.random() < 0.5:  # A rule that deletes on an ack waits for the end of the lease.
+                self.ack(key)
+                running().pause(self._rng.random())
+                self.stat(key)
 
     def _ask(self, method: str, request: Message, kind: Any) -> Any:
         """The reply of a short call, or the code that it was refused with."""
@@ -333,6 +340,10 @@ class Client:
 
     # What may be wrong with an answer.
 
+    def _check_reason_of_failure(self, key: SampleKey, code: str) -> None:
+        if code == "DAMAGED":
+            running().fail(f"client {self._number} was told that {key} is damaged, and nothing is")
+
     def _check_answered(self, call: Call, what: str) -> None:
         if not call.status:
             running().fail(f"client {self._number}: {what} was not answered within {_ANSWER_S:g} s")
@@ -341,7 +352,7 @@ class Client:
     def _check_error(self, call: Call, called_at: float, what: str) -> None:
         running().note(f"{what}: {call.status} {call.code}")
         self._world.model.counts[f"refused {call.code or call.status}"] += 1
-        if call.code in ("DAMAGED", "PROTOCOL", "BAD_PARAMS"):
+        if call.code in _NEVER:
             running().fail(f"client {self._number}: {what} was answered with {call.status} {call.code}")
         self._check_reason(called_at, f"{what} was answered with {call.status} {call.code}")
 

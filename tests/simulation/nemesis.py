@@ -90,7 +90,7 @@ class Nemesis:
             files.trouble = Trouble(frozenset(some), _ERRORS[operations], self._rng.choice((10, 40, 100)))
             running().note(f"trouble: {files.trouble}")
             running().pause(self._rng.random() * 2)
-            dies = self._rng.random() < 0.3
+            dies = self._rng.random() < 0.5
             if dies:
                 self._wait_for_a_step()
                 (self._world.kill if self._rng.random() < 0.5 else self._world.cut_power)()

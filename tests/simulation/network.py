@@ -14,7 +14,7 @@ import grpc.aio
 from simulation.scheduler import SimThread, running
 
 from slotstream.server.access.bodies import EOF
-from slotstream.wire.errors import CODE_KEY
+from slotstream.wire.errors import CODE_KEY, REASON_KEY
 
 if TYPE_CHECKING:
     from simulation.server import SimServer
@@ -32,6 +32,7 @@ class Call:
         self.method = method
         self.status = ""  # Once it has ended, as the client sees it.
         self.code = ""  # slotstream's own.
+        self.reason = ""  # Of SAMPLE_FAILED: the code that the sample failed with.
         self.slow_s = 0.0  # How much longer the client takes for each reply.
         self._peer = f"ipv4:{client}:1"
         self._server = server
@@ -171,6 +172,7 @@ class Call:
 
     async def abort(self, code: grpc.StatusCode, details: str = "", trailing_metadata: Any = ()) -> None:
         self._said = (code.name, dict(trailing_metadata).get(CODE_KEY, ""))
+        self.reason = dict(trailing_metadata).get(REASON_KEY, "")
         raise grpc.aio.AbortError
 
     def peer(self) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 from simulation.disk import SimFiles
@@ -20,6 +21,7 @@ from slotstream.server.samples.service import SamplesService
 from slotstream.store.catalogue import retention_sql
 from slotstream.store.catalogue.catalogue import Catalogue
 from slotstream.store.publishing import Publisher
+from slotstream.store.records import State
 from slotstream.store.sample.upload import Upload
 from slotstream.store.samples import SampleStore
 from slotstream.store.upkeep import recovery
@@ -126,8 +128,11 @@ def _() -> None:
         if self.standing(record.key).leased_until_unix_ns:
             delete(self, record)  # Which refuses it.
             return
-        self._deleter._catalogue.submit(lambda db: retention_sql.mark_deleting(db, record.key), durable=True).result()
-        self._deleter.finish([record.key])
+        self._catalogue.submit(lambda db: retention_sql.mark_deleting(db, record.key), durable=True).result()
+        path = record.key.path(self._data_dir)
+        self._files.unlink(path)
+        self._files.sync_dir(path.parent)
+        self._catalogue.drop_deleting([record.key]).result()
 
     _set(Lifetimes, "delete", looks_first)
 
@@ -156,7 +161,11 @@ def _() -> None:
 @_plant("deletions-not-finished")
 def _() -> None:
     """A start takes a sample that was being deleted for a committed one."""
-    _set(recovery, "_finish_deletion", lambda files, data_dir, catalogue, record, done: catalogue.put_committed(record).result())
+
+    def undone(files: Any, data_dir: Any, catalogue: Catalogue, record: Any, done: Any) -> None:
+        catalogue.put_committed(replace(record, state=State.COMMITTED)).result()
+
+    _set(recovery, "_finish_deletion", undone)
 
 
 @_plant("partials-stay")
