@@ -1,4 +1,4 @@
-"""Clients, each on a simulated thread: connectors that put, repeat, conflict, break off and give up; readers, deleters, leasers.
+"""Clients, each on a simulated thread: they put, repeat, conflict, break off and give up; read, delete, lease, ack, verify.
 
 What a client is answered goes to the model. What the protocol promises beyond that is checked here: one verdict a sample, one
 ack a chunk, and the acks first; rows that somebody put, in order and whole; no error that nothing explains.
@@ -6,7 +6,6 @@ ack a chunk, and the acks first; rows that somebody put, in order and whole; no 
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -20,13 +19,25 @@ from slotstream.store.records import SampleKey
 from slotstream.v1 import ingest_pb2, sample_pb2
 from slotstream.v1 import samples_pb2 as pb
 from slotstream.wire.frames import decode_reply
-from slotstream.wire.hashing import xxh3
 
 if TYPE_CHECKING:
     from simulation.world import World
 
 _ANSWER_S = 150.0  # Whoever is not answered by then waits for ever: disks are slow here, but none hangs.
 _VALUES = ("a", "b", "c")
+# What a client does next, and how often of a hundred or so.
+_KINDS = {
+    "put": 40,
+    "read": 22,
+    "delete": 14,
+    "stat": 6,
+    "list": 6,
+    "ack": 6,
+    "lease": 6,
+    "verify": 2,
+    "usage": 2,
+    "restore": 1,
+}
 _LIKELY = (6, 2, 1)  # Most puts of an id bring the same.
 _CHUNK_ROWS = 3
 _NOT_STORED = {"NOT_FOUND", "SAMPLE_FAILED", "DEADLINE_EXCEEDED", "STILL_ARRIVING"}
@@ -64,13 +75,10 @@ class Client:
         self._rng = running().rng
 
     def run(self, operations: int) -> None:
-        kinds = {
-            "put": 40, "read": 22, "stat": 6, "list": 6, "delete": 14, "ack": 6, "lease": 6, "verify": 2, "usage": 2, "restore": 1,
-        }  # fmt: skip
         for _ in range(operations):
             if self._rng.random() < 0.6:
                 running().pause(self._rng.random())
-            kind = self._rng.choices(list(kinds), list(kinds.values()))[0]
+            kind = self._rng.choices(list(_KINDS), list(_KINDS.values()))[0]
             getattr(self, kind)(self._world.pick())
 
     def _value(self) -> str:
@@ -186,7 +194,9 @@ class Client:
         if reply.WhichOneof("kind") == "committed":
             put.answer = "duplicate" if verdict.duplicate else "committed"
             if put.mistake:
-                running().fail(f"client {self._number}: {put.key} is {put.answer}, though its connector made a mistake: {put.mistake}")
+                running().fail(
+                    f"client {self._number}: {put.key} is {put.answer}, though its connector made a mistake: {put.mistake}"
+                )
             if put.chunks:
                 running().fail(f"client {self._number}: {put.key} is {put.answer}, and chunks {put.chunks} are not acked")
         else:

@@ -32,7 +32,9 @@ class SimLoop(asyncio.BaseEventLoop):
     def time(self) -> float:
         return self._scheduler.now
 
-    def call_soon_threadsafe(self, callback: Any, *args: Any, context: Any = None) -> asyncio.Handle:
+    def call_soon_threadsafe(  # type: ignore[override]
+        self, callback: Any, *args: Any, context: Any = None
+    ) -> asyncio.Handle:
         handle = self.call_soon(callback, *args, context=context)
         if self._idle:
             self._scheduler.wake(self._thread)
@@ -67,7 +69,7 @@ class SimLoop(asyncio.BaseEventLoop):
         for task in asyncio.all_tasks(self):
             task._log_destroy_pending = False  # type: ignore[attr-defined]
             with suppress(BaseException):
-                task.get_coro().close()  # type: ignore[union-attr]
+                task.get_coro().close()
         self._ready.clear()
         self._scheduled.clear()
 

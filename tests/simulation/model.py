@@ -1,4 +1,4 @@
-"""What clients saw, and whether it can be: each id is a register (`endurance/register.py`), with the deletions that rules allow."""
+"""What clients saw, and whether it can be: each id is a register, from which rules may delete."""
 
 from __future__ import annotations
 

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 import grpc.aio
-
 from simulation.scheduler import SimThread, running
 
 from slotstream.server.access.bodies import EOF

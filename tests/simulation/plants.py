@@ -130,8 +130,9 @@ def _() -> None:
             return
         self._catalogue.submit(lambda db: retention_sql.mark_deleting(db, record.key), durable=True).result()
         path = record.key.path(self._data_dir)
-        self._files.unlink(path)
-        self._files.sync_dir(path.parent)
+        if path.exists():
+            self._files.unlink(path)
+            self._files.sync_dir(path.parent)
         self._catalogue.drop_deleting([record.key]).result()
 
     _set(Lifetimes, "delete", looks_first)
@@ -143,7 +144,7 @@ def _() -> None:
     delete_unused = Deleter.delete_unused
 
     def forgetful(self: Deleter, candidates: Sequence[Any]) -> Any:
-        leased_until, retention_sql.leased_until = retention_sql.leased_until, lambda db, key, now: 0
+        leased_until, retention_sql.leased_until = retention_sql.leased_until, lambda db, key, now_unix_ns: 0
         try:
             return delete_unused(self, candidates)
         finally:

@@ -36,7 +36,8 @@ def main() -> int:
     if os.environ.get("PYTHONHASHSEED") != "0":  # Sets of names are walked in the same order in every process.
         os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, "PYTHONHASHSEED": "0"})
     # One core: the baton then goes from thread to thread without waking another one, which takes five times as long.
-    os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[-1]})
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[os.getpid() % len(cores)]})
     sys.path[:1] = [str(_TESTS), str(_TESTS / "endurance")]  # In place of this folder, whose names others have too.
     warnings.simplefilter("ignore")  # Tasks of servers that were killed.
     from simulation import seams

@@ -34,6 +34,7 @@ _REPLACED: dict[Any, Any] = {
     concurrent.futures.Future: threads.Future,
     concurrent.futures.ThreadPoolExecutor: threads.ThreadPoolExecutor,
 }
+_PAST = ("threading", "_thread", "queue", "_queue", "time", "secrets")  # Whose functions are to be asked for by `module.name`.
 _LEFT_ALONE = ("slotstream.server.processes", "slotstream.server.nixl", "slotstream.server.app")
 
 
@@ -47,7 +48,7 @@ def install() -> None:
         if name.startswith("slotstream.") and not name.startswith(_LEFT_ALONE):
             _replace(module)
     connections: dict[str, Any] = {**vars(sqlite3), "connect": SimConnection.connect}
-    opening.sqlite3 = SimpleNamespace(**connections)  # type: ignore[assignment]
+    opening.sqlite3 = SimpleNamespace(**connections)  # type: ignore[attr-defined,assignment]
     opening._LOG_PAGES = _LOG_PAGES
     opening.READERS = catalogue.READERS = _READERS  # type: ignore[attr-defined]
     row_hash.GROUP_BYTES = _GROUP_BYTES
@@ -55,6 +56,7 @@ def install() -> None:
 
 def _replace(module: ModuleType) -> None:
     for name, value in list(vars(module).items()):
+        assert getattr(value, "__module__", "") not in _PAST, f"{module.__name__}.{name} goes past the simulation"
         try:
             replacement = _REPLACED.get(value)
         except TypeError:  # It cannot be a key.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import os
+from pathlib import Path
 from typing import Any
 
 from simulation.disk import SimFiles
@@ -64,9 +64,9 @@ class SimServer:
         self.waiters = Waiters()
         self.housekeeping = Housekeeping(config, self.store, self.metrics, lambda healthy: None)
         gate = Gate(config)
-        services: tuple[Any, ...] = (config, self.store, self.pools, self.metrics, self.waiters, gate)
-        self.ingest = IngestService(*services, self.housekeeping.touch)
-        self.samples = SamplesService(*services, self.housekeeping)
+        store, pools, metrics, waiters = self.store, self.pools, self.metrics, self.waiters
+        self.ingest = IngestService(config, store, pools, metrics, waiters, gate, self.housekeeping.touch)
+        self.samples = SamplesService(config, store, pools, metrics, waiters, gate, self.housekeeping)
         for bodies in (self.ingest._shared.bodies, self.samples._bodies):
             bodies._resident = lambda: 0  # The memory of this process is not the server's.
         self._handlers = (self.ingest.handler(), self.samples.handler())
@@ -121,7 +121,7 @@ class SimServer:
         await _within(self.samples.idle(), drain_s)
         for call in list(self.calls):
             call.cut("UNAVAILABLE")
-        while self.calls:
+        while self.calls:  # noqa: ASYNC110  # What they do at their end is what is tested.
             await asyncio.sleep(0.01)
         await asyncio.sleep(0.01)  # Tasks that were cancelled have ended by then.
         self.loop.stop()
@@ -136,7 +136,7 @@ class SimServer:
         if others:
             running().fail(f"threads go on after the stop: {others}")
         if self._files.fds:
-            names = sorted(os.readlink(f"/proc/self/fd/{fd}").rpartition("/")[2] for fd in self._files.fds)
+            names = sorted(Path(f"/proc/self/fd/{fd}").readlink().name for fd in self._files.fds)
             running().fail(f"files are open after the stop: {names}")
         self.process.dead = True
 

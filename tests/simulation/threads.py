@@ -6,7 +6,7 @@ import concurrent.futures
 from collections import deque
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, Generic, TypeVar
 
 from simulation.scheduler import Killed, SimThread, running
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import random
 import shutil
 import tempfile
 import traceback
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from simulation.clients import Client
-from simulation.disk import PLENTY, SimConnection, SimFiles
+from simulation.disk import SimConnection, SimFiles
 from simulation.model import KEPT, POLICY, TRIMMED, Model
 from simulation.nemesis import Nemesis
 from simulation.scheduler import Scheduler, Stuck, run_with, running
@@ -60,7 +59,7 @@ class World:
         self._chunk_threads = rng.choice((1, 1, 3))
         self._options: dict[str, Any] = {
             "retention": POLICY,
-            "scrub_every_s": rng.choice((0.0, 15.0)),
+            "scrub_every_s": rng.choice((0.0, 30.0)),
             "scrub_bytes_per_s": 4e5,
             "appear_grace_s": 1.0,
             "sample_s_max": 300.0,
@@ -139,7 +138,7 @@ class World:
         clients = [Client(self, number) for number in range(rng.randint(2, 4))]
         threads = [scheduler.spawn("nemesis", lambda: nemesis.run(rng.randint(2, 5)))]
         for number, client in enumerate(clients):
-            operations = rng.randint(3, 10)
+            operations = rng.randint(3, 8)
             threads.append(scheduler.spawn(f"client {number}", lambda client=client, count=operations: client.run(count)))  # type: ignore[misc]
         for thread in threads:
             if not scheduler.join(thread, _QUIET_S):
@@ -210,7 +209,7 @@ def run_seed(seed: int, *, keep_trace: bool = False) -> Result:
     scheduler.preempt = 0.0
     world.server.kill()
     world.files._hang_up()
-    scheduler.world.threads and scheduler.kill(scheduler.world)
+    scheduler.kill(scheduler.world)
     shutil.rmtree(root)
     return Result(
         seed, scheduler.wrong, scheduler.digest, scheduler.steps, scheduler.now, dict(world.model.counts), scheduler.lines

@@ -350,7 +350,10 @@ class SampleStore:
         return verdict
 
     def verify_all(self, namespace: str = "") -> Iterator[Verdict]:
-        """A verdict for every committed sample, then one for every foreign file. Raises IoError, InternalFault and StoreGone."""
+        """A verdict for every committed sample, then one for every foreign file.
+
+        Raises IoError, InternalFault and StoreGone.
+        """
         self._opened.check()
         yield from verifying.verify_samples(self._files, self.data_dir, self._catalogue, namespace)
         try:
