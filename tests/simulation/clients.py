@@ -356,7 +356,7 @@ class Client:
 
     def _check_answered(self, call: Call, what: str) -> None:
         if not call.status:
-            running().fail(f"client {self._number}: {what} was not answered within {_ANSWER_S:g} s")
+            running().fail(f"client {self._number}: {what} was not answered within {_ANSWER_S:g} s\n{running().stacks()}")
             call.cut()
 
     def _check_error(self, call: Call, called_at: float, what: str) -> None:

@@ -37,7 +37,7 @@ class Trouble:
 
 
 class SimFiles(PowerFiles):
-    """The one disk of a seed, whoever serves it. `root` changes when the power is cut."""
+    """The disk of a seed, whoever serves it, until the power is cut."""
 
     def __init__(self, root: Path) -> None:
         super().__init__(root)
@@ -153,8 +153,8 @@ class SimFiles(PowerFiles):
             if name in kept:
                 (self.root / name).write_bytes(kept[name])
 
-    def cut_power(self, end: Callable[[], None], after: Path) -> None:
-        """`end` kills every thread of the process; `after` becomes what is there when the power is back."""
+    def cut_power(self, end: Callable[[], None], after: Path) -> SimFiles:
+        """`end` kills every thread of the process; `after` becomes what is there when the power is back. That disk."""
         rng = running().rng
         self.lose_power(after, rng)
         catalogue = rng.choice(("kept", "cut", "cut", "lost"))
@@ -166,9 +166,9 @@ class SimFiles(PowerFiles):
         end()
         self._hang_up()
         shutil.rmtree(self.root)
-        state = (self.trouble, self.free, self.away, self.slow)
-        self.__init__(after)  # type: ignore[misc]
-        self.trouble, self.free, self.away, self.slow = state
+        found = SimFiles(after)
+        found.trouble, found.free, found.away, found.slow = self.trouble, self.free, self.away, self.slow
+        return found
 
     def _hang_up(self) -> None:
         for fd in self.fds:

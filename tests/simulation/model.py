@@ -35,6 +35,7 @@ class Model:
         self._leases: defaultdict[SampleKey, list[Lease]] = defaultdict(list)
         self._lives_ended_at: list[float] = []
         self._leases_doubted_at: list[float] = []
+        self._catalogues_lost_at: list[float] = []
 
     def note(self, key: SampleKey, operation: Operation) -> None:
         """A client's operation on an id, and how it was answered."""
@@ -62,10 +63,26 @@ class Model:
         """The server was killed: what it had not done by then, it never does."""
         self._lives_ended_at.append(at)
 
+    def lost_catalogue(self, at: float) -> None:
+        """With it goes what it said of deletions that had begun, and of which nobody was told that they are done."""
+        self._catalogues_lost_at.append(at)
+
+    def _undone(self, history: list[Operation]) -> list[Operation]:
+        """What a start may bring back whose catalogue is gone."""
+        begun_at = min((one.called_at for one in history if (one.kind, one.answer) == ("delete", "unknown")), default=inf)
+        values = {one.value for one in history if one.kind == "put" and one.answer in ("committed", "unknown")}
+        return [
+            Operation(0, "put", "unknown", at - 1e-9, inf, value)  # Just before that life ends: by then, or never.
+            for at in self._catalogues_lost_at
+            for value in sorted(values)
+            if begun_at < at
+        ]
+
     def wrong(self) -> list[str]:
         """What cannot be."""
         found = []
         for key, history in self.histories.items():
+            history += self._undone(history)
             history.sort(key=lambda one: one.called_at)
             if not explain(history, self._lives_ended_at):
                 found.append(f"{key}: no order explains\n" + "\n".join(f"    {one}" for one in history))

@@ -83,18 +83,18 @@ class Nemesis:
     # The disk and the rest.
 
     def disk(self) -> None:
-        files = self._world.files
         operations = self._rng.choice(tuple(_ERRORS))
         some = self._rng.sample(operations, self._rng.randint(1, len(operations)))
         with self._world.trouble("disk"):
-            files.trouble = Trouble(frozenset(some), _ERRORS[operations], self._rng.choice((10, 40, 100)))
-            running().note(f"trouble: {files.trouble}")
+            trouble = Trouble(frozenset(some), _ERRORS[operations], self._rng.choice((10, 40, 100)))
+            running().note(f"trouble: {trouble}")
+            self._world.files.trouble = trouble
             running().pause(self._rng.random() * 2)
             dies = self._rng.random() < 0.5
             if dies:
                 self._wait_for_a_step()
                 (self._world.kill if self._rng.random() < 0.5 else self._world.cut_power)()
-            files.trouble = None
+            self._world.files.trouble = None
             if dies:
                 self._start_again()
 

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 _STEPS_MAX = 400_000  # Of one seed: more is a loop that never ends.
+_FRAMES_SHOWN = 8  # Of each thread's stack.
 
 
 class Killed(BaseException):
@@ -45,14 +46,19 @@ class _Carrier:
     def __init__(self) -> None:
         self.baton = threading.Lock()
         self.baton.acquire()
+        self.ident = threading.get_ident()
         self.job: Callable[[], _Carrier] | None = None
-        threading.Thread(target=self._run, daemon=True).start()
 
     @classmethod
     def take(cls) -> _Carrier:
-        return cls.idle.pop() if cls.idle else cls()
+        """One that has nothing to do."""
+        if not cls.idle:
+            cls.idle.append(carrier := cls())
+            threading.Thread(target=carrier._run, daemon=True).start()
+        return cls.idle.pop()
 
     def _run(self) -> None:
+        self.ident = threading.get_ident()
         while True:
             self.baton.acquire()
             assert self.job is not None
@@ -94,10 +100,7 @@ class Scheduler:
         self._threads: list[SimThread] = []
         self._stuck = ""
         self.world = Process("world")
-        carrier = _Carrier.__new__(_Carrier)
-        carrier.baton = threading.Lock()
-        carrier.baton.acquire()
-        self.main = self.current = SimThread("main", self.world, carrier)
+        self.main = self.current = SimThread("main", self.world, _Carrier())  # On the thread that calls this.
 
     # What happened.
 
@@ -117,6 +120,15 @@ class Scheduler:
     def digest(self) -> str:
         """Of the whole trace."""
         return self._digest.hexdigest()
+
+    def stacks(self) -> str:
+        """Where each thread waits."""
+        frames = sys._current_frames()
+        return "\n".join(
+            f"{thread.name} is at\n" + "".join(traceback.format_stack(frames[thread.carrier.ident])[-_FRAMES_SHOWN:-2])
+            for thread in (self.main, *self._threads)
+            if thread.waits or thread is self.main
+        )
 
     # Threads.
 
@@ -255,13 +267,7 @@ class Scheduler:
             return self._runnable.pop()
 
     def _give_up(self, why: str) -> SimThread:
-        frames = sys._current_frames()
-        stacks = []
-        for thread in threading.enumerate():
-            names = [one.name for one in self._threads if one.carrier is getattr(thread, "_target", None)]
-            if names:
-                stacks.append(names[0] + "\n" + "".join(traceback.format_stack(frames[thread.ident or 0])[-6:]))
-        self._stuck = f"{why}; there are {sorted(thread.name for thread in self._threads)}\n" + "\n".join(stacks)
+        self._stuck = f"{why}\n{self.stacks()}"
         self.steps = 0
         if self.main in self._runnable:
             self._runnable.remove(self.main)

@@ -103,7 +103,10 @@ class World:
         running().note("power cut")
         self.model.died(running().now)
         self.model.leases_in_doubt(running().now)
-        self.files.cut_power(self.server.kill, self._root / str(next(self._directories)))
+        after = self._root / str(next(self._directories))
+        self.files = SimConnection.disk = self.files.cut_power(self.server.kill, after)
+        if not (after / "catalog.sqlite").exists():
+            self.model.lost_catalogue(running().now)
 
     def stop(self, drain_s: float) -> None:
         running().note("stop")
