@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import sqlite3
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 
 from slotstream.store.catalogue import retention_sql
@@ -57,9 +57,7 @@ class Deleter:
             raise Leased(f"{key} is leased to a reader for another {(until - now) / 1e9:.0f} seconds")
         path = key.path(self._data_dir)
         try:
-            if self._files.path_size(path) is not None:
-                self._files.unlink(path)
-                self._files.sync_dir(path.parent)
+            remove_durably(self._files, path)
         except OSError as error:
             raise store_error(error, f"deleting {key}") from error
         self._catalogue.drop_deleting([key]).result()
@@ -112,6 +110,13 @@ class Deleter:
             self._catalogue.drop_deleting(gone).result()
         except (StoreFull, IoError, InternalFault) as error:
             _log.warning("the rows of %d deleted samples cannot be removed yet: %s", len(gone), error)
+
+
+def remove_durably(files: Files, path: Path) -> None:
+    """Remove a file. One that is gone already may have gone in an attempt whose sync failed, or never came."""
+    with suppress(FileNotFoundError, NotADirectoryError):  # Of its directory; or that is a link, which is not followed.
+        files.unlink(path)
+        files.sync_dir(path.parent)
 
 
 def _is_same(record: SampleRecord, candidate: retention_sql.Candidate) -> bool:
