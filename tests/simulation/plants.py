@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from simulation.disk import SimFiles
@@ -20,11 +21,12 @@ from slotstream.server.ingest.sample_writer import SampleWriter
 from slotstream.server.samples.service import SamplesService
 from slotstream.store.catalogue import retention_sql
 from slotstream.store.catalogue.catalogue import Catalogue
+from slotstream.store.disk.files import Files
 from slotstream.store.publishing import Publisher
 from slotstream.store.records import State
 from slotstream.store.sample.upload import Upload
 from slotstream.store.samples import SampleStore
-from slotstream.store.upkeep import recovery
+from slotstream.store.upkeep import deleting, recovery
 from slotstream.store.upkeep.deleting import Deleter
 from slotstream.store.upkeep.lifetimes import Lifetimes
 
@@ -117,6 +119,19 @@ def _() -> None:
         return submit(self, operation, urgent=urgent)
 
     _set(Catalogue, "submit", careless)
+
+
+@_plant("deletion-not-synced-again")
+def _() -> None:
+    """Whoever finishes a deletion syncs only what it removed itself: as it was before the simulation found it."""
+
+    def hasty(files: Files, path: Path) -> None:
+        if files.path_size(path) is not None:
+            files.unlink(path)
+            files.sync_dir(path.parent)
+
+    for module in (deleting, recovery):
+        _set(module, "remove_durably", hasty)
 
 
 @_plant("lease-not-looked-at-again")
