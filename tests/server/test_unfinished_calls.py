@@ -101,7 +101,7 @@ def test_the_messages_of_a_caller_are_asked_for_one_by_one_and_those_of_others_b
         tasks[2].cancel()
         with pytest.raises(asyncio.CancelledError):
             await tasks[2]
-        assert (of._reading, of._waiting, of._turns) == (set(), {}, {})
+        assert (of._reading, of._waiting, of._turns) == ({}, {}, {})
 
     _run(test())
 

@@ -14,8 +14,9 @@ from store.store_kit import BROKEN, FULL, FaultyFiles, Sample, read_all, tree
 from slotstream.store.catalogue.sql import ListQuery
 from slotstream.store.disk.files import Files
 from slotstream.store.records import State
+from slotstream.store.sample.upload import VerdictUnknown
 from slotstream.store.samples import SampleStore
-from slotstream.wire.errors import ConfigError, InternalFault, SlotStreamError, StoreFull
+from slotstream.wire.errors import AlreadyExists, ConfigError, InternalFault, SlotStreamError, StoreFull
 
 
 def _fails(store: SampleStore, sample: Sample) -> SlotStreamError:
@@ -110,6 +111,47 @@ def test_a_commit_whose_row_cannot_be_written_is_taken_back(tmp_path: Path, monk
             upload.commit(10, Sample().token_ids)
     assert tree(tmp_path) == {}
     assert Sample().put(store) is False
+    store.close()
+
+
+def test_a_commit_of_which_nobody_can_say_what_became_is_not_called_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its file is under its name, and neither that nor the catalogue can be changed: the sender is to send it again."""
+    files = FaultyFiles()
+    store = SampleStore.open(tmp_path, files=files)
+    upload = Sample().send(store)
+
+    def full(record: object) -> Future[None]:
+        future: Future[None] = Future()
+        future.set_exception(StoreFull("the disk is full: the catalogue cannot be written"))
+        return future
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store._catalogue, "put_committed", full)
+        patch.setattr(store._catalogue, "put_deleting", full)
+        files.faults = {"unlink": (0, BROKEN)}
+        with pytest.raises(VerdictUnknown):
+            upload.commit(10, Sample().token_ids)
+    files.faults = {}
+    # Who meets the file, meets a committed sample: with other content it is refused, and then everybody can read what is there.
+    assert isinstance(_fails(store, Sample(seed=1)), AlreadyExists)
+    assert read_all(store, Sample().key) == (Sample().data, Sample().token_ids)
+    assert Sample().put(store) is True
+    store.close()
+
+
+def test_a_directory_that_cannot_be_looked_at_fails_the_sample_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = SampleStore.open(tmp_path)
+    Sample().put(store)
+
+    def broken(path: Path) -> int | None:
+        raise OSError(BROKEN, os.strerror(BROKEN))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store._files, "path_size", broken)
+        assert isinstance(_fails(store, Sample("s", seed=1)), InternalFault)
+    assert Sample("other").put(store) is False
     store.close()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import random
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -187,3 +188,16 @@ def test_an_id_that_is_taken_again_keeps_its_sample(tired: SampleStore, disk: Ti
     assert read_all(tired, Sample("s3").key)[0] == Sample("s3", seed=99).data
     assert tired.lifetimes.quarantine_totals()[0] == 1
     tired.close()
+
+
+def test_a_directory_that_cannot_be_listed_is_no_fault_of_the_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = SampleStore.open(tmp_path)
+    Sample().put(store)
+
+    def refuses(path: Path) -> Iterator[os.DirEntry[str]]:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(store._files, "walk", refuses)
+    with pytest.raises(IoError):
+        list(store.verify_all())
+    store.close()

@@ -133,6 +133,50 @@ def test_a_sync_that_failed_is_never_tried_again(tmp_path: Path) -> None:
     store.close()
 
 
+@pytest.mark.parametrize("catalogue", ["kept", "cut"])
+@pytest.mark.parametrize("refused", [("sync_dir",), ("sync_dir", "unlink")], ids=" and ".join)
+def test_what_was_told_to_have_failed_is_not_there_when_the_power_is_back(
+    tmp_path: Path, refused: tuple[str, ...], catalogue: str
+) -> None:
+    """The disk refuses to sync the sample's name, and then to remove it, or to sync that."""
+    sample = Sample()
+    for seed in range(8):
+        plugged = Plugged(tmp_path / f"before-{seed}")
+        upload = sample.send(plugged.store)
+        plugged.files.faults = dict.fromkeys(refused, (0, BROKEN))
+        with pytest.raises(SlotStreamError):
+            upload.commit(sample.rows, sample.token_ids)
+        plugged.lose_power(tmp_path / f"after-{seed}", random.Random(seed), catalogue)
+        store = SampleStore.open(tmp_path / f"after-{seed}")
+        record = store.stat(sample.key)
+        assert record is None or record.state is State.FAILED
+        assert Sample(seed=1).put(store) is False  # The id is free.
+        store.close()
+
+
+@pytest.mark.parametrize("how", ["asked again", "killed"])
+def test_a_deletion_whose_sync_was_missing_stays_done_once_it_is_done(tmp_path: Path, how: str) -> None:
+    """The file was gone before, but not durably: whoever finishes the deletion syncs that."""
+    sample = Sample()
+    for seed in range(8):
+        plugged = Plugged(tmp_path / f"before-{seed}")
+        sample.put(plugged.store)
+        plugged.files.faults = {"sync_dir": (0, BROKEN if how == "asked again" else Crash)}
+        with pytest.raises((SlotStreamError, Crash)):
+            plugged.store.delete(sample.key)
+        plugged.files.faults, plugged.files.crashed = {}, False
+        if how == "asked again":
+            plugged.store.delete(sample.key)
+        else:
+            crash(plugged.store)
+            plugged = Plugged(tmp_path / f"before-{seed}", plugged.files)
+        assert plugged.store.stat(sample.key) is None
+        plugged.lose_power(tmp_path / f"after-{seed}", random.Random(seed), "kept")
+        store = SampleStore.open(tmp_path / f"after-{seed}")
+        assert store.stat(sample.key) is None
+        store.close()
+
+
 @pytest.mark.parametrize("catalogue", ["kept", "cut", "lost"])
 def test_a_deletion_that_was_told_stays_done(tmp_path: Path, catalogue: str) -> None:
     for seed in range(6):

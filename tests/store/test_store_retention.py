@@ -8,6 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from store.store_kit import BROKEN, FaultyFiles, Sample, crash, read_all, tree
@@ -330,6 +331,22 @@ def test_leases(tmp_path: Path) -> None:
         with pytest.raises(BadParams):
             store.lifetimes.lease(key, holder, seconds)
     store.close()
+
+
+def test_a_lease_that_is_granted_while_a_deletion_begins_holds(store: SampleStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The deletion has looked at the sample, and the lease is written before anything is marked as being deleted."""
+    Sample().put(store)
+    submit = store._catalogue.submit
+
+    def after_a_lease(*arguments: Any, **how: Any) -> Any:
+        monkeypatch.undo()
+        store.lifetimes.lease(Sample().key, "me", 60)
+        return submit(*arguments, **how)
+
+    monkeypatch.setattr(store._catalogue, "submit", after_a_lease)
+    with pytest.raises(Leased):
+        store.delete(Sample().key)
+    assert read_all(store, Sample().key)[0] == Sample().data
 
 
 def test_leases_have_a_limit_and_those_that_ended_do_not_count(store: SampleStore, monkeypatch: pytest.MonkeyPatch) -> None:

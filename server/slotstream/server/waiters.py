@@ -14,19 +14,19 @@ class Waiters:
     """Wakes waiters by sample. Belongs to one event loop."""
 
     def __init__(self) -> None:
-        self._waiting: dict[SampleKey, set[asyncio.Event]] = {}
+        self._waiting: dict[SampleKey, dict[asyncio.Event, None]] = {}  # In the order in which they came, and are woken.
         self._closed = False
 
     @contextmanager
     def watch(self, key: SampleKey) -> Iterator[asyncio.Event]:
         """An event that is set whenever the sample's state may have changed. Watch first, then look, then wait."""
         event = asyncio.Event()
-        self._waiting.setdefault(key, set()).add(event)
+        self._waiting.setdefault(key, {})[event] = None
         try:
             yield event
         finally:
             events = self._waiting[key]
-            events.discard(event)
+            del events[event]
             if not events:
                 del self._waiting[key]
 

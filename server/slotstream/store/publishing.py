@@ -19,7 +19,7 @@ from slotstream.store.disk.files import Files
 from slotstream.store.records import SampleKey, SampleRecord, State
 from slotstream.store.sample.file import sample_file_at
 from slotstream.store.sample.reading import unreadable
-from slotstream.store.sample.upload import Draft, OpenSample
+from slotstream.store.sample.upload import Draft, OpenSample, VerdictUnknown
 from slotstream.wire.errors import AlreadyExists, Damaged, SlotStreamError, StoreFull
 
 _log = logging.getLogger(__name__)
@@ -51,8 +51,8 @@ class Publisher:
     def publish(self, upload: OpenSample, draft: Draft) -> bool:
         """Make the upload's partial the committed file. True when the same content is stored already, and nothing was done.
 
-        Raises AlreadyExists, Damaged and IoError for what is stored under the id, StoreFull, StoreGone, InternalFault and
-        OSError.
+        Raises AlreadyExists, Damaged and IoError for what is stored under the id, StoreFull, StoreGone, InternalFault, OSError
+        and VerdictUnknown.
         """
         key = upload.spec.key
         path = key.path(self._data_dir)
@@ -69,16 +69,26 @@ class Publisher:
                 self._files.sync_dir(path.parent)
                 self._catalogue.put_committed(record).result()
             except (OSError, SlotStreamError):
-                self._take_back(path)
+                self._take_back(path, record)
                 raise
         return False
 
-    def _take_back(self, path: Path) -> None:
+    def _take_back(self, path: Path, record: SampleRecord) -> None:
+        """Remove the file of a commit that failed, for good: its sample is going to be told to have failed.
+
+        Where the disk refuses that, the sample is marked as being deleted, durably: its file goes later, and no start takes it
+        for a committed one. Raises VerdictUnknown where not even that can be written.
+        """
         try:
             self._files.unlink(path)
+            self._files.sync_dir(path.parent)
         except OSError as error:
-            self.left_a_file = True
             _log.error("cannot remove %s, whose commit failed: %s", path, error)
+            try:
+                self._catalogue.put_deleting(record).result()
+            except SlotStreamError as second:
+                self.left_a_file = True
+                raise VerdictUnknown(f"the commit failed, and its file may be found by the next start: {second}") from second
 
     def _is_stored(self, upload: OpenSample, draft: Draft, path: Path) -> bool:
         """True when the same content is stored, and sound; False when nothing is in the way.
@@ -109,11 +119,14 @@ class Publisher:
             if committed is not None and self._put_aside_if_rotten(committed):
                 return False
             raise Damaged(f"the file stored under {key} is not the one that was committed; delete it first")
-        if upload.content_hashed_by(draft.content, stored.hash_rows) != stored.content:
+        is_same = upload.content_hashed_by(draft.content, stored.hash_rows) == stored.content
+        if committed is not None and not is_same:
             raise AlreadyExists(f"{key} is stored with other content")
         if self._put_aside_if_rotten(committed or stored.record()):
             return False
-        if committed is None:  # A whole file that the catalogue does not show: somebody put it back.
+        if committed is None:  # A whole file that the catalogue does not show: somebody put it back, or a commit ended unknown.
             self._files.sync_dir(path.parent)
             self._catalogue.put_committed(stored.record()).result()
+        if not is_same:
+            raise AlreadyExists(f"{key} is stored with other content")
         return True

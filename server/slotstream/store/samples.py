@@ -34,6 +34,7 @@ from slotstream.wire.errors import (
     ConfigError,
     Damaged,
     Interrupted,
+    IoError,
     SampleFailed,
     SampleNotFound,
     SlotStreamError,
@@ -74,7 +75,7 @@ class SampleStore:
         self._uploads_max = uploads_max
         self._uploads: dict[SampleKey, list[OpenSample]] = {}
         self._failing: dict[SampleKey, SampleRecord] = {}  # Ended, and their rows are queued.
-        # While the disk was full: known as long as this runs.
+        # While the disk was full, or would not remove what is left of them: known as long as this runs.
         self._refused: OrderedDict[SampleKey, SampleRecord] = OrderedDict()
         self._opening = 0
         self._uploads_lock = threading.Lock()
@@ -193,10 +194,7 @@ class SampleStore:
         if not self._failure_shares.take(peer):
             return
         if self.is_full:
-            with self._uploads_lock:
-                self._refused[record.key] = _failed_record(record, failure)
-                while len(self._refused) > _REFUSED_MAX:
-                    self._refused.popitem(last=False)
+            self._remember(_failed_record(record, failure))
             return
         with self._uploads_lock:
             if record.key in self._uploads:
@@ -210,6 +208,8 @@ class SampleStore:
         with self._uploads_lock:
             same = self._uploads[key]
             same.remove(upload)
+            if failure is None:
+                self._refused.pop(key, None)
             if same:
                 return
             del self._uploads[key]
@@ -229,7 +229,10 @@ class SampleStore:
 
     def _wait_failed(self, failed: SampleRecord, written: Future[bool]) -> None:
         try:
-            written.result()
+            if not written.result():
+                row = self._catalogue.get(failed.key)
+                if row is not None and row.state is State.DELETING:  # It stands for a file that the disk would not remove.
+                    self._remember(failed)
         except SlotStreamError as error:
             # `stat` shows an arriving row without an upload as failed, and so does the next start.
             self._unrecorded = True
@@ -238,6 +241,13 @@ class SampleStore:
             with self._uploads_lock:
                 if self._failing.get(failed.key) is failed:
                     del self._failing[failed.key]
+
+    def _remember(self, failed: SampleRecord) -> None:
+        """Of a sample that has no row: until this server ends, or a thousand more have come."""
+        with self._uploads_lock:
+            self._refused[failed.key] = failed
+            while len(self._refused) > _REFUSED_MAX:
+                self._refused.popitem(last=False)
 
     def _lost_samples(self, known: Callable[[SampleKey], SampleRecord | None]) -> Iterator[SampleRecord]:
         """Samples whose rows a rebuild of the catalogue lost. One that is being committed gets its row from its commit."""
@@ -349,10 +359,16 @@ class SampleStore:
         return verdict
 
     def verify_all(self, namespace: str = "") -> Iterator[Verdict]:
-        """A verdict for every committed sample, then one for every foreign file. Raises InternalFault and StoreGone."""
+        """A verdict for every committed sample, then one for every foreign file.
+
+        Raises IoError, InternalFault and StoreGone.
+        """
         self._opened.check()
         yield from verifying.verify_samples(self._files, self.data_dir, self._catalogue, namespace)
-        yield from verifying.foreign_files(self._files, self.data_dir, self._catalogue, namespace, self.is_arriving)
+        try:
+            yield from verifying.foreign_files(self._files, self.data_dir, self._catalogue, namespace, self.is_arriving)
+        except OSError as error:
+            raise IoError(str(store_error(error, "looking for foreign files"))) from error
 
     def restore(self, namespace: str = "", sample_id: str = "") -> Iterator[Restored]:
         """Put what verifies again back from the quarantine, file by file. Raises StoreFull, StoreGone and InternalFault."""

@@ -69,7 +69,7 @@ class Bodies:
         self._resident = resident
         self._resident_before = 0
         self._looking: asyncio.TimerHandle | None = None
-        self._reading: set[_Reading] = set()
+        self._reading: dict[_Reading, None] = {}  # In the order in which they began.
         self._waiting: dict[str, deque[_Waiting]] = {}  # by caller, in the order of their turns
         self._turns: Counter[str] = Counter()  # Those that have theirs, by caller.
 
@@ -89,13 +89,13 @@ class Bodies:
             try:
                 async with asyncio.timeout_at(now + limit_s) as patience:
                     reading = _Reading(caller, now, patience)
-                    self._reading.add(reading)
+                    self._reading[reading] = None
                     try:
                         self._watch()
                         self._press()
                         return await context.read()
                     finally:
-                        self._reading.remove(reading)
+                        del self._reading[reading]
             except TimeoutError as error:
                 raise TooSlow("the message of the call did not come in time") from error
 

@@ -21,7 +21,7 @@ from typing import Protocol
 from slotstream.server.nixl.reader import Slot
 from slotstream.server.pools import Pools
 from slotstream.store.records import Failure, SampleKey, SampleRecord, SampleSpec
-from slotstream.store.sample.upload import Upload
+from slotstream.store.sample.upload import Upload, VerdictUnknown
 from slotstream.wire.errors import InternalFault, Interrupted, SlotStreamError
 from slotstream.wire.hashing import xxh3
 
@@ -91,10 +91,6 @@ class Done:
     slot: Slot | None = None
     opened: bool = False
     ended: Ended | None = None
-
-
-class VerdictUnknown(Exception):
-    """Nobody here can say what became of a sample. Its peer is told nothing, its stream ends, and it sends the sample again."""
 
 
 class UploadStore(Protocol):

@@ -51,7 +51,7 @@ class IngestService:
         self._shared = Shared(config, store, pools, metrics, waiters, committed, readers)
         self._endings = Throttle(every_s=60.0)  # What is logged of streams that are ended, by code, or class of a fault.
         self._stream_shares = INGEST_STREAMS.shares(config)
-        self._streams: set[Stream] = set()
+        self._streams: dict[Stream, None] = {}  # In the order in which they came.
 
     def handler(self) -> grpc.GenericRpcHandler[bytes, bytes]:
         stream: Any = self._stream
@@ -83,13 +83,13 @@ class IngestService:
             await abort(context, fault)
 
     async def _serve(self, stream: Stream) -> None:
-        self._streams.add(stream)
+        self._streams[stream] = None
         self._metrics.streams.inc()
         try:
             await stream.run()
         finally:
             self._metrics.streams.dec()
-            self._streams.discard(stream)
+            del self._streams[stream]
 
     def drain(self) -> None:
         """Open no more samples, and tell every peer so."""

@@ -52,7 +52,7 @@ class Shared:
         self._idle = asyncio.Event()
         self._idle.set()
         self._held_bytes = 0
-        self._waiting: set[asyncio.Event] = set()
+        self._waiting: dict[asyncio.Event, None] = {}  # In the order in which they came, and are woken.
         metrics.held_bytes.set_function(lambda: self._held_bytes)
 
     @property
@@ -71,11 +71,11 @@ class Shared:
     @contextmanager
     def waking(self, room: asyncio.Event) -> Iterator[None]:
         """While the block runs, `room` is set whenever `is_full` ends."""
-        self._waiting.add(room)
+        self._waiting[room] = None
         try:
             yield
         finally:
-            self._waiting.discard(room)
+            del self._waiting[room]
 
     def opened(self) -> None:
         """A sample begins."""

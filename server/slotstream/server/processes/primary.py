@@ -20,6 +20,7 @@ from slotstream.server.waiters import Waiters
 from slotstream.store.records import Failure, SampleKey, SampleRecord, State
 from slotstream.store.sample.file import Content
 from slotstream.store.sample.remote import RemoteUpload
+from slotstream.store.sample.upload import VerdictUnknown
 from slotstream.store.samples import SampleStore
 from slotstream.v1 import workers_pb2 as pb
 from slotstream.v1 import workers_pb2_grpc
@@ -174,6 +175,8 @@ class WorkersService(workers_pb2_grpc.WorkersServicer):
             return pb.UploadEnded(duplicate=duplicate)
         except SlotStreamError as error:
             return pb.UploadEnded(failure=failure_message(Failure.of(error)))
+        except VerdictUnknown:
+            raise  # The worker's call fails, and it knows no more than this process does.
         except Exception:
             _log.exception("a fault in the server failed sample %s", upload.spec.key)
             return pb.UploadEnded(failure=failure_message(Failure.of(InternalFault("the server failed; its log says how"))))

@@ -10,10 +10,9 @@ from typing import Any
 
 import grpc
 
-from slotstream.server.ingest.sample_writer import VerdictUnknown
 from slotstream.store.disk.files import Files
 from slotstream.store.records import Failure, SampleRecord, SampleSpec
-from slotstream.store.sample.upload import Draft, OpenSample, Upload
+from slotstream.store.sample.upload import Draft, OpenSample, Upload, VerdictUnknown
 from slotstream.v1 import ingest_pb2, workers_pb2, workers_pb2_grpc
 from slotstream.wire.errors import SlotStreamError, error_from_code
 

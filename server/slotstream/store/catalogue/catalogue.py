@@ -181,6 +181,10 @@ class Catalogue:
         """
         return self.submit(lambda db: sql.put(db, _failed(record, "DAMAGED", message)), durable=True)
 
+    def put_deleting(self, record: SampleRecord) -> Future[None]:
+        """Show a sample whose commit failed, and whose file may still be there, as being deleted. Durable."""
+        return self.submit(lambda db: sql.put(db, replace(record, state=State.DELETING)), durable=True)
+
     def drop_deleting(self, keys: Sequence[SampleKey]) -> Future[None]:
         """Forget samples whose deletion is finished; one that was committed anew meanwhile stays."""
         return self.submit(lambda db: retention_sql.drop_deleting(db, keys))

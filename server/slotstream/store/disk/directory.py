@@ -49,9 +49,9 @@ class DurableDirectories:
         with self._lock:
             # A directory that exists may not be durable yet: its maker may have died before its sync.
             for path in (directory.parent, directory):
-                if path in self._durable and self._files.path_size(path) is not None:
-                    continue
                 try:
+                    if path in self._durable and self._files.path_size(path) is not None:
+                        continue
                     self._files.make_dir(path)
                     self._files.sync_dir(path.parent)
                 except OSError as error:

@@ -47,7 +47,7 @@ class RemoteUpload:
         """Make the partial, whole and synced, the committed sample. True when the same content was stored before.
 
         On any error the sample is failed. Raises AlreadyExists, Damaged and IoError (what is stored under the id already),
-        StoreFull, Interrupted and InternalFault.
+        StoreFull, Interrupted and InternalFault; and VerdictUnknown.
         """
         self._finish()
         self._sealed = sealed

@@ -49,6 +49,10 @@ _GAPS_SHOWN = 8
 _RANGES_MAX = 1 << 14  # Separate ranges of rows that one sample may have while it arrives.
 
 
+class VerdictUnknown(Exception):
+    """Nobody here can say what became of a sample. Its peer is told nothing, its stream ends, and it sends the sample again."""
+
+
 @dataclass(frozen=True, slots=True)
 class Draft:
     """What a commit is about to publish: the rows' content, the packed token ids and all metadata."""
@@ -216,7 +220,7 @@ class Upload:
 
         Blocks for the disk. Every chunk's write must have returned. On any error the sample is failed and its bytes are
         gone. Raises MissingRows, BadParams, TooLarge, AlreadyExists, Damaged and IoError (what is stored under the id already),
-        StoreFull, Interrupted and InternalFault.
+        StoreFull, Interrupted and InternalFault; and VerdictUnknown.
         """
         with self._lock:
             if self._finished:

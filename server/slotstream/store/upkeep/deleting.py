@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import sqlite3
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 
 from slotstream.store.catalogue import retention_sql
@@ -17,7 +17,7 @@ from slotstream.store.catalogue.catalogue import Catalogue
 from slotstream.store.catalogue.sql import get as get_record
 from slotstream.store.disk.files import Files, store_error
 from slotstream.store.records import SampleKey, SampleRecord, State
-from slotstream.wire.errors import InternalFault, IoError, StoreFull
+from slotstream.wire.errors import InternalFault, IoError, Leased, StoreFull
 
 _log = logging.getLogger(__name__)
 
@@ -43,14 +43,21 @@ class Deleter:
         self._now = now
 
     def delete(self, record: SampleRecord) -> None:
-        """Remove what `record` says was there, its id's lock held. Raises StoreFull and InternalFault."""
-        key = record.key
-        self._catalogue.submit(lambda db: retention_sql.mark_deleting(db, key), durable=True).result()
+        """Remove what `record` says was there, its id's lock held. Raises Leased, StoreFull and InternalFault."""
+        key, now = record.key, self._now()
+
+        def mark(db: sqlite3.Connection) -> int:
+            """Unless a lease lasts until then. Leases are given out by this thread too: see `delete_unused`."""
+            until = retention_sql.leased_until(db, key, now)
+            if not until:
+                retention_sql.mark_deleting(db, key)
+            return until
+
+        if until := self._catalogue.submit(mark, durable=True).result():
+            raise Leased(f"{key} is leased to a reader for another {(until - now) / 1e9:.0f} seconds")
         path = key.path(self._data_dir)
         try:
-            if self._files.path_size(path) is not None:
-                self._files.unlink(path)
-                self._files.sync_dir(path.parent)
+            remove_durably(self._files, path)
         except OSError as error:
             raise store_error(error, f"deleting {key}") from error
         self._catalogue.drop_deleting([key]).result()
@@ -103,6 +110,13 @@ class Deleter:
             self._catalogue.drop_deleting(gone).result()
         except (StoreFull, IoError, InternalFault) as error:
             _log.warning("the rows of %d deleted samples cannot be removed yet: %s", len(gone), error)
+
+
+def remove_durably(files: Files, path: Path) -> None:
+    """Remove a file. One that is gone already may have gone in an attempt whose sync failed, or never came."""
+    with suppress(FileNotFoundError, NotADirectoryError):  # Of its directory; or that is a link, which is not followed.
+        files.unlink(path)
+        files.sync_dir(path.parent)
 
 
 def _is_same(record: SampleRecord, candidate: retention_sql.Candidate) -> bool:

@@ -24,7 +24,7 @@ from slotstream.store.upkeep.clock_watch import ClockWatch
 from slotstream.store.upkeep.deleting import Deleter
 from slotstream.store.upkeep.quarantine import Quarantine
 from slotstream.store.upkeep.verifying import Verdict
-from slotstream.wire.errors import BadParams, IoError, Leased, SampleNotFound, SlotStreamError, StoreFull
+from slotstream.wire.errors import BadParams, IoError, SampleNotFound, SlotStreamError, StoreFull
 from slotstream.wire.names import LEASE_S_MAX, check_holder
 
 _log = logging.getLogger(__name__)
@@ -126,9 +126,6 @@ class Lifetimes:
     def delete(self, record: SampleRecord) -> None:
         """Remove a sample by name, its id's lock held. Raises Leased, however few seconds the lease lasts."""
         self._opened.check()
-        if until := self.standing(record.key).leased_until_unix_ns:
-            left_s = (until - self.clock.now()) / _NS
-            raise Leased(f"{record.key} is leased to a reader for another {left_s:.0f} seconds")
         self._deleter.delete(record)
 
     def delete_unused(self, candidates: Sequence[Candidate]) -> list[Candidate]:

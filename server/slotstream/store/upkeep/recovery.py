@@ -38,6 +38,7 @@ from slotstream.store.catalogue.seal import SUFFIX
 from slotstream.store.disk.files import Files
 from slotstream.store.records import PARTIAL_SUFFIX, SampleKey, SampleRecord, State
 from slotstream.store.sample.file import sample_file_at
+from slotstream.store.upkeep.deleting import remove_durably
 from slotstream.store.upkeep.quarantine import holds
 from slotstream.store.upkeep.verifying import key_of_path, tree_files
 from slotstream.wire.errors import BadNamespace, BadSampleId, ConfigError, Damaged, Interrupted
@@ -220,8 +221,6 @@ def _adopt(catalogue: Catalogue, records: Iterator[SampleRecord]) -> int:
 
 def _finish_deletion(files: Files, data_dir: Path, catalogue: Catalogue, record: SampleRecord, done: Recovered) -> None:
     path = record.key.path(data_dir)
-    if files.path_size(path) is not None:
-        files.unlink(path)
-        files.sync_dir(path.parent)
+    remove_durably(files, path)
     catalogue.drop_deleting([record.key]).result()
     done.deletions += 1
