@@ -275,9 +275,11 @@ def drop_deleting(db: sqlite3.Connection, keys: Sequence[SampleKey]) -> None:
 
 
 def get_meta(db: sqlite3.Connection, key: str) -> str | None:
-    row = db.execute("SELECT value FROM meta WHERE key = ?", (key,)).fetchone()
-    return None if row is None else str(row[0])
+    """None also where it is not what was told: a bit of it may have flipped, also one that makes it no text."""
+    row = db.execute("SELECT CAST(value AS BLOB) FROM meta WHERE key = ?", (key,)).fetchone()
+    text, _, digest = ("" if row is None else bytes(row[0]).decode(errors="replace")).rpartition(" ")
+    return text if digest == str(row_sum((text,))) else None
 
 
 def set_meta(db: sqlite3.Connection, key: str, value: str) -> None:
-    db.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (key, value))
+    db.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (key, f"{value} {row_sum((value,))}"))
