@@ -15,11 +15,13 @@ import sqlite3
 import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from store.store_kit import Sample, crash, read_all
 
+from slotstream.store.catalogue.log_end import frames_taken
 from slotstream.store.catalogue.sql import ListQuery
 from slotstream.store.records import Failure, State
 from slotstream.store.samples import SampleStore
@@ -42,8 +44,10 @@ def _left(directory: Path, *, killed: bool, page_bytes: int = 4096) -> Path:
     store = SampleStore.open(directory)
     for sample in SAMPLES[:8]:
         sample.put(store)
+    replace(SAMPLES[8], seed=99).put(store)
     store.close()
     store = SampleStore.open(directory)  # Some rows in the file, some in the log.
+    store.delete(SAMPLES[8].key)  # And sent again with other content.
     for sample in SAMPLES[8:]:
         sample.put(store)
     Sample("bad").send(store).abort(Failure("ABORTED", "no"))
@@ -128,6 +132,29 @@ def test_any_flipped_bit_of_the_catalogue_hides_no_sound_file(memory: Path, kill
     files = _catalogue_files(directory)
     assert ("catalog.sqlite-wal" in files) == killed
     _flip(directory, files, _chosen(files))
+
+
+def test_a_log_that_one_bit_cuts_short_hides_no_sample_that_was_sent_again(memory: Path) -> None:
+    """A bit in each of its frames: behind it, SQLite sees nothing."""
+    directory = _left(memory / "data", killed=True)
+    files = _catalogue_files(directory)
+    frames = range(32, len(files["catalog.sqlite-wal"]), 24 + 4096)
+    assert len(frames) > 40
+    _flip(directory, files, [("catalog.sqlite-wal", at + 8 + number % 16) for number, at in enumerate(frames)])
+
+
+def test_a_whole_log_is_not_taken_for_one_that_was_cut(memory: Path) -> None:
+    """Also where frames of an earlier round stand behind those of this one."""
+    store = SampleStore.open(memory / "data")
+    for number in range(150):
+        Sample(f"s{number}", rows=3, tags={"k": "v"}).put(store)
+    log = memory / "data" / "catalog.sqlite-wal"
+    taken = frames_taken(memory / "data" / "catalog.sqlite")
+    assert 0 < taken < (log.stat().st_size - 32) // (24 + 4096), "the log did not begin anew"
+    crash(store)
+    store = SampleStore.open(memory / "data")
+    assert not store._catalogue.log_was_cut
+    store.close()
 
 
 @pytest.mark.extended
