@@ -5,9 +5,10 @@ from __future__ import annotations
 import sqlite3
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from store.store_kit import BROKEN, FaultyFiles, Sample, crash, read_all, tree
@@ -525,3 +526,20 @@ def test_totals_by_namespace_follow_every_change(tmp_path: Path) -> None:
     catalogue.drop_deleting([record.key for record in RECORDS[::4]]).result()
     assert catalogue.ask(kept) == [u for u in catalogue.ask(counted) if u.samples or u.failed]
     catalogue.close()
+
+
+def test_a_lease_that_comes_between_a_deletions_look_and_its_mark_holds(
+    store: SampleStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Sample("a").put(store)
+    submit = store._catalogue.submit
+
+    def later(operation: Callable[..., Any], **options: bool) -> Future[Any]:
+        monkeypatch.undo()
+        store.lifetimes.lease(Sample("a").key, "me", 60)
+        return submit(operation, **options)
+
+    monkeypatch.setattr(store._catalogue, "submit", later)
+    with pytest.raises(Leased):
+        store.delete(Sample("a").key)
+    assert read_all(store, Sample("a").key)[0] == Sample("a").data

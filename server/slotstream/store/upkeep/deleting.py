@@ -42,10 +42,22 @@ class Deleter:
         self._is_read = is_read
         self._now = now
 
-    def delete(self, record: SampleRecord) -> None:
-        """Remove what `record` says was there, its id's lock held. Raises StoreFull and InternalFault."""
+    def delete(self, record: SampleRecord) -> int:
+        """Remove what `record` says was there, its id's lock held; or when the lease ends because of which it stays.
+
+        Raises StoreFull and InternalFault.
+        """
         key = record.key
-        self._catalogue.submit(lambda db: retention_sql.mark_deleting(db, key), durable=True).result()
+
+        def mark(db: sqlite3.Connection) -> int:
+            # Leases are given out by this thread too, so none can come between this look and the mark.
+            until = retention_sql.leased_until(db, key, self._now())
+            if not until:
+                retention_sql.mark_deleting(db, key)
+            return until
+
+        if until := self._catalogue.submit(mark, durable=True).result():
+            return until
         path = key.path(self._data_dir)
         try:
             if self._files.path_size(path) is not None:
@@ -54,6 +66,7 @@ class Deleter:
         except OSError as error:
             raise store_error(error, f"deleting {key}") from error
         self._catalogue.drop_deleting([key]).result()
+        return 0
 
     def delete_unused(self, candidates: Sequence[retention_sql.Candidate]) -> list[retention_sql.Candidate]:
         """Remove those that nobody reads, leases, or has replaced; which they were. Raises StoreFull and InternalFault."""
