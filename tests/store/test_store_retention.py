@@ -17,6 +17,7 @@ from support.waiting import WAIT_S, wait_until
 from slotstream.store.catalogue import retention_sql
 from slotstream.store.catalogue.catalogue import Catalogue
 from slotstream.store.catalogue.retention_sql import Candidate, Queue, Usage
+from slotstream.store.catalogue.sql import ListQuery
 from slotstream.store.disk.clock import Clock
 from slotstream.store.disk.files import Files
 from slotstream.store.records import Failure, SampleKey, State
@@ -486,8 +487,6 @@ def test_stamps_never_go_back_not_even_over_a_restart(tmp_path: Path) -> None:
 
 
 def test_a_clock_set_back_does_not_disturb_pages(store: SampleStore) -> None:
-    from slotstream.store.catalogue.sql import ListQuery
-
     _put(store, "a", "b", "c")
     page, token = store.list_page(ListQuery(page_size=2))
     store.lifetimes.clock._source = lambda: 5
@@ -543,3 +542,19 @@ def test_a_lease_that_comes_between_a_deletions_look_and_its_mark_holds(
     with pytest.raises(Leased):
         store.delete(Sample("a").key)
     assert read_all(store, Sample("a").key)[0] == Sample("a").data
+
+
+def test_a_sample_that_is_deleted_while_a_sweep_looks_is_no_damage(store: SampleStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in "abc":
+        Sample(name).put(store)
+    look = retention_sql._candidate
+
+    def later(*arguments: Any) -> Candidate:
+        monkeypatch.undo()
+        store.delete(Sample("a").key)
+        return look(*arguments)
+
+    monkeypatch.setattr(retention_sql, "_candidate", later)
+    _sweeper(store, samples_max=1).sweep()
+    assert store._catalogue.rebuilds == 0
+    assert [r.sample_id for r in store.list_page(ListQuery())[0]] == ["c"]

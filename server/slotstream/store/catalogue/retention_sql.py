@@ -125,12 +125,17 @@ _STATE, _COMMITTED = _SUMMED.index("state"), _SUMMED.index("committed_unix_ns")
 def candidates(db: sqlite3.Connection, queue: Queue, namespace: str, after: tuple[int, int], limit: int) -> list[Candidate]:
     """Up to `limit` samples of a queue behind position `after`, in order. (n, -1) stands before all whose column is n."""
     index, column, rows = queue.value
-    found = db.execute(
+    query = (
         f"SELECT id FROM samples INDEXED BY {index} "
-        f"WHERE namespace = ? AND {rows} AND ({column}, id) > (?, ?) ORDER BY {column}, id LIMIT ?",
-        (namespace, *after, limit),
-    ).fetchall()
-    return [_candidate(db, queue, namespace, number) for (number,) in found]
+        f"WHERE namespace = ? AND {rows} AND ({column}, id) > (?, ?) ORDER BY {column}, id LIMIT ?"
+    )
+    db.execute("BEGIN")  # One state of the file: a row that is deleted meanwhile is no index that leads nowhere.
+    try:
+        found = db.execute(query, (namespace, *after, limit)).fetchall()
+        return [_candidate(db, queue, namespace, number) for (number,) in found]
+    finally:
+        if db.in_transaction:  # Some errors have ended it.
+            db.execute("ROLLBACK")
 
 
 def _candidate(db: sqlite3.Connection, queue: Queue, namespace: str, number: int) -> Candidate:
