@@ -418,7 +418,8 @@ def test_candidates_come_from_an_index_whatever_the_size(store: SampleStore, que
     statements: list[str] = []
     db.set_trace_callback(statements.append)
     retention_sql.candidates(db, queue, "default", (0, 0), 10)
-    plan = [row[3] for row in db.execute(f"EXPLAIN QUERY PLAN {statements[0]}")]
+    (statement,) = [one for one in statements if one.startswith("SELECT")]
+    plan = [row[3] for row in db.execute(f"EXPLAIN QUERY PLAN {statement}")]
     assert len(plan) == 1
     assert plan[0].startswith(f"SEARCH samples USING INDEX {queue.value[0]} (namespace=?"), plan
     db.close()
