@@ -41,6 +41,7 @@ _OPERATIONS_OF_ID = 40
 _VALUES = ("a", "b", "c")
 _LEASE_S = 0.5
 _CALL_S = 10.0
+_HANGS_S = 120.0
 _TELLING = re.compile(r"WARNING|ERROR|retention deleted|; looked at")  # Lines of a log, where something was wrong.
 _ANCHORS = 30  # Samples of before all leaps of the clock: more than are put during one in the beginning.
 _FAILURES = {"ALREADY_EXISTS": "exists", "STORE_FULL": "full", "DAMAGED": "damaged"}
@@ -69,7 +70,9 @@ class Histories:
         """For so long, and until the nemesis did everything once."""
         for number in range(_ANCHORS):
             self._put_and_note(0, f"anchor{number}", "a")
-        threads = [threading.Thread(target=self._client, args=(n, self._rng.randrange(1 << 30))) for n in range(_CLIENTS)]
+        threads = [
+            threading.Thread(target=self._client, args=(n, self._rng.randrange(1 << 30)), daemon=True) for n in range(_CLIENTS)
+        ]
         for thread in threads:
             thread.start()
         end = time.monotonic() + seconds
@@ -77,8 +80,10 @@ class Histories:
             time.sleep(self._rng.random())
             self._nemesis.strike()
         self._stop.set()
-        for thread in threads:
-            thread.join()
+        for client, thread in enumerate(threads):
+            thread.join(_HANGS_S)
+            if thread.is_alive():
+                self.wrong.append(f"client {client} hangs, whatever its deadlines say")
         self._send_held()
         self._read_all()
         self.done += self._nemesis.done
