@@ -85,7 +85,7 @@ soak: $(VENV)/.dev  ## SOAK_S seconds of mixed load and faults; equal counts on 
 	$(BIN)/python tests/endurance/soak.py --seconds $(SOAK_S)
 
 HISTORY_S ?= 120
-histories: $(VENV)/.dev  ## HISTORY_S seconds of puts, reads, leases and deletions while processes are killed; each id is a register.
+histories: $(VENV)/.dev  ## HISTORY_S seconds of puts, reads, leases and deletions under kills, leaps, full disks and flips; each id is a register.
 	$(BIN)/python tests/endurance/histories.py --seconds $(HISTORY_S)
 
 SEEDS ?= 1000

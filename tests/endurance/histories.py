@@ -1,19 +1,19 @@
 """Histories: `python tests/endurance/histories.py [--seconds 120] [--seed N]`; `make histories` calls it.
 
-Clients put, repeat, conflict, read, lease and delete the same few ids, on a server of two processes, while a nemesis kills the
-primary and the worker, and senders break off in the middle of a sample. What every client saw of an id must be what a register
-could have answered (`register.py`). Left out: clocks that shift, disks that fill, and bits that flip. They have tests of their
-own, and a sample whose bit was flipped is no register.
+Clients put, repeat, conflict, read, lease and delete the same few ids, on a server of two processes. Senders break off in the
+middle of a sample, and keep what a full disk refuses until it has room. Meanwhile a nemesis (`nemesis.py`) kills the primary
+and the worker, shifts the clock, fills the disk, and flips bits of samples and of the catalogue. What every client saw of an id
+must be what a register could have answered (`register.py`).
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
-import os
 import random
-import signal
+import re
 import sys
+import tempfile
 import threading
 import time
 from collections import Counter, defaultdict
@@ -24,7 +24,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(1, str(Path(__file__).parents[1]))
 
 import grpc
-from register import NONE, Operation, deleted_under_a_lease, explain
+from nemesis import NAMESPACE, RULES, Below, Nemesis
+from register import NONE, Operation, cut_short, deleted_under_a_lease, explain
 from support.ingest_client import IngestClient
 from support.synthetic import SyntheticSample
 from world import World
@@ -40,13 +41,17 @@ _OPERATIONS_OF_ID = 40
 _VALUES = ("a", "b", "c")
 _LEASE_S = 0.5
 _CALL_S = 10.0
+_HANGS_S = 120.0
+_TELLING = re.compile(r"WARNING|ERROR|retention deleted|; looked at")  # Lines of a log, where something was wrong.
+_ANCHORS = 30  # Samples of before all leaps of the clock: more than are put during one in the beginning.
+_FAILURES = {"ALREADY_EXISTS": "exists", "STORE_FULL": "full", "DAMAGED": "damaged"}
 _NOT_STORED = {"NOT_FOUND", "SAMPLE_FAILED", "DEADLINE_EXCEEDED", "STILL_ARRIVING"}
 
 
 class Histories:
     """One run. `wrong` is empty when all is well."""
 
-    def __init__(self, world: World, seed: int) -> None:
+    def __init__(self, world: World, below: Below, seed: int) -> None:
         self.world = world
         self.wrong: list[str] = []
         self.done: Counter[str] = Counter()
@@ -58,36 +63,38 @@ class Histories:
         self._history: defaultdict[str, list[Operation]] = defaultdict(list)
         self._leases: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
         self._uses: Counter[str] = Counter()
+        self._held: dict[int, list[tuple[str, str]]] = {client: [] for client in range(_CLIENTS)}
+        self._nemesis = Nemesis(world, below, random.Random(seed), lambda: list(self._ids), self._note)
 
     def run(self, seconds: float) -> None:
-        threads = [threading.Thread(target=self._client, args=(n, self._rng.randrange(1 << 30))) for n in range(_CLIENTS)]
+        """For so long, and until the nemesis did everything once."""
+        for number in range(_ANCHORS):
+            self._put_and_note(0, f"anchor{number}", "a")
+        threads = [
+            threading.Thread(target=self._client, args=(n, self._rng.randrange(1 << 30)), daemon=True) for n in range(_CLIENTS)
+        ]
         for thread in threads:
             thread.start()
         end = time.monotonic() + seconds
-        while time.monotonic() < end and not self.wrong:
+        while (time.monotonic() < end or not self._nemesis.done["rounds"]) and not self.wrong:
             time.sleep(self._rng.random())
-            self._strike()
+            self._nemesis.strike()
         self._stop.set()
-        for thread in threads:
-            thread.join()
+        for client, thread in enumerate(threads):
+            thread.join(_HANGS_S)
+            if thread.is_alive():
+                self.wrong.append(f"client {client} hangs, whatever its deadlines say")
+        self._send_held()
         self._read_all()
+        self.done += self._nemesis.done
+        self.wrong += self._nemesis.wrong
         for sample_id, history in self._history.items():
             if not explain(history):
                 self.wrong.append(f"{sample_id}: no order explains\n" + "\n".join(f"    {one}" for one in _sorted(history)))
-            for one, lease in deleted_under_a_lease(history, self._leases[sample_id]):
+            leases = cut_short(self._leases[sample_id], _LEASE_S, self._nemesis.lease_ends)
+            for one, lease in deleted_under_a_lease(history, leases):
                 self.wrong.append(f"{sample_id}: {one} was done although a lease held: {lease}")
         self.done["ids"] += len(self._history)
-
-    def _strike(self) -> None:
-        """The nemesis: it kills the primary process, or the worker beside it."""
-        if self._rng.random() < 0.5:
-            self.done["primary killed"] += 1
-            self.world.server.end(signal.SIGKILL)
-            self.world.server.start()
-            self.world.wait_for_server()
-        elif pids := self.world.server_workers():
-            self.done["worker killed"] += 1
-            os.kill(pids[0], signal.SIGKILL)
 
     def _client(self, client: int, seed: int) -> None:
         rng = random.Random(seed)
@@ -99,20 +106,31 @@ class Histories:
                 return
 
     def _operate(self, client: int, rng: random.Random) -> None:
+        if self._held[client] and rng.random() < 0.3:
+            self._put_and_note(client, *self._held[client].pop(0))
+            return
         sample_id = self._pick(rng)
         kind = rng.choice(("put", "put", "put", "read", "read", "read", "delete", "lease"))
-        value = rng.choice(_VALUES)
         called_at = time.monotonic()
-        if kind == "lease":
-            self._lease(sample_id, f"client{client}")
-            return
         if kind == "put":
-            answer = self._put(_sample(sample_id, value), breaks_off=rng.random() < 0.1)
+            self._put_and_note(client, sample_id, rng.choice(_VALUES), breaks_off=rng.random() < 0.1)
+        elif kind == "lease":
+            self._lease(sample_id, f"client{client}")
         elif kind == "read":
             answer, value = self._read(sample_id)
+            self._note(sample_id, Operation(client, kind, answer, called_at, time.monotonic(), value))
         else:
-            answer, value = self._delete(sample_id), NONE
-        self._note(sample_id, Operation(client, kind, answer, called_at, time.monotonic(), value))
+            answer = self._delete(sample_id)
+            self._note(sample_id, Operation(client, kind, answer, called_at, time.monotonic()))
+
+    def _put_and_note(self, client: int, sample_id: str, value: str, *, breaks_off: bool = False) -> str:
+        """The answer. What the server has no room for is held, to be sent again."""
+        called_at = time.monotonic()
+        answer = self._put(_sample(sample_id, value), breaks_off=breaks_off)
+        self._note(sample_id, Operation(client, "put", answer, called_at, time.monotonic(), value))
+        if answer == "full":
+            self._held[client].append((sample_id, value))
+        return answer
 
     def _note(self, sample_id: str, operation: Operation) -> None:
         with self._lock:
@@ -153,6 +171,8 @@ class Histories:
         except SlotStreamError as error:
             if error.code in _NOT_STORED:
                 return "is", NONE
+            if error.code == "DAMAGED":
+                return "damaged", NONE
             return "unknown", NONE
         for value in _VALUES:
             sample = _sample(sample_id, value)
@@ -182,6 +202,14 @@ class Histories:
             self._leases[sample_id].append((time.monotonic(), called_at + _LEASE_S))
             self.done["lease"] += 1
 
+    def _send_held(self) -> None:
+        """In the end there is room for everything."""
+        for client, held in self._held.items():
+            for sample_id, value in held[:]:
+                if (answer := self._put_and_note(client, sample_id, value)) not in ("committed", "duplicate", "exists"):
+                    self.wrong.append(f"{sample_id}: the disk has room again, and what was held is {answer}")
+                self.done["held and sent again"] += 1
+
     def _read_all(self) -> None:
         """In the end, when nothing is killed any more, each id is read once: what was committed must be there."""
         for sample_id in list(self._history):
@@ -199,11 +227,11 @@ def _verdict(peer: IngestClient) -> str:
         if kind == "committed":
             return "duplicate" if reply.committed.duplicate else "committed"
         if kind == "failed":
-            return "exists" if reply.failed.code == "ALREADY_EXISTS" else "failed"
+            return _FAILURES.get(reply.failed.code, "failed")
 
 
 def _sample(sample_id: str, value: str) -> SyntheticSample:
-    return SyntheticSample(sample_id, num_tokens=4, seed=_VALUES.index(value))
+    return SyntheticSample(sample_id, NAMESPACE, num_tokens=4, seed=_VALUES.index(value))
 
 
 def _sorted(history: list[Operation]) -> list[Operation]:
@@ -211,11 +239,16 @@ def _sorted(history: list[Operation]) -> list[Operation]:
 
 
 def run_histories(seconds: float, seed: int) -> Histories:
-    with World(0, seed % 1000, workers=2) as world:
-        run = Histories(world, seed)
-        run.run(seconds)
-        if run.wrong:
-            print(world.server.log()[-4000:])
+    below = Below()
+    with tempfile.TemporaryDirectory(prefix="slotstream-histories-") as directory:
+        rules = Path(directory) / "rules.toml"
+        rules.write_text(RULES)
+        options = ("--retention", str(rules), "--scrub-every-s", "1", "--scrub-bytes-per-s", "1e9")
+        with World(0, seed % 1000, workers=2, shims=below, server_options=options) as world:
+            run = Histories(world, below, seed)
+            run.run(seconds)
+            if run.wrong:
+                print("\n".join(line for line in world.server.log().splitlines() if _TELLING.search(line)))
     return run
 
 

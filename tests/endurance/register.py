@@ -2,6 +2,9 @@
 
 Each operation took effect at one moment between its call and its return, or, where nobody knows how it ended, at some moment
 after its call, or never. `explain` looks for an order of these moments in which every answer is right (Wing and Gong's search).
+
+What is stored may rot: a bit of its file flips. From then on its rows are not served, and no sender hears that they are stored.
+It can be put aside at any moment, and then nothing is stored.
 """
 
 from __future__ import annotations
@@ -11,12 +14,13 @@ from dataclasses import dataclass
 from math import inf
 
 NONE = ""  # Nothing is stored.
-State = str
+State = str  # NONE, what is stored, or _ROTTEN and what was.
+_ROTTEN = "~"
 
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """`kind`: put, read or delete. `value`: what was put, or read. `answer`: see `_STEPS`; "unknown": none was heard."""
+    """`kind`: put, read, delete or flip. `value`: what was put, or read. `answer`: see `_STEPS`; "unknown": none was heard."""
 
     client: int
     kind: str
@@ -26,46 +30,42 @@ class Operation:
     value: str = NONE
 
 
-def _put_new(state: State, value: str) -> State | None:
-    return value if state == NONE else None
+def _when(condition: bool, *after: State) -> tuple[State, ...]:
+    return after if condition else ()
 
 
-def _put_again(state: State, value: str) -> State | None:
-    return state if state == value else None
+def _rotten(state: State) -> State:
+    return state if state == NONE or state.startswith(_ROTTEN) else _ROTTEN + state
 
 
-def _put_other(state: State, value: str) -> State | None:
-    return state if state not in (NONE, value) else None
-
-
-def _unchanged(state: State, value: str) -> State | None:
-    return state
-
-
-def _read(state: State, value: str) -> State | None:
-    return state if state == value else None
-
-
-def _gone(state: State, value: str) -> State | None:
-    return NONE
-
-
-# (kind, answer) -> the state after it, by the one before and the value; None where that answer would be wrong.
-_STEPS: dict[tuple[str, str], Callable[[State, str], State | None]] = {
-    ("put", "committed"): _put_new,
-    ("put", "duplicate"): _put_again,
-    ("put", "exists"): _put_other,
-    ("put", "failed"): _unchanged,
-    ("read", "is"): _read,
-    ("delete", "deleted"): _gone,  # Also of a failure that was remembered.
-    ("delete", "nothing"): lambda state, value: state if state == NONE else None,
-    ("delete", "refused"): _unchanged,
+# (kind, answer) -> the states that can come after it, by the one before and the value. None where that answer would be wrong.
+_STEPS: dict[tuple[str, str], Callable[[State, str], tuple[State, ...]]] = {
+    ("put", "committed"): lambda state, value: _when(state == NONE, value),
+    ("put", "duplicate"): lambda state, value: _when(state == value, state),  # Not of what is rotten.
+    ("put", "exists"): lambda state, value: _when(state not in (NONE, value, _ROTTEN + value), state),
+    ("put", "failed"): lambda state, value: (state,),
+    ("put", "full"): lambda state, value: (state,),
+    ("put", "damaged"): lambda state, value: _when(state.startswith(_ROTTEN), state),
+    ("read", "is"): lambda state, value: _when(state == value, state),
+    ("read", "damaged"): lambda state, value: _when(state.startswith(_ROTTEN), state),
+    ("delete", "deleted"): lambda state, value: (NONE,),  # Also of a failure that was remembered.
+    ("delete", "nothing"): lambda state, value: _when(state == NONE, state),
+    ("delete", "refused"): lambda state, value: (state,),
+    ("flip", "flipped"): lambda state, value: (_rotten(state),),
+    ("flip", "perhaps"): lambda state, value: (state, _rotten(state)),  # The file may have been another one's by then.
 }
-_MAY_HAVE_HAPPENED: dict[str, Callable[[State, str], State]] = {
-    "put": lambda state, value: state if state != NONE else value,
-    "read": lambda state, value: state,
-    "delete": lambda state, value: NONE,
+_MAY_HAVE_HAPPENED: dict[str, Callable[[State, str], tuple[State, ...]]] = {
+    "put": lambda state, value: _when(state == NONE, value),
+    "read": lambda state, value: (),
+    "delete": lambda state, value: _when(state != NONE, NONE),
 }
+
+
+def _after(one: Operation, state: State) -> set[State]:
+    """The states that `one` can leave behind. What is rotten may have been put aside before."""
+    step = _MAY_HAVE_HAPPENED[one.kind] if one.answer == "unknown" else _STEPS[one.kind, one.answer]
+    befores = (state, NONE) if state.startswith(_ROTTEN) else (state,)
+    return {after for before in befores for after in step(before, one.value)}
 
 
 def explain(history: Sequence[Operation], ends_of_lives: Sequence[float] = ()) -> bool:
@@ -93,11 +93,7 @@ def explain(history: Sequence[Operation], ends_of_lives: Sequence[float] = ()) -
         for number, one in enumerate(operations):
             if number in done or one.called_at > first_end or now > latest[number]:
                 continue
-            unknown = one.answer == "unknown"
-            step = _MAY_HAVE_HAPPENED[one.kind] if unknown else _STEPS[one.kind, one.answer]
-            after = step(state, one.value)
-            if after is not None and not (unknown and after == state):
-                stack.append((done | {number}, after))
+            stack += [(done | {number}, after) for after in _after(one, state)]
     return False
 
 
@@ -117,4 +113,14 @@ def deleted_under_a_lease(
         for one in history
         for granted_at, ends_at in leases
         if (one.kind, one.answer) == ("delete", "deleted") and granted_at < one.called_at and one.returned_at < ends_at
+    ]
+
+
+def cut_short(
+    leases: Sequence[tuple[float, float]], lease_s: float, ends: Sequence[tuple[float, float]]
+) -> list[tuple[float, float]]:
+    """The leases, each asked for `lease_s` before its end, where each of `ends` (began, over) may have ended those before."""
+    return [
+        (granted_at, min([ends_at, *(began for began, over in ends if ends_at - lease_s < over)]))
+        for granted_at, ends_at in leases
     ]

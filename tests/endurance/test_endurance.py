@@ -11,7 +11,7 @@ from accounts import lies, settle
 from histories import run_histories
 from kills import run_rounds
 from ledger import HIDDEN, LAYER_IDS, NAMESPACE, ROW_BYTES, Ledger, Promise, Try, promises, row_data, token_ids
-from register import Operation, deleted_under_a_lease, explain
+from register import Operation, cut_short, deleted_under_a_lease, explain
 from soak import run_soak
 from support.ingest_client import IngestClient
 from support.server import ServerProcess
@@ -52,7 +52,9 @@ def test_a_short_history() -> None:
     run = run_histories(8.0, seed=1)
     assert not run.wrong, run.wrong[0]
     assert run.done["put committed"] > 0
-    assert run.done["primary killed"] + run.done["worker killed"] > 0
+    for strike in ("primary killed", "clock shifted ahead", "clock shifted behind", "disk full", "catalogue's bit flipped"):
+        assert run.done[strike] > 0, strike
+    assert run.done["disk full: writes refused"] > 0
 
 
 def _told(*operations: tuple[str, str, str, float, float]) -> list[Operation]:
@@ -83,6 +85,37 @@ def _told(*operations: tuple[str, str, str, float, float]) -> list[Operation]:
             id="a deleted sample is back",
         ),
         pytest.param(_told(("put", "committed", "a", 0, 1), ("delete", "nothing", "", 2, 3)), False, id="it is not found"),
+        pytest.param(
+            _told(("put", "full", "a", 0, 1), ("read", "is", "", 2, 3), ("put", "committed", "a", 4, 5)),
+            True,
+            id="no room, then some",
+        ),
+        pytest.param(_told(("put", "full", "a", 0, 1), ("read", "is", "a", 2, 3)), False, id="no room, and it is there"),
+        pytest.param(
+            _told(("put", "committed", "a", 0, 1), ("read", "damaged", "", 2, 3)), False, id="damaged, and no bit flipped"
+        ),
+        *(
+            pytest.param(
+                _told(("put", "committed", "a", 0, 1), ("flip", "flipped", "", 2, 3), *after), can_be, id=f"rotten: {name}"
+            )
+            for name, can_be, after in (
+                ("refused, then put aside", True, [("read", "damaged", "", 4, 5), ("read", "is", "", 6, 7)]),
+                ("replaced by what is sent again", True, [("put", "committed", "a", 4, 5), ("read", "is", "a", 6, 7)]),
+                ("replaced by another one", True, [("put", "committed", "b", 4, 5), ("read", "is", "b", 6, 7)]),
+                ("in the way of another one", True, [("put", "exists", "b", 4, 5), ("read", "damaged", "", 6, 7)]),
+                ("what is sent again fails", True, [("put", "full", "a", 4, 5), ("read", "is", "", 6, 7)]),
+                ("deleted", True, [("delete", "deleted", "", 4, 5), ("put", "committed", "b", 6, 7)]),
+                ("served", False, [("read", "is", "a", 4, 5)]),
+                ("said to be stored", False, [("put", "duplicate", "a", 4, 5)]),
+                ("put aside, and served", False, [("read", "is", "", 4, 5), ("read", "is", "a", 6, 7)]),
+                ("replaced, and refused", False, [("put", "committed", "a", 4, 5), ("read", "damaged", "", 6, 7)]),
+            )
+        ),
+        pytest.param(
+            _told(("put", "committed", "a", 0, 1), ("flip", "perhaps", "", 2, 3), ("read", "is", "a", 4, 5)),
+            True,
+            id="perhaps rotten",
+        ),
     ],
 )
 def test_which_histories_can_be(history: list[Operation], can_be: bool) -> None:
@@ -93,6 +126,20 @@ def test_a_deletion_under_a_lease_is_found() -> None:
     deletion = _told(("delete", "deleted", "", 2, 3))
     assert deleted_under_a_lease(deletion, [(1, 4)])
     assert not deleted_under_a_lease(deletion, [(2.5, 4), (0, 1.5)])
+
+
+def test_a_lease_that_may_have_ended_early_is_cut_short() -> None:
+    """Leases of 2 s, asked for at 0 and at 5, and a clock that leapt at 1."""
+    assert cut_short([(0.5, 2), (5.5, 7)], 2, [(1, 1.1)]) == [(0.5, 1), (5.5, 7)]
+    assert cut_short([(1.5, 3)], 2, [(0.9, 1.1)]) == [(1.5, 0.9)]  # It leapt while the lease was being given: nothing holds.
+
+
+@pytest.mark.extended
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("seed", [2, 3])
+def test_a_longer_history(seed: int) -> None:
+    run = run_histories(120.0, seed)
+    assert not run.wrong, run.wrong[0]
 
 
 @pytest.mark.extended

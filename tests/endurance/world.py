@@ -10,7 +10,7 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -31,8 +31,12 @@ _SENDER = Path(__file__).with_name("sender.py")
 class Process:
     """One process, started from a command that can be run again."""
 
-    def __init__(self, name: str, command: Callable[[], list[str]], log: Path) -> None:
+    def __init__(
+        self, name: str, command: Callable[[], list[str]], log: Path, environment: Mapping[str, str] | None = None
+    ) -> None:
+        """`environment`: added to this process's."""
         self.name = name
+        self._environment = {**os.environ, **(environment or {})}
         self._command = command
         self._log = log
         self.stopped = False
@@ -40,7 +44,9 @@ class Process:
 
     def start(self) -> None:
         with self._log.open("ab") as log:
-            self.process = subprocess.Popen(self._command(), stdin=subprocess.PIPE, stdout=log, stderr=log)
+            self.process = subprocess.Popen(
+                self._command(), stdin=subprocess.PIPE, stdout=log, stderr=log, env=self._environment
+            )
         self.stopped = False
 
     def send(self, number: signal.Signals) -> None:
@@ -88,7 +94,18 @@ class World:
     Ends everything on leaving.
     """
 
-    def __init__(self, senders: int, seed: int, *, pause_ms: float = 10.0, spool: bool = False, workers: int = 1) -> None:
+    def __init__(
+        self,
+        senders: int,
+        seed: int,
+        *,
+        pause_ms: float = 10.0,
+        spool: bool = False,
+        workers: int = 1,
+        shims: Callable[[Path, Path], Mapping[str, str]] | None = None,
+        server_options: Sequence[str] = (),
+    ) -> None:
+        """`shims`: the environment that puts something below the server, by a directory for it and the data directory."""
         self._dir = tempfile.TemporaryDirectory(prefix="slotstream-endurance-")
         self.work = Path(self._dir.name)
         self.data_dir = self.work / "data"
@@ -97,13 +114,15 @@ class World:
         self._pause_ms = pause_ms
         self._spool = self.work / "spool" if spool else None
         self._seeds = iter(range(seed * 1_000_000, (seed + 1) * 1_000_000))
-        self.server = Process("server", self._server_command, self.work / "server.log")
+        self.server_options = list(server_options)  # More of them, from its next start on.
+        below = shims(self.work, self.data_dir) if shims is not None else None
+        self.server = Process("server", self._server_command, self.work / "server.log", below)
         self.wait_for_server()
         self.senders = [self._sender(f"sender{number}", "--transport", _transport(number)) for number in range(senders)]
 
     def _server_command(self) -> list[str]:
         options = ["--listen", self.address, "--data", str(self.data_dir), "--drain-s", "2", "--metrics", "127.0.0.1:0"]
-        options += ["--workers", str(self._workers)]
+        options += ["--workers", str(self._workers), *self.server_options]
         return [sys.executable, "-m", "slotstream.cli.main", "serve", *options, "--log-level", "info"]
 
     def _sender(self, name: str, *more: str) -> Process:

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import atexit
 import ctypes
 import enum
 import mmap
-import shutil
-import subprocess
-import tempfile
-from functools import cache
 from pathlib import Path
 
-import pytest
+from faults.shim import library
 
 RULES = 8
 
@@ -44,20 +39,6 @@ class _Rule(ctypes.Structure):
     ]
 
 
-@cache
-def library() -> Path:
-    """The compiled shim, made once. Skips where there is no C compiler."""
-    compiler = shutil.which("cc")
-    if compiler is None:
-        pytest.skip("needs a C compiler")
-    source = Path(__file__).with_suffix(".c")
-    directory = Path(tempfile.mkdtemp(prefix="slotstream-faults-"))
-    atexit.register(shutil.rmtree, directory, ignore_errors=True)
-    target = directory / "faulty_disk.so"
-    subprocess.run([compiler, "-O1", "-Wall", "-shared", "-fPIC", "-o", str(target), str(source), "-ldl"], check=True)
-    return target
-
-
 class FaultyDisk:
     """The faults of one process tree, on the files below `directory`. `environment` is what a process is started with."""
 
@@ -68,7 +49,7 @@ class FaultyDisk:
             self._memory = mmap.mmap(file.fileno(), 0)
         self._rules = (_Rule * RULES).from_buffer(self._memory)
         self._directory = str(directory).encode()
-        self.environment = {"LD_PRELOAD": str(library()), "SLOTSTREAM_FAULTS": str(plan)}
+        self.environment = {"LD_PRELOAD": str(library("faulty_disk")), "SLOTSTREAM_FAULTS": str(plan)}
 
     def arm(
         self,

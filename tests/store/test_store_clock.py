@@ -77,6 +77,46 @@ def test_a_clock_that_ran_ahead_once_deletes_nothing_once_it_is_right(tmp_path: 
     store.close()
 
 
+def test_a_clock_that_leaps_in_the_middle_of_a_sweep_deletes_nothing(tmp_path: Path, world: World) -> None:
+    """At each moment at which the sweep looks at it."""
+    store = world.open(tmp_path)
+    _put(store, "a", "b", "c")
+    looks = 0
+
+    def leaps_later() -> int:
+        nonlocal looks
+        looks -= 1
+        return world.wall + (400 * DAY if looks < 0 else 0)
+
+    store.lifetimes.clock._source = leaps_later
+    for before in range(20):
+        looks = before
+        _sweep(store, age_s_max=WEEK_S)
+        assert _left(store) == "abc", f"it leapt after {before} looks"
+        looks = 1 << 30
+        assert store.lifetimes.watch.look() == ""
+    store.close()
+
+
+def test_a_clock_that_was_accepted_stays_so_while_samples_come(tmp_path: Path, world: World) -> None:
+    store = world.open(tmp_path)
+    world.wall += 30 * DAY
+    _put(store, "a")
+    world.wall -= 30 * DAY
+    assert "30 days ahead" in store.lifetimes.watch.look()
+    store.lifetimes.watch.accept()
+    _put(store, "b", "c")  # Their stamps go on from those of "a".
+    assert store.lifetimes.watch.look() == ""
+    store.close()
+    store = world.open(tmp_path)
+    assert store.lifetimes.watch.trouble == ""
+    world.wall += 60 * DAY
+    _put(store, "d")
+    world.wall -= 60 * DAY
+    assert "60 days ahead" in store.lifetimes.watch.look()  # What nobody has accepted.
+    store.close()
+
+
 @ENDS
 def test_a_start_with_a_clock_that_is_ahead_deletes_nothing_until_somebody_says_that_it_is_right(
     tmp_path: Path, world: World, end: Callable[[SampleStore], None]

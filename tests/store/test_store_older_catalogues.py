@@ -46,7 +46,7 @@ def _left_by(version: int, directory: Path) -> None:
         db.executescript(_SCHEMA[version])
         db.executemany(f"INSERT INTO samples (id, {_COLUMNS[version]}) VALUES ({', '.join('?' * len(rows[0]))})", rows)
         db.executemany("INSERT INTO tags VALUES (?, ?, ?, ?)", tags)
-        db.executemany("INSERT INTO meta VALUES (?, ?)", [*meta, ("clean_shutdown", "1")])
+        db.executemany("INSERT INTO meta VALUES (?, ?)", [*meta, ("clean_shutdown", "1"), ("scrub", "where it was")])
         if version > 1:
             db.executemany("INSERT INTO leases VALUES (?, ?, ?, ?)", leases)
         db.execute(f"PRAGMA user_version = {version}")
@@ -80,6 +80,7 @@ def test_a_catalogue_of_an_earlier_version_is_brought_forward_without_loss(
         assert store.lifetimes.standing(SAMPLES[0].key).acked_unix_ns
         assert store.lifetimes.standing(SAMPLES[1].key).leased_until_unix_ns
         assert store.lifetimes.standing(SAMPLES[2].key).reads == 3
+    assert store.lifetimes.remembered("scrub") == "where it was"
     before = _said(store)
     store.close()
     store = SampleStore.open(tmp_path / "data")

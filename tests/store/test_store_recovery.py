@@ -16,6 +16,8 @@ from slotstream.store.catalogue.row_sums import MalformedRow
 from slotstream.store.catalogue.sql import ListQuery, scan
 from slotstream.store.records import SampleRecord, State
 from slotstream.store.samples import SampleStore
+from slotstream.store.upkeep.lifetimes import Lifetimes
+from slotstream.wire.errors import ConfigError, IoError
 
 SAMPLE = Sample(tags={"k": "v"}, metadata={"engine": "e"})
 KEPT = Sample("kept", seed=5)
@@ -326,3 +328,18 @@ def test_a_clean_restart_opens_no_sample_file_but_sweeps_partials(tmp_path: Path
     assert record is not None
     assert record.state is State.COMMITTED
     store.close()
+
+
+def test_a_start_that_fails_at_its_last_question_gives_the_directory_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    SampleStore.open(tmp_path).close()
+
+    def fails(lifetimes: Lifetimes, name: str) -> str | None:
+        raise IoError(f"{name} cannot be read")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Lifetimes, "remembered", fails)
+        with pytest.raises(ConfigError, match="clock cannot be read"):
+            SampleStore.open(tmp_path)
+    SampleStore.open(tmp_path).close()

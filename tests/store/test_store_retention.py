@@ -5,7 +5,7 @@ from __future__ import annotations
 import sqlite3
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from support.waiting import WAIT_S, wait_until
 from slotstream.store.catalogue import retention_sql
 from slotstream.store.catalogue.catalogue import Catalogue
 from slotstream.store.catalogue.retention_sql import Candidate, Queue, Usage
+from slotstream.store.catalogue.sql import ListQuery
 from slotstream.store.disk.clock import Clock
 from slotstream.store.disk.files import Files
 from slotstream.store.records import Failure, SampleKey, State
@@ -433,7 +434,8 @@ def test_candidates_come_from_an_index_whatever_the_size(store: SampleStore, que
     statements: list[str] = []
     db.set_trace_callback(statements.append)
     retention_sql.candidates(db, queue, "default", (0, 0), 10)
-    plan = [row[3] for row in db.execute(f"EXPLAIN QUERY PLAN {statements[0]}")]
+    (statement,) = [one for one in statements if one.startswith("SELECT")]
+    plan = [row[3] for row in db.execute(f"EXPLAIN QUERY PLAN {statement}")]
     assert len(plan) == 1
     assert plan[0].startswith(f"SEARCH samples USING INDEX {queue.value[0]} (namespace=?"), plan
     db.close()
@@ -502,8 +504,6 @@ def test_stamps_never_go_back_not_even_over_a_restart(tmp_path: Path) -> None:
 
 
 def test_a_clock_set_back_does_not_disturb_pages(store: SampleStore) -> None:
-    from slotstream.store.catalogue.sql import ListQuery
-
     _put(store, "a", "b", "c")
     page, token = store.list_page(ListQuery(page_size=2))
     store.lifetimes.clock._source = lambda: 5
@@ -542,3 +542,36 @@ def test_totals_by_namespace_follow_every_change(tmp_path: Path) -> None:
     catalogue.drop_deleting([record.key for record in RECORDS[::4]]).result()
     assert catalogue.ask(kept) == [u for u in catalogue.ask(counted) if u.samples or u.failed]
     catalogue.close()
+
+
+def test_a_lease_that_comes_between_a_deletions_look_and_its_mark_holds(
+    store: SampleStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Sample("a").put(store)
+    submit = store._catalogue.submit
+
+    def later(operation: Callable[..., Any], **options: bool) -> Future[Any]:
+        monkeypatch.undo()
+        store.lifetimes.lease(Sample("a").key, "me", 60)
+        return submit(operation, **options)
+
+    monkeypatch.setattr(store._catalogue, "submit", later)
+    with pytest.raises(Leased):
+        store.delete(Sample("a").key)
+    assert read_all(store, Sample("a").key)[0] == Sample("a").data
+
+
+def test_a_sample_that_is_deleted_while_a_sweep_looks_is_no_damage(store: SampleStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in "abc":
+        Sample(name).put(store)
+    look = retention_sql._candidate
+
+    def later(*arguments: Any) -> Candidate:
+        monkeypatch.undo()
+        store.delete(Sample("a").key)
+        return look(*arguments)
+
+    monkeypatch.setattr(retention_sql, "_candidate", later)
+    _sweeper(store, samples_max=1).sweep()
+    assert store._catalogue.rebuilds == 0
+    assert [r.sample_id for r in store.list_page(ListQuery())[0]] == ["c"]

@@ -110,7 +110,9 @@ class SampleStore:
         """
         files = files or Files()
         directory = Path(data_dir).absolute()
+        limit = _uploads_max() if uploads_max is None else uploads_max
         lock_fd = -1
+        catalogue = None
         try:
             directory.mkdir(DIR_MODE, parents=True, exist_ok=True)
             files.confine(directory)
@@ -122,17 +124,20 @@ class SampleStore:
                 # What is there can still be read and deleted, which is also how room is made.
                 _log.warning("%s; samples are refused until there are more", full)
             catalogue, floor, recovered = open_recovered(files, directory)
+            looked = "partials only" if catalogue.was_shut_down_cleanly else "all files"
+            clock = Clock(floor, wall, elapsed)
+            store = cls(directory, files, lock_fd, catalogue, clock, free_bytes_min, limit)
         except (OSError, SlotStreamError, ConfigError) as error:
+            if catalogue is not None:
+                catalogue.close(clean=False)
             if lock_fd >= 0:
                 files.close(lock_fd)
             if isinstance(error, ConfigError):
                 raise
             reason = error.strerror or str(error) if isinstance(error, OSError) else str(error)
             raise ConfigError(f"cannot use {directory} as the data directory: {reason}") from error
-        looked = "partials only" if catalogue.was_shut_down_cleanly else "all files"
         _log.info("opened %s; looked at %s and recovered: %s", directory, looked, recovered)
-        limit = _uploads_max() if uploads_max is None else uploads_max
-        return cls(directory, files, lock_fd, catalogue, Clock(floor, wall, elapsed), free_bytes_min, limit)
+        return store
 
     def close(self) -> None:
         """Fail what is still arriving and give the directory back."""

@@ -66,6 +66,7 @@ class Catalogue:
         """Open the file. Raises CatalogueCorrupt and ConfigError."""
         opened = open_database(self.path)
         self._writer_db, self._seal, self.was_shut_down_cleanly = opened.writer, opened.seal, opened.was_sealed
+        self.log_was_cut = opened.log_was_cut
         self._is_open = True
         while not self._readers.empty():  # What stood for readers while the file could not be opened.
             self._readers.get()

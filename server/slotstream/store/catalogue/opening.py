@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from slotstream.store.catalogue import checking, schema, seal, sql
+from slotstream.store.catalogue import checking, log_end, schema, seal, sql
 from slotstream.store.catalogue.damage import CatalogueCorrupt, CatalogueOld
 from slotstream.store.catalogue.row_sums import MalformedRow, row_sum
 from slotstream.store.catalogue.seal import Seal
@@ -49,6 +49,7 @@ class Opened:
     readers: tuple[sqlite3.Connection, ...]
     seal: Seal
     was_sealed: bool  # Not a bit of it changed since a clean stop.
+    log_was_cut: bool  # Its log has more than SQLite took: rows may be older than their files.
 
 
 def open_database(path: Path) -> Opened:
@@ -57,14 +58,16 @@ def open_database(path: Path) -> Opened:
         told = seal.read(path)
         sealed = told is not None and told.matches(path)
         _check_header(path)
+        written = 0 if sealed else log_end.frames_written(path)
         writer = _connect(path, opened)
         fresh = _prepare(writer, path, told)
+        cut = written > log_end.frames_taken(path)
         if not (fresh or sealed):
             checking.check(writer)
         following = _next_start(writer, path, told, fresh=fresh)
         readers = tuple(_connect_reader(path, opened) for _ in range(READERS))
         opened.pop_all()
-    return Opened(writer, readers, following, sealed)
+    return Opened(writer, readers, following, sealed, cut)
 
 
 @contextmanager

@@ -125,12 +125,17 @@ _STATE, _COMMITTED = _SUMMED.index("state"), _SUMMED.index("committed_unix_ns")
 def candidates(db: sqlite3.Connection, queue: Queue, namespace: str, after: tuple[int, int], limit: int) -> list[Candidate]:
     """Up to `limit` samples of a queue behind position `after`, in order. (n, -1) stands before all whose column is n."""
     index, column, rows = queue.value
-    found = db.execute(
+    query = (
         f"SELECT id FROM samples INDEXED BY {index} "
-        f"WHERE namespace = ? AND {rows} AND ({column}, id) > (?, ?) ORDER BY {column}, id LIMIT ?",
-        (namespace, *after, limit),
-    ).fetchall()
-    return [_candidate(db, queue, namespace, number) for (number,) in found]
+        f"WHERE namespace = ? AND {rows} AND ({column}, id) > (?, ?) ORDER BY {column}, id LIMIT ?"
+    )
+    db.execute("BEGIN")  # One state of the file: a row that is deleted meanwhile is no index that leads nowhere.
+    try:
+        found = db.execute(query, (namespace, *after, limit)).fetchall()
+        return [_candidate(db, queue, namespace, number) for (number,) in found]
+    finally:
+        if db.in_transaction:  # Some errors have ended it.
+            db.execute("ROLLBACK")
 
 
 def _candidate(db: sqlite3.Connection, queue: Queue, namespace: str, number: int) -> Candidate:
@@ -275,9 +280,11 @@ def drop_deleting(db: sqlite3.Connection, keys: Sequence[SampleKey]) -> None:
 
 
 def get_meta(db: sqlite3.Connection, key: str) -> str | None:
-    row = db.execute("SELECT value FROM meta WHERE key = ?", (key,)).fetchone()
-    return None if row is None else str(row[0])
+    """None also where it is not what was told: a bit of it may have flipped, also one that makes it no text."""
+    row = db.execute("SELECT CAST(value AS BLOB) FROM meta WHERE key = ?", (key,)).fetchone()
+    text, _, digest = ("" if row is None else bytes(row[0]).decode(errors="replace")).rpartition(" ")
+    return text if digest == str(row_sum((text,))) else None
 
 
 def set_meta(db: sqlite3.Connection, key: str, value: str) -> None:
-    db.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (key, value))
+    db.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (key, f"{value} {row_sum((value,))}"))

@@ -1,7 +1,7 @@
 """A checksum a row: one flipped bit is found where it is read, and only that row is doubted.
 
 `samples.row_xxh3` is over all other columns but the number, `leases.row_xxh3` likewise: xxh3-64 of the values as JSON, without
-its last bit (SQLite's integers are signed).
+its last bit (SQLite's integers are signed). What has to survive a restart beside rows has one too, behind its text.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ UPDATE samples SET row_xxh3 = row_sum({SUMMED});
 ALTER TABLE leases ADD COLUMN row_xxh3 INTEGER NOT NULL DEFAULT 0;
 CREATE INDEX samples_refused ON samples (namespace, created_unix_ns) WHERE state = 'failed' AND dtype = '';
 UPDATE leases SET row_xxh3 = row_sum({LEASE});
+UPDATE meta SET value = value || ' ' || row_sum(value) WHERE key = 'scrub';
 """
 
 

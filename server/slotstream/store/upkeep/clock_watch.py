@@ -53,7 +53,8 @@ class ClockWatch:
         ahead = self._clock.last - now
         if leap >= LEAP_NS:
             self.trouble = f"the clock is {_hours(leap)} ahead of where it was: it leapt, or the server was stopped for long"
-        elif ahead >= LEAP_NS and self._clock.last > self._known.accepted_unix_ns:
+        # After those that were accepted, stamps go on by nanoseconds.
+        elif ahead >= LEAP_NS and self._clock.last - self._known.accepted_unix_ns >= LEAP_NS:
             self.trouble = f"samples bear times up to {_hours(ahead)} ahead of the clock: it ran ahead, or is behind now"
         else:
             self.trouble = ""

@@ -44,17 +44,17 @@ class Deleter:
 
     def delete(self, record: SampleRecord) -> None:
         """Remove what `record` says was there, its id's lock held. Raises Leased, StoreFull and InternalFault."""
-        key, now = record.key, self._now()
+        key = record.key
 
         def mark(db: sqlite3.Connection) -> int:
-            """Unless a lease lasts until then. Leases are given out by this thread too: see `delete_unused`."""
-            until = retention_sql.leased_until(db, key, now)
+            # Leases are given out by this thread too, so none can come between this look and the mark.
+            until = retention_sql.leased_until(db, key, self._now())
             if not until:
                 retention_sql.mark_deleting(db, key)
             return until
 
         if until := self._catalogue.submit(mark, durable=True).result():
-            raise Leased(f"{key} is leased to a reader for another {(until - now) / 1e9:.0f} seconds")
+            raise Leased(f"{key} is leased to a reader for another {(until - self._now()) / 1e9:.0f} seconds")
         path = key.path(self._data_dir)
         try:
             remove_durably(self._files, path)

@@ -96,11 +96,12 @@ class Lifetimes:
         check_holder(holder)
         if not 0 <= seconds <= LEASE_S_MAX:
             raise BadParams(f"a lease lasts 0 to {LEASE_S_MAX:.0f} seconds")
-        now = self.clock.now()
-        until = now + round(seconds * _NS)
 
         def take(db: sqlite3.Connection) -> int | SlotStreamError:
             """When the lease ends; or why there is none, which raised in here would undo what shares the transaction."""
+            # Not from before: a clock that is right again may meanwhile have given out leases that end before that moment.
+            now = self.clock.now()
+            until = now + round(seconds * _NS)
             record = get_record(db, key.namespace, key.sample_id)
             if record is None or record.state is not State.COMMITTED:
                 return SampleNotFound(f"there is no committed sample {key}")

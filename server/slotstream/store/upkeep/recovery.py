@@ -8,6 +8,7 @@
     row COMMITTED, whole file                           as it was
     row COMMITTED, no file                              FAILED (DAMAGED), saying so if the quarantine has the file
     row COMMITTED, file of another size or header       as it was: every read of it is refused as DAMAGED
+    the same, after a log that was cut, file later      COMMITTED, from the file (deleted, sent again, both rows were lost)
     row DELETING, its file or no file                   file and row removed
     row DELETING, another whole file of that sample     COMMITTED, from the file (deleted, sent again, its row was lost)
     file that is not a sample, or not of its path       left alone; `slotstream verify` calls it FOREIGN
@@ -134,7 +135,10 @@ def recover(files: Files, data_dir: Path, catalogue: Catalogue) -> Recovered:
     if clean:
         deque(others(), maxlen=0)
     else:
-        done.adopted = _adopt(catalogue, whole_files(files, data_dir, catalogue.get, others()))
+        if catalogue.log_was_cut:
+            _log.warning("the catalogue's log has a damaged or unfinished end: every row is compared with its file")
+        found = whole_files(files, data_dir, catalogue.get, others(), rows_may_be_old=catalogue.log_was_cut)
+        done.adopted = _adopt(catalogue, found)
     for record in catalogue.unfinished() if clean else catalogue.scan():
         if record.state is State.DELETING:
             _finish_deletion(files, data_dir, catalogue, record, done)
@@ -174,12 +178,18 @@ def _key_of_partial(data_dir: Path, path: Path) -> SampleKey | None:
 
 
 def whole_files(
-    files: Files, data_dir: Path, known: Callable[[SampleKey], SampleRecord | None], paths: Iterable[Path] | None = None
+    files: Files,
+    data_dir: Path,
+    known: Callable[[SampleKey], SampleRecord | None],
+    paths: Iterable[Path] | None = None,
+    *,
+    rows_may_be_old: bool = False,
 ) -> Iterator[SampleRecord]:
     """The records of whole files (of all, or of those at `paths`) whose samples are not catalogued as committed.
 
-    A row that says committed is trusted: reads check it. Beside a row that is DELETING, the file may be that of a later upload,
-    whose row a power cut took. The name of a file that comes out of here is durable.
+    A row that says committed is trusted: reads check it. But if `rows_may_be_old`, a file that was committed later beats it.
+    Beside a row that is DELETING, the file may be that of a later upload, whose row a power cut took. The name of a file that
+    comes out of here is durable.
     """
     synced: Path | None = None
     for path in tree_files(files, data_dir) if paths is None else paths:
@@ -190,7 +200,8 @@ def whole_files(
             _log.warning("%s is not a file of a sample; it is left alone", path)
             continue
         before = known(key)
-        if before is not None and before.state is State.COMMITTED:
+        committed = before if before is not None and before.state is State.COMMITTED else None
+        if committed is not None and not rows_may_be_old:
             continue
         try:
             file = sample_file_at(files, path)
@@ -200,6 +211,8 @@ def whole_files(
             continue
         if file.key != key:
             _log.warning("%s is left alone: it is the file of sample %s", path, file.key)
+            continue
+        if committed is not None and record.committed_unix_ns <= committed.committed_unix_ns:
             continue
         if before is not None and before.state is State.DELETING and before.header_xxh3 == file.header_xxh3:
             continue

@@ -73,6 +73,8 @@ class _Sweep:
         self._lifetimes = lifetimes
         self._policy = policy
         self._budget = _BUDGET
+        # The whole sweep goes by one look at the clock, from before it was judged: it may leap at any moment.
+        self._now = lifetimes.clock.now()
         self._clock_trouble = lifetimes.watch.look()
         self.done = Swept()
 
@@ -123,7 +125,7 @@ class _Sweep:
         """`rule`; without its age while the clock is in doubt and says that more than half of the samples are too old."""
         if rule.age_s_max == UNLIMITED or not self._clock_trouble:
             return rule
-        until = self._lifetimes.clock.now() - round(rule.age_s_max * 1e9)
+        until = self._now - round(rule.age_s_max * 1e9)
         if 2 * self._lifetimes.committed_until(usage.namespace, until) <= usage.samples:
             return rule
         self.done.held.add(usage.namespace)
@@ -135,7 +137,7 @@ class _Sweep:
             # Read again for each page: what was in use still counts, so younger samples go in its place.
             usage = self._lifetimes.usage(namespace)
             page = self._lifetimes.candidates(Queue.OLDEST, namespace, after, _PAGE)
-            due = over_limit(rule, usage, page, self._lifetimes.clock.now())
+            due = over_limit(rule, usage, page, self._now)
             if not due:
                 return
             self._delete([candidate for candidate, _ in due], [reason for _, reason in due])
@@ -145,7 +147,7 @@ class _Sweep:
         after = _BEGIN
         while not self._is_spent():
             page = self._lifetimes.candidates(queue, namespace, after, _PAGE)
-            due = forgotten(rule, page, self._lifetimes.clock.now())
+            due = forgotten(rule, page, self._now)
             if not due:
                 return
             self._delete(due, [Reason.FAILED_AGE] * len(due))
