@@ -27,6 +27,7 @@ from slotstream.client import (
     StillArriving,
     connect,
 )
+from slotstream.client.rpc import WatchedStream
 from slotstream.v1 import samples_pb2
 from slotstream.wire import errors
 from slotstream.wire.errors import BadParams, InternalFault, Interrupted, ProtocolViolation, TooLarge
@@ -420,3 +421,36 @@ def test_without_torch_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch
 def test_importing_the_client_does_not_import_torch() -> None:
     script = "import sys, slotstream.client; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
+
+
+def test_a_call_that_gives_nothing_and_does_not_end_is_left_alone_in_time() -> None:
+    """As gRPC's did now and then after a server was killed: `next` did not return, whether the call was cancelled or not."""
+    never = threading.Event()
+
+    class Call:
+        cancelled = 0
+
+        def __next__(self) -> bytes:
+            never.wait()
+            raise StopIteration
+
+        def cancel(self) -> None:
+            self.cancelled += 1
+
+    call = Call()
+    with pytest.raises(DeadlineExceeded, match=r"sent nothing for 0\.1 s"):
+        WatchedStream[bytes](call, "host:1").receive(0.1)
+    assert call.cancelled
+    never.set()
+
+
+def test_what_a_call_raises_otherwise_reaches_the_caller() -> None:
+    class Call:
+        def __next__(self) -> bytes:
+            raise ValueError("cannot invoke RPC on a closed channel")
+
+        def cancel(self) -> None:
+            pass
+
+    with pytest.raises(ValueError, match="closed channel"):
+        WatchedStream[bytes](Call(), "host:1").receive(10.0)

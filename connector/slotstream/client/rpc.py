@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
+from queue import Empty, SimpleQueue
 from typing import Any, Generic, TypeVar
 
 import grpc
@@ -31,7 +31,6 @@ from slotstream.wire.memory import keep_freed_blocks
 
 _HEALTH_CHECK = "/grpc.health.v1.Health/Check"
 _READ = "/slotstream.v1.Samples/Read"
-_WATCH_TICK_S = 0.25
 _LAST_FAILURE_S = 1.0
 # A trainer should notice a restarted server at once.
 _CHANNEL_OPTIONS = (*COMMON_OPTIONS, ("grpc.max_reconnect_backoff_ms", 2000))
@@ -136,58 +135,58 @@ class Rpc:
             raise ValueError("this client is closed")
 
 
-class _Watch:
-    """Cancels a call when a reply is late. Apart from the stream, so that a stream nobody holds any more can go away."""
+class _Replies:
+    """Takes replies off a call in a thread of its own, one each time it is asked.
+
+    gRPC's `next` has no limit, and now and then it did not return after a server was killed, although the call had ended
+    (grpcio 1.85). Apart from the stream, so that a stream nobody holds any more can go away.
+    """
 
     def __init__(self, call: Any) -> None:
         self.call = call
-        self.late_at: float | None = None  # monotonic seconds; None while nobody waits
-        self.was_late = False
-        self.closed = threading.Event()
+        self.asked: SimpleQueue[bool] = SimpleQueue()  # False: that was all.
+        self.came: SimpleQueue[Any] = SimpleQueue()  # A reply, None after the last, or the error that ended the call.
 
     def run(self) -> None:
-        while True:
-            late_at = self.late_at
-            left_s = _WATCH_TICK_S if late_at is None else late_at - time.monotonic()
-            if left_s <= 0:
-                self.was_late = True
-                self.call.cancel()
-                return
-            if self.closed.wait(min(left_s, _WATCH_TICK_S)):
-                return
+        while self.asked.get():
+            self.came.put(self._next())
+
+    def _next(self) -> Any:
+        try:
+            return next(self.call, None)
+        except Exception as error:
+            return error
 
 
 class WatchedStream(Generic[T]):
     """The replies of one call, each with a limit on how long it may take to come.
 
-    A deadline on the whole call would fail long transfers that do progress, and gRPC has no other, so a thread watches.
-    Only time spent inside `receive` counts: the consumer may take as long as it likes between two replies.
+    A deadline on the whole call would fail long transfers that do progress, and gRPC has no other. Only time spent inside
+    `receive` counts: the consumer may take as long as it likes between two replies.
     """
 
     def __init__(self, call: Any, address: str) -> None:
         self._address = address
-        self._watch = _Watch(call)
-        threading.Thread(target=self._watch.run, name="slotstream-read-watch", daemon=True).start()
+        self._replies = _Replies(call)
+        threading.Thread(target=self._replies.run, name="slotstream-replies", daemon=True).start()
 
     def receive(self, limit_s: float) -> T | None:
         """The next reply; None after the last. Raises what the server answered, or DeadlineExceeded after `limit_s`."""
-        watch = self._watch
-        watch.late_at = time.monotonic() + limit_s
+        self._replies.asked.put(True)
         try:
-            reply: T | None = next(watch.call, None)
-        except grpc.RpcError as error:
+            reply: T | Exception | None = self._replies.came.get(timeout=limit_s)
+        except Empty:
             self.close()
-            if watch.was_late:
-                raise DeadlineExceeded(f"the server at {self._address} sent nothing for {limit_s:g} s") from error
-            raise error_of(error, self._address) from error
-        finally:
-            watch.late_at = None
+            raise DeadlineExceeded(f"the server at {self._address} sent nothing for {limit_s:g} s") from None
+        if isinstance(reply, Exception):
+            self.close()
+            raise error_of(reply, self._address) if isinstance(reply, grpc.RpcError) else reply
         return reply
 
     def close(self) -> None:
         """Ends the call; the server stops sending. May be called twice."""
-        self._watch.closed.set()
-        self._watch.call.cancel()
+        self._replies.asked.put(False)
+        self._replies.call.cancel()
 
     def __del__(self) -> None:
         self.close()
