@@ -64,19 +64,23 @@ class Model:
         self._lives_ended_at.append(at)
 
     def lost_catalogue(self, at: float) -> None:
-        """With it goes what it said of deletions that had begun, and of which nobody was told that they are done."""
+        """With it goes what it said of files that are to be removed: of deletions that nobody was told are done, and of commits
+        that failed where the disk refused to remove the file."""
         self._catalogues_lost_at.append(at)
 
     def _undone(self, history: list[Operation]) -> list[Operation]:
         """What a start may bring back whose catalogue is gone."""
         begun_at = min((one.called_at for one in history if (one.kind, one.answer) == ("delete", "unknown")), default=inf)
-        values = {one.value for one in history if one.kind == "put" and one.answer in ("committed", "unknown")}
-        return [
-            Operation(0, "put", "unknown", at - 1e-9, inf, value)  # Just before that life ends: by then, or never.
-            for at in self._catalogues_lost_at
-            for value in sorted(values)
-            if begun_at < at
-        ]
+        puts = [one for one in history if one.kind == "put"]
+        deleted = {one.value for one in puts if one.answer in ("committed", "unknown")}
+        found = []
+        for at in self._catalogues_lost_at:
+            values = {one.value for one in puts if one.answer == "failed" and one.called_at < at}
+            if begun_at < at:
+                values |= deleted
+            # Just before that life ends: by then, or never.
+            found += [Operation(0, "put", "unknown", at - 1e-9, inf, value) for value in sorted(values)]
+        return found
 
     def wrong(self) -> list[str]:
         """What cannot be."""
