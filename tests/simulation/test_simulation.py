@@ -52,7 +52,7 @@ def test_a_seed_is_the_same_run_in_every_process() -> None:
 
 
 def _is_found(plant: str, seeds: int) -> None:
-    ran = _simulate("--seeds", str(seeds), "--most", "1", "--plant", plant, timeout_s=600)
+    ran = _simulate("--seeds", str(seeds), "--most", "1", "--plant", plant, timeout_s=1500)
     assert ran.returncode == 1, f"{plant} was not found in {seeds} seeds\n{ran.stdout[-1000:]}{ran.stderr[-2000:]}"
     assert f"--plant {plant} --trace" in ran.stdout
 
@@ -63,7 +63,8 @@ def test_a_planted_fault_is_found(plant: str) -> None:
 
 
 @pytest.mark.extended
-@pytest.mark.timeout(700)
+@pytest.mark.timeout(1600)
 @pytest.mark.parametrize("plant", PLANTS)
 def test_every_planted_fault_is_found(plant: str) -> None:
-    _is_found(plant, 1000)
+    """Most show within 40 seeds; a deletion whose sync nobody makes up for took 2,985."""
+    _is_found(plant, 5000)
