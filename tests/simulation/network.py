@@ -139,7 +139,9 @@ class Call:
             if handler.response_streaming:
                 await handler.stream_stream(None, self)
             else:
-                await self.write(await handler.stream_unary(None, self))
+                reply = await handler.stream_unary(None, self)
+                if not self.status:  # What was cut meanwhile gets none: gRPC does not tell the service.
+                    await self.write(reply)
         except grpc.aio.AbortError:
             assert self._said is not None
             ended = self._said

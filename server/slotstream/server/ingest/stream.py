@@ -91,8 +91,10 @@ class Stream:
             self._samples.send_acks()
             self._room.clear()
             room = asyncio.create_task(self._room.wait())
-            await asyncio.wait((room, sender, self._fault), return_when=asyncio.FIRST_COMPLETED)
-            room.cancel()
+            try:
+                await asyncio.wait((room, sender, self._fault), return_when=asyncio.FIRST_COMPLETED)
+            finally:  # Also where the call is cancelled: nobody else would end it.
+                room.cancel()
 
     async def _receive(self) -> None:
         hello = await self._shared.bodies.next(self._context, self._caller, self._shared.config.hello_s)
