@@ -97,6 +97,9 @@ class Nemesis:
             self._world.files.trouble = None
             if dies:
                 self._start_again()
+        if not dies and self._rng.random() < 0.3:  # Is what could not be synced made up for?
+            running().pause(self._rng.random())
+            self.power()
 
     def full(self) -> None:
         with self._world.trouble("full"):
