@@ -45,6 +45,7 @@ _HANGS_S = 120.0
 _TELLING = re.compile(r"WARNING|ERROR|retention deleted|; looked at")  # Lines of a log, where something was wrong.
 _ANCHORS = 30  # Samples of before all leaps of the clock: more than are put during one in the beginning.
 _FAILURES = {"ALREADY_EXISTS": "exists", "STORE_FULL": "full", "DAMAGED": "damaged"}
+_SILENCE = "sent nothing for"  # The client's own limit, and no answer.
 _NOT_STORED = {"NOT_FOUND", "SAMPLE_FAILED", "DEADLINE_EXCEEDED", "STILL_ARRIVING"}
 
 
@@ -169,6 +170,8 @@ class Histories:
             ):
                 token_ids, data = list(reader.token_ids), b"".join(bytes(block.data) for block in reader)
         except SlotStreamError as error:
+            if _SILENCE in str(error):
+                return "unknown", NONE
             if error.code in _NOT_STORED:
                 return "is", NONE
             if error.code == "DAMAGED":

@@ -9,6 +9,7 @@ import pytest
 from store.store_kit import Sample, crash
 
 from slotstream.store.catalogue.sql import ListQuery
+from slotstream.store.disk.clock import Clock
 from slotstream.store.records import State
 from slotstream.store.samples import SampleStore
 from slotstream.store.upkeep.retention import Policy, Rule
@@ -220,3 +221,12 @@ def test_an_earlier_version_remembers_no_more_than_its_samples_times(tmp_path: P
     store = world.open(tmp_path)
     assert "29 days ahead" in store.lifetimes.watch.trouble
     store.close()
+
+
+def test_no_stamp_is_before_one_that_another_process_gave_out() -> None:
+    clock = Clock(100, lambda: 50)
+    assert clock.stamp() == 101
+    clock.heard(5000)
+    assert clock.stamp() == 5001
+    clock.heard(7)
+    assert clock.stamp() == 5002

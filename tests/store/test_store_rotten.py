@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,9 @@ from store.store_kit import Sample, read_all
 
 from slotstream.store.disk import retrying
 from slotstream.store.disk.files import Files
-from slotstream.store.records import State
+from slotstream.store.records import SampleRecord, State
 from slotstream.store.samples import SampleStore
+from slotstream.store.upkeep.recovery import whole_files
 from slotstream.wire.errors import AlreadyExists, Damaged, IoError
 
 SAMPLE = Sample()
@@ -104,3 +106,23 @@ def test_a_disk_that_does_not_say_commits_nothing_and_asks_for_the_sample_again(
     assert record.state is State.COMMITTED
     assert SAMPLE.put(store) is True
     store.close()
+
+
+def test_an_old_row_does_not_stand_against_the_good_copy_whatever_their_stamps(store: SampleStore) -> None:
+    """The log was cut, and the row is that of the rotten copy again. Where the clock is behind, the good one may bear less."""
+    SAMPLE.put(store)
+    row = store.stat(SAMPLE.key)
+    assert row is not None
+    _flip(SAMPLE.path(store), -81)
+    SAMPLE.put(store)
+    good = store.stat(SAMPLE.key)
+    assert good is not None
+    later = replace(row, committed_unix_ns=good.committed_unix_ns + 1)
+    (aside,) = (store.data_dir / ".quarantine").rglob("*.safetensors")
+
+    def found() -> list[SampleRecord]:
+        return list(whole_files(Files(), store.data_dir, lambda _: later, rows_may_be_old=True))
+
+    assert found() == []  # Nothing says that this row is old.
+    aside.rename(aside.with_name(f"{SAMPLE.sample_id}.{later.committed_unix_ns}.safetensors"))
+    assert [one.header_xxh3 for one in found()] == [good.header_xxh3]

@@ -169,6 +169,7 @@ class WorkersService(workers_pb2_grpc.WorkersServicer):
             return pb.UploadEnded(failure=failure_message(Failure.of(Interrupted("the sample is not open any more"))))
         upload = found[1]
         sealed, content = _sealed(upload, request)
+        self._store.lifetimes.clock.heard(sealed.committed_unix_ns)
         try:
             duplicate = await self._in(self._pools.commits, upload.commit, sealed, content)
             self._committed(upload.spec.namespace)

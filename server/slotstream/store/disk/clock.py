@@ -35,6 +35,11 @@ class Clock:
             self._last = max(self._last + 1, self._source())
             return self._last
 
+    def heard(self, stamp: int) -> None:
+        """Another process gave this stamp out: none from here on is before it."""
+        with self._lock:
+            self._last = max(self._last, stamp)
+
     def now(self) -> int:
         """The wall clock, whatever it says."""
         return self._source()

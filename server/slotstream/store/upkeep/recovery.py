@@ -212,7 +212,7 @@ def whole_files(
         if file.key != key:
             _log.warning("%s is left alone: it is the file of sample %s", path, file.key)
             continue
-        if committed is not None and record.committed_unix_ns <= committed.committed_unix_ns:
+        if committed is not None and not _is_older(files, data_dir, committed, record):
             continue
         if before is not None and before.state is State.DELETING and before.header_xxh3 == file.header_xxh3:
             continue
@@ -220,6 +220,14 @@ def whole_files(
             files.sync_dir(path.parent)
             synced = path.parent
         yield record
+
+
+def _is_older(files: Files, data_dir: Path, row: SampleRecord, found: SampleRecord) -> bool:
+    """Whether a row that says committed is that of an earlier sample than the whole file `found` at its place."""
+    if row.committed_unix_ns < found.committed_unix_ns:
+        return True
+    # Stamps of two uploads at a time may be in another order, where the clock is behind them. What was put aside is older.
+    return row.header_xxh3 != found.header_xxh3 and holds(files, data_dir, row.key, row.committed_unix_ns)
 
 
 def _adopt(catalogue: Catalogue, records: Iterator[SampleRecord]) -> int:
