@@ -187,6 +187,7 @@ def all_rows(options: argparse.Namespace, work: Path, data: Path) -> Iterator[li
         engine_options["compilation_config"] = {"cudagraph_capture_sizes": [1, 8, 64, 128]}
     else:
         engine_options = {"enforce_eager": True, "block_size": 32}
+        engine_options |= {"gpu_memory_utilization": 0.05, "kv_cache_memory_bytes": 256 << 20}  # Room for several on a CPU.
     engine_options["tensor_parallel_size"] = options.tensor_parallel
     with ExitStack() as stack:
         at = stack.enter_context(servers(work, data, options.serve.split()))
@@ -219,13 +220,17 @@ def all_rows(options: argparse.Namespace, work: Path, data: Path) -> Iterator[li
 
 
 def measure(options: argparse.Namespace, rows: Sequence[Row], load: dict[str, int]) -> list[dict[str, Any]]:
-    """All rounds of all rows, one after the other; the first run of each is not counted."""
+    """All rounds of all rows, one after the other; the first run of each is not counted.
+
+    Each round begins with another row: a GPU that has just rested is faster for a while, and that must not fall to one row.
+    """
     for row in rows:
         row.rounds.clear()
         row.engine.ask(what="run", capture=row.capture, **{**load, "prompts": max(4, load["prompts"] // 4)})
     for number in range(options.rounds):
         _progress(f"round {number + 1}/{options.rounds}:")
-        for row in rows:
+        first = number % len(rows)
+        for row in [*rows[first:], *rows[:first]]:
             row.rounds.append(row.engine.ask(what="run", capture=row.capture, **load))
             _progress(f"  {row.name} {row.rounds[-1]['tokens_per_s']:.0f}")
         _progress("\n")
