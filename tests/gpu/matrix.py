@@ -129,7 +129,8 @@ compared with the truth model's. *graphs* is the CUDA graph mode that vLLM resol
 | mla | a DeepSeek-V2 shape: multi-head latent attention |
 | gdn | a Qwen3-Next with gated delta nets beside full attention: a hybrid |
 
-With `layers` the last norm's output (`final`) is captured beside three layers. A captured request computes all its tokens,
+With `layers` the last norm's output (`final`) is captured beside three layers, and in the dense engines and the eager ones of
+swa beside layer 0 too, where vLLM would hand out memory that it writes again. A captured request computes all its tokens,
 also those that the prefix cache holds. *ngram* drafts three tokens a step. *preempted* has room for two long requests.
 *tiny pool* has 12 row pages, so that some samples fail with `ROW_POOL_FULL`. *aborts* ends requests in the middle and captures
 windows of prompts. *sleep1* and *sleep2* sleep between the two passes.

@@ -17,6 +17,10 @@ from slotstream.connector.reading.staging_memory import StagingMemory
 from slotstream.connector.sending.copies import Arrived, Copied, Gathered, Ticket
 
 WORD_BYTES = 8
+# One copy to the host. A GPU does its copies one after another, vLLM's sampled tokens too, which the next step waits for:
+# behind a copy of 256 MiB they take 4.3 ms on an H200. In pieces of 2 MiB, 9 us each to begin with, a decode of 64 with 16
+# layers went from 0.947 to 0.961 of no capture.
+_COPY_BYTES = 2 << 20
 Index = npt.NDArray[np.int64]  # Where rows lie in their source.
 
 
@@ -127,11 +131,13 @@ class RowGather:
         flat = rows.view(torch.uint8).flatten()
         at = 0
         for staging_slot, nbytes in self._runs(destinations):
-            self._memory.tensor(staging_slot, nbytes).copy_(flat[at : at + nbytes], non_blocking=True)
+            host = self._memory.tensor(staging_slot, nbytes)
+            for piece, rest in zip(host.split(_COPY_BYTES), flat[at : at + nbytes].split(_COPY_BYTES), strict=True):
+                piece.copy_(rest, non_blocking=True)
             at += nbytes
 
     def _runs(self, destinations: Sequence[Destination]) -> Iterator[tuple[int, int]]:
-        """(first slot, bytes) of each stretch of staging that is filled without a gap: a copy costs 20 us to begin with."""
+        """(first slot, bytes) of each stretch of staging that is filled without a gap: small slots share a copy."""
         first = nbytes = 0
         for to in destinations:
             if nbytes and (to.staging_slot - first) * self._memory.slot_bytes != nbytes:
