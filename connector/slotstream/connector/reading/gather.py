@@ -132,8 +132,9 @@ class RowGather:
         at = 0
         for staging_slot, nbytes in self._runs(destinations):
             host = self._memory.tensor(staging_slot, nbytes)
-            for piece, rest in zip(host.split(_COPY_BYTES), flat[at : at + nbytes].split(_COPY_BYTES), strict=True):
-                piece.copy_(rest, non_blocking=True)
+            for begin in range(0, nbytes, _COPY_BYTES):
+                end = min(begin + _COPY_BYTES, nbytes)
+                host[begin:end].copy_(flat[at + begin : at + end], non_blocking=True)
             at += nbytes
 
     def _runs(self, destinations: Sequence[Destination]) -> Iterator[tuple[int, int]]:
