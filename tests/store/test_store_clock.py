@@ -10,11 +10,12 @@ from store.store_kit import Sample, crash
 
 from slotstream.store.catalogue.sql import ListQuery
 from slotstream.store.disk.clock import Clock
-from slotstream.store.records import State
+from slotstream.store.records import SampleKey, State
 from slotstream.store.samples import SampleStore
 from slotstream.store.upkeep.retention import Policy, Rule
 from slotstream.store.upkeep.scrubbing import Scrubber
 from slotstream.store.upkeep.sweeping import Sweeper, Swept
+from slotstream.wire.errors import Leased
 
 DAY = 86400 * 10**9
 WEEK_S = 7 * 86400.0
@@ -105,7 +106,7 @@ def test_a_clock_that_was_accepted_stays_so_while_samples_come(tmp_path: Path, w
     _put(store, "a")
     world.wall -= 30 * DAY
     assert "30 days ahead" in store.lifetimes.watch.look()
-    store.lifetimes.watch.accept()
+    store.lifetimes.accept_clock()
     _put(store, "b", "c")  # Their stamps go on from those of "a".
     assert store.lifetimes.watch.look() == ""
     store.close()
@@ -135,13 +136,33 @@ def test_a_start_with_a_clock_that_is_ahead_deletes_nothing_until_somebody_says_
     store = world.open(tmp_path)
     world.pass_(DAY)
     assert "30 days ahead" in store.lifetimes.watch.look()
-    store.lifetimes.watch.accept()
+    store.lifetimes.accept_clock()
     assert store.lifetimes.watch.trouble == ""
     assert _sweep(store, age_s_max=WEEK_S).held == set()
     assert _left(store) == ""
     end(store)
     store = world.open(tmp_path)
     assert store.lifetimes.watch.trouble == ""
+    store.close()
+
+
+def test_leases_given_while_the_clock_ran_ahead_end_within_a_day_once_it_is_accepted(tmp_path: Path, world: World) -> None:
+    store = world.open(tmp_path)
+    _put(store, "a", "b")
+    store.lifetimes.lease(SampleKey("default", "a"), "trainer", 3600.0)
+    world.wall += 400 * DAY
+    store.lifetimes.lease(SampleKey("default", "b"), "trainer", 3600.0)
+    world.wall -= 400 * DAY
+    store.lifetimes.lease(SampleKey("default", "a"), "trainer", 3600.0)  # It ended in the meantime.
+    world.pass_(2 * DAY)
+    with pytest.raises(Leased):
+        store.delete(SampleKey("default", "b"))
+    store.lifetimes.accept_clock()
+    with pytest.raises(Leased):
+        store.delete(SampleKey("default", "b"))
+    world.pass_(DAY)
+    store.delete(SampleKey("default", "b"))
+    assert _left(store) == "a"
     store.close()
 
 

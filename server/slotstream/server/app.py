@@ -124,7 +124,7 @@ class Server:
         certificates = Certificates(config) if config.tls_cert is not None else None
         store = await asyncio.to_thread(self._open_store) if self._given_store is None else self._given_store
         if config.accept_clock:
-            await asyncio.to_thread(store.lifetimes.watch.accept)
+            await asyncio.to_thread(store.lifetimes.accept_clock)
         self.store = store
         self._closing.push_async_callback(asyncio.to_thread, store.close)
         pools = self._pools = Pools()

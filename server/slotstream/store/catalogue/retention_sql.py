@@ -249,6 +249,13 @@ def release(db: sqlite3.Connection, key: SampleKey, holder: str) -> None:
     )
 
 
+def shorten_leases(db: sqlite3.Connection, until_unix_ns: int) -> None:
+    """No lease lasts longer than until then. Raises MalformedRow."""
+    for row in db.execute(f"SELECT {LEASE}, row_xxh3 FROM leases WHERE until_unix_ns > ?", (until_unix_ns,)).fetchall():
+        values = (*checked(row)[:3], until_unix_ns)
+        db.execute("INSERT OR REPLACE INTO leases VALUES (?, ?, ?, ?, ?)", (*values, row_sum(values)))
+
+
 def forget_leases(db: sqlite3.Connection, now_unix_ns: int) -> None:
     """Drops the leases that have ended. Raises MalformedRow: a lease that says so may have a flipped bit."""
     for row in db.execute(f"SELECT {LEASE}, row_xxh3 FROM leases WHERE until_unix_ns <= ?", (now_unix_ns,)):

@@ -118,6 +118,12 @@ class Lifetimes:
             raise ends
         return ends
 
+    def accept_clock(self) -> None:
+        """The clock is right. A lease that lasts longer than one may was given while it ran ahead: it ends when one may."""
+        self.watch.accept()
+        until = self.clock.now() + round(LEASE_S_MAX * _NS)
+        self._catalogue.submit(lambda db: retention_sql.shorten_leases(db, until)).result()
+
     def standing(self, key: SampleKey) -> Standing:
         """Reads, ack and lease of a sample."""
         return self._catalogue.ask(lambda db: retention_sql.standing(db, key, self.clock.now()))
