@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from typing import Any
 
 import grpc
@@ -442,6 +443,31 @@ def test_a_call_that_gives_nothing_and_does_not_end_is_left_alone_in_time() -> N
         WatchedStream[bytes](call, "host:1").receive(0.1)
     assert call.cancelled
     never.set()
+
+
+def test_one_reply_is_taken_ahead_of_the_consumer_and_no_more() -> None:
+    taken: SimpleQueue[int] = SimpleQueue()
+
+    class Call:
+        count = 0
+
+        def __next__(self) -> int:
+            if self.count == 3:
+                raise StopIteration
+            self.count += 1
+            taken.put(self.count)
+            return self.count
+
+        def cancel(self) -> None:
+            pass
+
+    stream = WatchedStream[int](Call(), "host:1")
+    for number in (1, 2, 3):
+        assert taken.get(timeout=10) == number
+        with pytest.raises(Empty):
+            taken.get(timeout=0.05)
+        assert stream.receive(10.0) == number
+    assert stream.receive(10.0) is None
 
 
 def test_what_a_call_raises_otherwise_reaches_the_caller() -> None:

@@ -137,6 +137,22 @@ def test_a_message_that_does_not_come_makes_way(monkeypatch: pytest.MonkeyPatch)
     _run(test())
 
 
+def test_calls_that_say_nothing_may_take_what_a_call_takes() -> None:
+    async def test() -> None:
+        resident = 100
+        of = Bodies(10, one_by_one=False, growth_bytes=50, call_bytes=20, resident=lambda: resident)
+        silent = [_read(of, _Call()) for _ in range(5)]
+        await asyncio.sleep(0)
+        resident += 5 * 20 + 49
+        await asyncio.sleep(0.1)
+        assert not any(task.done() for task in silent)
+        resident += 1
+        codes = [type(error) for error in await asyncio.gather(*silent, return_exceptions=True)]
+        assert codes == [TooSlow] * 5
+
+    _run(test())
+
+
 @pytest.mark.parametrize("one_by_one", [True, False])
 def test_where_they_make_the_process_grow_a_callers_calls_are_refused(one_by_one: bool) -> None:
     async def test() -> None:

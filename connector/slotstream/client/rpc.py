@@ -136,7 +136,7 @@ class Rpc:
 
 
 class _Replies:
-    """Takes replies off a call in a thread of its own, one each time it is asked.
+    """Takes replies off a call in a thread of its own, one each time it is asked: one ahead of the consumer.
 
     gRPC's `next` has no limit, and now and then it did not return after a server was killed, although the call had ended
     (grpcio 1.85). Apart from the stream, so that a stream nobody holds any more can go away.
@@ -168,11 +168,11 @@ class WatchedStream(Generic[T]):
     def __init__(self, call: Any, address: str) -> None:
         self._address = address
         self._replies = _Replies(call)
+        self._replies.asked.put(True)
         threading.Thread(target=self._replies.run, name="slotstream-replies", daemon=True).start()
 
     def receive(self, limit_s: float) -> T | None:
         """The next reply; None after the last. Raises what the server answered, or DeadlineExceeded after `limit_s`."""
-        self._replies.asked.put(True)
         try:
             reply: T | Exception | None = self._replies.came.get(timeout=limit_s)
         except Empty:
@@ -181,6 +181,7 @@ class WatchedStream(Generic[T]):
         if isinstance(reply, Exception):
             self.close()
             raise error_of(reply, self._address) if isinstance(reply, grpc.RpcError) else reply
+        self._replies.asked.put(reply is not None)
         return reply
 
     def close(self) -> None:

@@ -57,15 +57,19 @@ class Bodies:
         *,
         one_by_one: bool = True,
         growth_bytes: int = _GROWTH_BYTES,
+        call_bytes: int = 0,
         resident: Callable[[], int] = resident_bytes,
     ) -> None:
         """`bytes_max`: of one message. `resident`: bytes of memory that this process has.
+
+        The process may grow by `growth_bytes`, and by `call_bytes` for each call that is waited for.
 
         `one_by_one`: as above. Without it all are asked for at once, and only what makes the process grow is refused.
         """
         self._bytes_max = bytes_max
         self._one_by_one = one_by_one
         self._growth_bytes = growth_bytes
+        self._call_bytes = call_bytes
         self._resident = resident
         self._resident_before = 0
         self._looking: asyncio.TimerHandle | None = None
@@ -170,7 +174,7 @@ class Bodies:
             return
         loop = asyncio.get_running_loop()
         self._looking = loop.call_later(_LOOK_S, self._look)
-        if self._resident() - self._resident_before < self._growth_bytes:
+        if self._resident() - self._resident_before < self._growth_bytes + len(self._reading) * self._call_bytes:
             return
         stalled = [one for one in self._reading if one.begun + _STALLED_S <= loop.time()]
         of_caller = Counter(one.caller for one in stalled)

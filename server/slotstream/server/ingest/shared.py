@@ -21,6 +21,7 @@ from slotstream.wire.names import CONTROL_BYTES_MAX
 
 _log = logging.getLogger(__name__)
 _HELLO_GROWTH_BYTES = 6 << 20
+_SILENT_STREAM_BYTES = 64 << 10  # What a stream and its connection take that say nothing at all.
 
 
 class Shared:
@@ -44,7 +45,9 @@ class Shared:
         self.waiters = waiters
         self.readers = readers
         # Those of Hellos. A sender may take its time with that, but not make the server hold more and more meanwhile.
-        self.bodies = Bodies(CONTROL_BYTES_MAX, one_by_one=False, growth_bytes=_HELLO_GROWTH_BYTES)
+        self.bodies = Bodies(
+            CONTROL_BYTES_MAX, one_by_one=False, growth_bytes=_HELLO_GROWTH_BYTES, call_bytes=_SILENT_STREAM_BYTES
+        )
         self.draining = False  # No more samples are opened.
         self.open_shares = OPEN_SAMPLES.shares(config)
         self._committed = committed
