@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Coroutine
+import socket
+import threading
+from collections.abc import Coroutine, Iterable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +19,8 @@ from support.unfinished_calls import UnfinishedCalls
 from slotstream.client import connect
 from slotstream.server.access import bodies
 from slotstream.server.access.bodies import EOF, Bodies
+from slotstream.server.access.connections import Connections
+from slotstream.server.config import ServerConfig
 from slotstream.wire.errors import BadParams, TooLarge, TooMany, TooSlow
 
 CALLS = 150
@@ -76,6 +81,9 @@ class _Call:
 
     async def read(self) -> Any:
         return await self.message
+
+    def peer(self) -> str:
+        return "ipv4:127.0.0.1:1"
 
 
 def _run(test: Coroutine[Any, Any, None]) -> None:
@@ -168,3 +176,97 @@ def test_where_they_make_the_process_grow_a_callers_calls_are_refused(one_by_one
         assert await modest == b"here"
 
     _run(test())
+
+
+@pytest.mark.parametrize("one_by_one", [True, False])
+def test_a_caller_that_was_refused_is_refused_for_a_moment_and_others_are_not(one_by_one: bool) -> None:
+    async def test() -> None:
+        resident = 0
+        of = Bodies(10, one_by_one=one_by_one, growth_bytes=50, resident=lambda: resident)
+        greedy = [_read(of, _Call()) for _ in range(3)]
+        await asyncio.sleep(0)
+        resident = 60
+        await asyncio.gather(*greedy, return_exceptions=True)
+        with pytest.raises(TooMany):
+            await _read(of, _Call())
+        other = _Call()
+        other.message.set_result(b"here")
+        assert await _read(of, other, "b") == b"here"
+        of._refused_until["a"] = asyncio.get_running_loop().time()
+        assert await _read(of, other) == b"here"
+
+    _run(test())
+
+
+@pytest.mark.parametrize("one_by_one", [True, False])
+def test_where_the_process_grows_on_their_connection_is_closed(monkeypatch: pytest.MonkeyPatch, one_by_one: bool) -> None:
+    async def test() -> None:
+        resident = 0
+        closed: list[str] = []
+        again = asyncio.Event()
+
+        def hang_up(peers: Iterable[str]) -> None:
+            closed.extend(peers)
+            if len(closed) > 1:
+                again.set()
+
+        of = Bodies(10, one_by_one=one_by_one, growth_bytes=50, hang_up=hang_up, resident=lambda: resident)
+        greedy = [_read(of, _Call()) for _ in range(3)]
+        await asyncio.sleep(0)
+        resident = 149
+        await asyncio.gather(*greedy, return_exceptions=True)
+        assert not closed
+        of._refused_until.clear()
+        resident = 0
+        greedy = [_read(of, _Call()) for _ in range(3)]
+        await asyncio.sleep(0)
+        resident = 150
+        await asyncio.gather(*greedy, return_exceptions=True)
+        assert closed == [_Call().peer()]
+        with pytest.raises(TooMany):  # One that comes too late to be looked at.
+            await _read(of, _Call())
+        await again.wait()
+        assert closed == [_Call().peer()] * 2
+
+    monkeypatch.setattr(bodies, "_HANG_UP_BYTES", 100)
+    _run(test())
+
+
+def test_a_call_that_may_say_nothing_gives_its_turn_away_and_is_waited_for() -> None:
+    async def test() -> None:
+        of = Bodies(10, one_by_one=False, resident=lambda: 0)
+        silent = [_Call() for _ in range(100)]
+        tasks = [_read(of, call) for call in silent]
+        last = _Call()
+        last.message.set_result(b"here")
+        assert await _read(of, last) == b"here"
+        for call in silent:
+            call.message.set_result(b"late")
+        assert await asyncio.gather(*tasks) == [b"late"] * 100
+        assert (of._reading, of._waiting, of._turns) == ({}, {}, {})
+
+    _run(test())
+
+
+def test_only_connections_that_brought_much_are_closed(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening, ExitStack() as stack:
+        port = listening.getsockname()[1]
+        watching = Connections(ServerConfig(data_dir=tmp_path, listen=f"127.0.0.1:{port}"))
+        watching.start([f"127.0.0.1:{port}"])
+        stack.callback(watching.stop)
+        ends = []
+        for nbytes in (3 << 20, 3 << 20, 1):
+            far = stack.enter_context(socket.create_connection(("127.0.0.1", port)))
+            near = stack.enter_context(listening.accept()[0])
+            sending = threading.Thread(target=far.sendall, args=(bytes(nbytes),))
+            sending.start()
+            while nbytes:
+                nbytes -= len(near.recv(nbytes))
+            sending.join()
+            ends.append((far, near))
+        (greedy, _), _, (modest, _) = ends
+        watching.hang_up(f"ipv4:127.0.0.1:{end.getsockname()[1]}" for end in (greedy, modest))
+        assert greedy.recv(1) == b""
+        for far, near in ends[1:]:
+            near.sendall(b"x")
+            assert far.recv(1) == b"x"

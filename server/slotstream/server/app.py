@@ -120,7 +120,7 @@ class Server:
             self._closing.push_async_callback(asyncio.to_thread, stop_probes)
             _log.info("probes on http://%s/livez and /readyz", self.probes_address)
         connections = Connections(config)
-        gate = Gate(config, note=connections.note)
+        gate = Gate(config, note=connections.note, hang_up=connections.hang_up)
         certificates = Certificates(config) if config.tls_cert is not None else None
         store = await asyncio.to_thread(self._open_store) if self._given_store is None else self._given_store
         if config.accept_clock:
@@ -141,7 +141,7 @@ class Server:
         self._samples = SamplesService(config, store, pools, metrics, self._waiters, gate, self._housekeeping)
         self._workers = WorkersService(store, pools, metrics, self._waiters, self._housekeeping.touch)
         self._loop = asyncio.get_running_loop()
-        self._health = HealthService(config, connections.note)
+        self._health = HealthService(config, connections.note, connections.hang_up)
         self._grpc = make_server(config)
         self._grpc.add_generic_rpc_handlers((self._ingest.handler(), self._samples.handler(), self._health.handler()))
         self._health.serve("", *SERVICES)

@@ -2,16 +2,17 @@
 
 gRPC cannot be told how long the messages of one method may be, and takes as much as may come on the port (16 MiB) once a
 call's message is asked for; before that, as much as its window, which it makes as wide as the connection is fast. So the
-messages of one caller are asked for one by one. A message that is here already costs nobody any time. One that does not come
-makes way for those behind it; and where a call that does not go on makes the process grow, those behind it are refused.
+messages of one caller are asked for one by one, or a few at a time. A message that is here already costs nobody any time. One
+that does not come makes way for those behind it; and where a call that does not go on makes the process grow, those behind it
+are refused. Until that is done, gRPC takes what comes on their connection: where it is a lot, the connection is closed.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,19 +23,28 @@ from slotstream.wire.memory import resident_bytes
 
 BODY_S = 10.0
 _READING = 16
+_READING_OF_CALLER = 4  # Where they are not asked for one by one.
 _WAIT_S = 60.0  # How long a call waits for its turn.
 _PRESSED_S = 0.5  # How long a message may take that others wait for.
-_STALLED_S = 0.03  # After that long it does not go on.
-_GROWTH_BYTES = 2 << 20  # So much more than before, and the calls of a caller that does not go on are refused.
+_SILENT_S = 0.03  # After that long a call that may say nothing gives its turn away.
+_LOOKS = 6  # A message that is not here after so many looks does not go on. Not so much time: the event loop may be late.
+_LOOKS_MIN = 2  # The faster the process grows, the fewer.
+_GROWTH_BYTES = 2 << 20  # So much more than before, and the calls of a caller that does not go on are refused,
+_REFUSED_S = 0.5  # and for so long those that it begins.
+_HANG_UP_BYTES = 8 << 20  # So much more than that, and its connection is closed.
 _LOOK_S = 0.005
+_TOGETHER_S = 0.02  # Connections to be closed are collected for so long.
+_Context = grpc.aio.ServicerContext[Any, Any]
 EOF: Any = grpc.aio.EOF  # type: ignore[attr-defined]  # Missing in grpc-stubs.
 
 
 @dataclass(slots=True, eq=False)
 class _Reading:
+    peer: str  # As gRPC names it. Asked for in time: a call that has ended must not be asked for anything.
     caller: str
     begun: float
     patience: asyncio.Timeout
+    looks: int = 0
 
     def hurry(self, at: float) -> None:
         due = self.patience.when()
@@ -44,6 +54,7 @@ class _Reading:
 
 @dataclass(slots=True, eq=False)
 class _Waiting:
+    peer: str
     turn: asyncio.Event = field(default_factory=asyncio.Event)
     is_refused: bool = False
 
@@ -58,26 +69,32 @@ class Bodies:
         one_by_one: bool = True,
         growth_bytes: int = _GROWTH_BYTES,
         call_bytes: int = 0,
+        hang_up: Callable[[Iterable[str]], None] = lambda peers: None,
         resident: Callable[[], int] = resident_bytes,
     ) -> None:
-        """`bytes_max`: of one message. `resident`: bytes of memory that this process has.
+        """`bytes_max`: of one message. `resident`: bytes of memory that this process has. `hang_up` closes the connections of
+        these peers, as gRPC names them, where much came over them.
 
         The process may grow by `growth_bytes`, and by `call_bytes` for each call that is waited for.
 
-        `one_by_one`: as above. Without it all are asked for at once, and only what makes the process grow is refused.
+        `one_by_one`: as above. Without it some are asked for at a time. A call that says nothing keeps nobody waiting, and
+        is itself waited for as long as it likes; only what makes the process grow is refused.
         """
         self._bytes_max = bytes_max
         self._one_by_one = one_by_one
         self._growth_bytes = growth_bytes
         self._call_bytes = call_bytes
+        self._hang_up = hang_up
         self._resident = resident
         self._resident_before = 0
         self._looking: asyncio.TimerHandle | None = None
         self._reading: dict[_Reading, None] = {}  # In the order in which they began.
         self._waiting: dict[str, deque[_Waiting]] = {}  # by caller, in the order of their turns
         self._turns: Counter[str] = Counter()  # Those that have theirs, by caller.
+        self._unwanted: set[str] = set()  # Their connections are closed within a moment.
+        self._refused_until: dict[str, float] = {}  # by caller; on the loop's clock
 
-    async def read(self, context: grpc.aio.ServicerContext[Any, Any], caller: str, limit_s: float) -> bytes:
+    async def read(self, context: _Context, caller: str, limit_s: float) -> bytes:
         """The message of a call. Raises TooSlow when it does not come within `limit_s`, TooLarge, TooMany and BadParams."""
         message = await self.next(context, caller, limit_s)
         if message is EOF:
@@ -86,13 +103,13 @@ class Bodies:
             raise TooLarge(f"a request of {len(message)} bytes is longer than the {self._bytes_max} allowed")
         return bytes(message)
 
-    async def next(self, context: grpc.aio.ServicerContext[Any, Any], caller: str, limit_s: float) -> Any:
+    async def next(self, context: _Context, caller: str, limit_s: float) -> Any:
         """The next message of a call, however long, or EOF. Raises TooSlow and TooMany."""
-        async with self._turn(caller):
+        async with self._turn(context, caller):
             now = asyncio.get_running_loop().time()
             try:
                 async with asyncio.timeout_at(now + limit_s) as patience:
-                    reading = _Reading(caller, now, patience)
+                    reading = _Reading(context.peer(), caller, now, patience)
                     self._reading[reading] = None
                     try:
                         self._watch()
@@ -103,20 +120,30 @@ class Bodies:
             except TimeoutError as error:
                 raise TooSlow("the message of the call did not come in time") from error
 
+    def admit(self, context: _Context, caller: str) -> None:
+        """Raises TooMany for a caller whose calls did not go on a moment ago."""
+        if asyncio.get_running_loop().time() < self._refused_until.get(caller, 0.0):
+            if self._growth >= self._growth_bytes + _HANG_UP_BYTES:
+                self._hang_up_soon(context.peer())
+            raise _do_not_go_on()
+
     @asynccontextmanager
-    async def _turn(self, caller: str) -> AsyncIterator[None]:
+    async def _turn(self, context: _Context, caller: str) -> AsyncIterator[None]:
+        self.admit(context, caller)
         if self._has_room and self._may_read(caller):
             self._turns[caller] += 1
         else:
-            await self._wait(caller)
-        try:
+            await self._wait(context, caller)
+        with ExitStack() as ending:
+            ending.callback(self._end_turn, caller)
+            if not self._one_by_one:  # Once, then or at the end.
+                early = asyncio.get_running_loop().call_later(_SILENT_S, ending.close)
+                ending.callback(early.cancel)
             yield
-        finally:
-            self._end_turn(caller)
 
-    async def _wait(self, caller: str) -> None:
+    async def _wait(self, context: _Context, caller: str) -> None:
         """Returns when it is this caller's turn, which is counted."""
-        waiting = _Waiting()
+        waiting = _Waiting(context.peer())
         self._waiting.setdefault(caller, deque()).append(waiting)
         self._watch()
         self._press()
@@ -135,14 +162,14 @@ class Bodies:
                 raise
             waiting.is_refused = True
         if waiting.is_refused:
-            raise TooMany("other calls of this peer do not go on, and keep this one from its turn")
+            raise _do_not_go_on()
 
     @property
     def _has_room(self) -> bool:
-        return not self._one_by_one or self._turns.total() < _READING
+        return self._turns.total() < _READING
 
     def _may_read(self, caller: str) -> bool:
-        return not self._one_by_one or not self._turns[caller]
+        return self._turns[caller] < (1 if self._one_by_one else _READING_OF_CALLER)
 
     def _end_turn(self, caller: str) -> None:
         self._turns[caller] -= 1
@@ -159,8 +186,24 @@ class Bodies:
         return [one for one in self._reading if one.caller in self._waiting or (self._waiting and not self._has_room)]
 
     def _press(self) -> None:
-        for reading in self._in_the_way() if self._waiting else ():
-            reading.hurry(reading.begun + _PRESSED_S)
+        if self._one_by_one:
+            for reading in self._in_the_way():
+                reading.hurry(reading.begun + _PRESSED_S)
+
+    def _hang_up_soon(self, peer: str) -> None:
+        """With others that come meanwhile: it looks at every descriptor each time."""
+        if not self._unwanted:
+            asyncio.get_running_loop().call_later(_TOGETHER_S, self._hang_up_now)
+        self._unwanted.add(peer)
+
+    def _hang_up_now(self) -> None:
+        unwanted, self._unwanted = self._unwanted, set()
+        self._hang_up(unwanted)
+
+    @property
+    def _growth(self) -> int:
+        """Bytes, since there are several calls."""
+        return self._resident() - self._resident_before
 
     def _watch(self) -> None:
         """While there are several calls, see that they do not make the process grow."""
@@ -174,14 +217,29 @@ class Bodies:
             return
         loop = asyncio.get_running_loop()
         self._looking = loop.call_later(_LOOK_S, self._look)
-        if self._resident() - self._resident_before < self._growth_bytes + len(self._reading) * self._call_bytes:
+        for one in self._reading:
+            one.looks += 1
+        growth = self._growth
+        growth_max = self._growth_bytes + len(self._reading) * self._call_bytes
+        if growth < growth_max:
             return
-        stalled = [one for one in self._reading if one.begun + _STALLED_S <= loop.time()]
+        looks = max(_LOOKS_MIN, _LOOKS * growth_max // growth)
+        stalled = [one for one in self._reading if one.looks >= looks]
         of_caller = Counter(one.caller for one in stalled)
-        for one in stalled:
-            if of_caller[one.caller] > 1 or one.caller in self._waiting:
-                one.hurry(loop.time())
-        for caller in of_caller:
-            for waiting in self._waiting.pop(caller, ()):
-                waiting.is_refused = True
-                waiting.turn.set()
+        greedy = {caller for caller, count in of_caller.items() if count > 1 or caller in self._waiting}
+        refused = [one for caller in greedy for one in self._waiting.pop(caller, ())]
+        cut = [one for one in stalled if one.caller in greedy]
+        if growth >= growth_max + _HANG_UP_BYTES:
+            self._hang_up({one.peer for one in cut} | {one.peer for one in refused})
+        now = loop.time()
+        for reading in cut:
+            reading.hurry(now)
+        for waiting in refused:
+            waiting.is_refused = True
+            waiting.turn.set()
+        self._refused_until = {caller: until for caller, until in self._refused_until.items() if until > now}
+        self._refused_until |= dict.fromkeys(greedy, now + _REFUSED_S)
+
+
+def _do_not_go_on() -> TooMany:
+    return TooMany("other calls of this peer do not go on, and keep this one from its turn")

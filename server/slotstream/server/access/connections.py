@@ -2,6 +2,8 @@
 
 Its own limit closes every new connection, whoever it is that has the others. So this looks at the process's sockets now and
 then, and hangs up on what an address has beyond its share: first on connections that never asked for anything.
+
+And it hangs up on the connections of calls whose messages do not end while the process grows: see bodies.py.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from __future__ import annotations
 import logging
 import os
 import socket
+import sys
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator
@@ -22,6 +25,8 @@ from slotstream.wire.throttle import Throttle
 
 _log = logging.getLogger(__name__)
 _EVERY_S = 0.5
+_MUCH_BYTES = 2 << 20  # Requests are small: a connection that brought so much, and no message, is not that of a busy caller.
+_TCP_INFO_BYTES_RECEIVED = (128, 136)  # Where `struct tcp_info` of <linux/tcp.h> has it.
 _DESCRIPTORS = Path("/proc/self/fd")
 _Peer = tuple[str, int]  # Host and port.
 
@@ -51,12 +56,24 @@ class Connections:
 
     def note(self, context: Context) -> None:
         """A call came over it."""
-        peer = host_of(context)
+        peer = host_of(context.peer())
         if peer is not None:
             self._known[peer] = None
             self._known.move_to_end(peer)
             if len(self._known) > self._known_max:
                 self._known.popitem(last=False)
+
+    def hang_up(self, peers: Iterable[str]) -> None:
+        """On these, as gRPC names them, where they sent much. For the event loop; looks at every descriptor."""
+        wanted = {host for peer in peers if (host := host_of(peer)) is not None}
+        if not wanted or not _DESCRIPTORS.is_dir():
+            return
+        for descriptor, peer in list(self._accepted([int(path.name) for path in _DESCRIPTORS.iterdir()])):
+            if peer not in wanted or not _hang_up(descriptor, peer, _MUCH_BYTES):
+                continue
+            if (unsaid := self._said.admit("unfinished")) is not None:
+                more = f" ({unsaid} times more)" if unsaid else ""
+                _log.warning("a connection of %s is closed: messages that did not end made memory grow%s", peer[0], more)
 
     def _run(self) -> None:
         while not self._stopping.wait(_EVERY_S):
@@ -106,10 +123,17 @@ def _peer_of(connection: socket.socket) -> _Peer:
     return plain_host(str(name[0])), int(name[1])
 
 
-def _hang_up(descriptor: int, peer: _Peer) -> bool:
-    """Whether it was still that connection: gRPC notices that it ended, and closes it."""
+def _hang_up(descriptor: int, peer: _Peer, received_bytes_min: int = 0) -> bool:
+    """Whether it was still that connection, and that much came over it: gRPC notices that it ended, and closes it."""
     with suppress(OSError), _looked_at(descriptor) as connection:
-        if connection is not None and _peer_of(connection) == peer:
+        if connection is not None and _peer_of(connection) == peer and _received_bytes(connection) >= received_bytes_min:
             connection.shutdown(socket.SHUT_RDWR)
             return True
     return False
+
+
+def _received_bytes(connection: socket.socket) -> int:
+    """How many in all; 0 where the kernel does not say. Raises OSError."""
+    start, stop = _TCP_INFO_BYTES_RECEIVED
+    info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, stop)
+    return int.from_bytes(info[start:stop], sys.byteorder)

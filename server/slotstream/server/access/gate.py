@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from urllib.parse import unquote
@@ -59,15 +59,18 @@ class Gate:
         config: ServerConfig,
         *,
         note: Callable[[Context], None] = lambda context: None,
+        hang_up: Callable[[Iterable[str]], None] = lambda peers: None,
         between_processes: bool = False,
     ) -> None:
-        """Raises ConfigError for a tokens file that cannot be used. `note` gets every call that is admitted.
+        """Raises ConfigError for a tokens file that cannot be used. `note` gets every call that is admitted, and `hang_up`
+        peers whose connections are to be closed, as gRPC names them.
 
         `between_processes`: callers are this server's own workers, which say for whom they call (`told_of`).
         """
         self._tokens = TokenFile(config.tokens_file) if config.tokens_file is not None else None
         self._between_processes = between_processes
         self._note = note
+        self.hang_up = hang_up
 
     def admit(self, context: Context) -> Session:
         """Raises Unauthenticated."""
@@ -102,9 +105,9 @@ class Gate:
         return "".join(c for name in names for c in name.decode(errors="replace")[:64] if c.isprintable())
 
 
-def host_of(context: Context) -> tuple[str, int] | None:
-    """Host and port of a caller; None on a unix socket."""
-    kind, _, rest = context.peer().partition(":")
+def host_of(peer: str) -> tuple[str, int] | None:
+    """Host and port of a caller, as gRPC names it; None on a unix socket."""
+    kind, _, rest = peer.partition(":")
     host, _, port = unquote(rest).rpartition(":")
     return (plain_host(host.strip("[]")), int(port)) if kind in ("ipv4", "ipv6") and port.isdigit() else None
 
@@ -120,8 +123,9 @@ def plain_host(host: str) -> str:
 
 def address_of(context: Context) -> str:
     """Where a call comes from, without its port. On a unix socket everybody is one."""
-    peer = host_of(context)
-    return network_of(peer[0]) if peer is not None else context.peer().partition(":")[0]
+    peer = context.peer()
+    host = host_of(peer)
+    return network_of(host[0]) if host is not None else peer.partition(":")[0]
 
 
 def network_of(host: str) -> str:

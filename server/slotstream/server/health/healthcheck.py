@@ -7,7 +7,7 @@ told anything more (one condition for all of them is dropped with the first), an
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -29,13 +29,18 @@ _Reply = health_pb2.HealthCheckResponse
 class HealthService:
     """Statuses by service name. Belongs to one event loop."""
 
-    def __init__(self, config: ServerConfig, note: Callable[[Context], None] = lambda context: None) -> None:
-        """`note` gets every call."""
+    def __init__(
+        self,
+        config: ServerConfig,
+        note: Callable[[Context], None] = lambda context: None,
+        hang_up: Callable[[Iterable[str]], None] = lambda peers: None,
+    ) -> None:
+        """`note` gets every call, and `hang_up` peers whose connections are to be closed."""
         self._note = note
         self._statuses: dict[str, int] = {}
         self._changes: set[asyncio.Event] = set()
         self._stopped = False
-        self._bodies = Bodies(_REQUEST_BYTES_MAX)
+        self._bodies = Bodies(_REQUEST_BYTES_MAX, hang_up=hang_up)
         self._watches = HEALTH_WATCHES.shares(config)
         self._checks = HEALTH_CHECKS.shares(config)
 

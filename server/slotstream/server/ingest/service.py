@@ -48,7 +48,7 @@ class IngestService:
         """`committed` is told the namespace of every sample stored. `readers`: None where chunks come in frames only."""
         self._metrics = metrics
         self._gate = gate
-        self._shared = Shared(config, store, pools, metrics, waiters, committed, readers)
+        self._shared = Shared(config, store, pools, metrics, waiters, committed, readers, gate.hang_up)
         self._endings = Throttle(every_s=60.0)  # What is logged of streams that are ended, by code, or class of a fault.
         self._stream_shares = INGEST_STREAMS.shares(config)
         self._streams: dict[Stream, None] = {}  # In the order in which they came.
@@ -61,6 +61,7 @@ class IngestService:
     async def _stream(self, requests: AsyncIterator[bytes], context: Context) -> None:
         try:
             session = self._gate.admit(context)
+            self._shared.bodies.admit(context, session.caller)  # Before anything is made for it.
             with self._stream_shares.one(session.peer):
                 await self._serve(Stream(self._shared, context, session))
         except ServerDraining as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 from slotstream.server.access.bodies import Bodies
@@ -36,8 +36,11 @@ class Shared:
         waiters: Waiters,
         committed: Callable[[str], None],
         readers: NixlReaders | None,
+        hang_up: Callable[[Iterable[str]], None] = lambda peers: None,
     ) -> None:
-        """`committed` is told the namespace of every sample stored. `readers`: None where chunks come in frames only."""
+        """`committed` is told the namespace of every sample stored. `readers`: None where chunks come in frames only.
+        `hang_up` gets peers whose connections are to be closed.
+        """
         self.config = config
         self.store = store
         self.pools = pools
@@ -46,7 +49,11 @@ class Shared:
         self.readers = readers
         # Those of Hellos. A sender may take its time with that, but not make the server hold more and more meanwhile.
         self.bodies = Bodies(
-            CONTROL_BYTES_MAX, one_by_one=False, growth_bytes=_HELLO_GROWTH_BYTES, call_bytes=_SILENT_STREAM_BYTES
+            CONTROL_BYTES_MAX,
+            one_by_one=False,
+            growth_bytes=_HELLO_GROWTH_BYTES,
+            call_bytes=_SILENT_STREAM_BYTES,
+            hang_up=hang_up,
         )
         self.draining = False  # No more samples are opened.
         self.open_shares = OPEN_SAMPLES.shares(config)

@@ -79,13 +79,13 @@ class Worker:
         channel = grpc.aio.insecure_channel(self._primary, options=LOCAL_OPTIONS)
         with grpc.insecure_channel(self._primary, options=LOCAL_OPTIONS) as blocking:
             pools, connections = Pools(), Connections(self._config)
-            gate = Gate(self._config, note=connections.note)
+            gate = Gate(self._config, note=connections.note, hang_up=connections.hang_up)
             certificates = Certificates(self._config) if self._config.tls_cert is not None else None
             store = RemoteStore(blocking, self._number, self._config.data_dir, self._config.free_bytes_min)
             # The primary wakes who waits for a sample, and applies retention: it hears of each one's beginning and end.
             readers = await asyncio.to_thread(start_readers, self._config, self.metrics)
             ingest = IngestService(self._config, store, pools, self.metrics, Waiters(), gate, lambda namespace: None, readers)
-            health = HealthService(self._config, connections.note)
+            health = HealthService(self._config, connections.note, connections.hang_up)
             health.serve("", *SERVICES)
             server = make_server(self._config)
             server.add_generic_rpc_handlers(
@@ -142,7 +142,7 @@ class _PassOn(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # Generic in t
         self._channel = channel
         self._gate = gate
         self._metrics = metrics
-        self._bodies = Bodies(CONTROL_BYTES_MAX)
+        self._bodies = Bodies(CONTROL_BYTES_MAX, hang_up=gate.hang_up)
         # Of calls that wait for their messages; those that are whole have finer shares in the primary.
         most, of_peer = config.reads_max + PEERS_ASSUMED * config.requests_max, config.peer_reads_max + config.requests_max
         self._shares = Shares("calls", most, of_peer)

@@ -84,7 +84,7 @@ class SamplesService:
         self._metrics = metrics
         self._waiters = waiters
         self._gate = gate
-        self._bodies = Bodies(CONTROL_BYTES_MAX)
+        self._bodies = Bodies(CONTROL_BYTES_MAX, hang_up=gate.hang_up)
         self._read_shares = READS.shares(config)
         self._waiting_shares = WAITING_READS.shares(config)
         self._request_shares = REQUESTS.shares(config)
