@@ -23,7 +23,7 @@ from slotstream.wire.memory import resident_bytes
 
 BODY_S = 10.0
 _READING = 16
-_READING_OF_CALLER = 4  # Where they are not asked for one by one.
+_READING_OF_CALLER = 8  # Where they are not asked for one by one.
 _WAIT_S = 60.0  # How long a call waits for its turn.
 _PRESSED_S = 0.5  # How long a message may take that others wait for.
 _SILENT_S = 0.03  # After that long a call that may say nothing gives its turn away.
