@@ -1,8 +1,8 @@
 """Direct capture on several GPUs of one host: tensor, data and pipeline parallel engines, every row checked.
 
-usage: python tests/gpu/parallel.py [--only SUBSTRING ...] [--logs DIR] [--json FILE] [--on-cpu]
-Needs two GPUs and vLLM; says so and exits 0 where there are none. Each engine is a `vllm serve` on both GPUs, one after the
-other. --on-cpu runs the cells that two cores can: tensor and data parallel, dense, runner V1.
+usage: python tests/gpu/parallel.py [--at-once 4] [--only SUBSTRING ...] [--logs DIR] [--json FILE] [--on-cpu]
+Needs two GPUs and vLLM; says so and exits 0 where there are none. Each engine is a `vllm serve` on both GPUs, a few at
+a time. --on-cpu runs the cells that two cores can, one by one: tensor and data parallel, dense, runner V1.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -79,7 +79,7 @@ class Found:
 
 
 def cells(only: Sequence[str], *, on_cpu: bool) -> list[Cell]:
-    kinds: tuple[truth_model.Kind, ...] = ("dense", "swa", "gdn")
+    kinds: tuple[truth_model.Kind, ...] = ("gdn", "swa", "dense")  # The slowest to start first.
     if on_cpu:
         every = [Cell(how, 1, "dense") for how in ("tensor", "data", "killed")]
     else:
@@ -100,8 +100,9 @@ def engine(cell: Cell, model: Path, server: str, log: Path, *, on_cpu: bool) -> 
         options += SMALL_ENGINE
         env = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
     else:
-        options += ["--dtype=bfloat16", "--max-model-len=2048", "--max-num-seqs=32", "--gpu-memory-utilization=0.3"]
-        options += ["--max-num-batched-tokens=512"]
+        options += ["--dtype=bfloat16", "--max-model-len=2048", "--max-num-seqs=32", "--max-num-batched-tokens=512"]
+        # Profiling would take what another engine frees meanwhile for its own.
+        options += ["--gpu-memory-utilization=0.08", f"--kv-cache-memory-bytes={2 << 30}"]
         if cell.kind == "gdn":
             options += ['--additional-config={"gdn_prefill_backend": "triton"}', "--mamba-cache-mode=align"]
     with start_vllm(model, log, port, *options, env=env, timeout_s=START_S) as running:
@@ -187,6 +188,7 @@ def run(cell: Cell, model: Path, server: str, log: Path, *, on_cpu: bool) -> Fou
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--at-once", type=int, default=4, help="engines that share the GPUs at a time (default: %(default)s)")
     parser.add_argument("--only", action="append", default=[], metavar="TEXT", help="only cells whose name contains TEXT")
     parser.add_argument("--logs", type=Path, default=None, help="keep the engines' logs here")
     parser.add_argument("--json", type=Path, default=None, help="write what was found there, after each cell")
@@ -206,18 +208,26 @@ def main() -> int:
         chosen = cells(arguments.only, on_cpu=arguments.on_cpu)
         models = {kind: truth_model.make(work / kind, kind) for kind in {cell.kind for cell in chosen}}
         port = free_port()
-        with start_server(work / "data", logs / "server.log", port):
-            for cell in chosen:
-                began = time.monotonic()
-                found = run(cell, models[cell.kind], f"127.0.0.1:{port}", logs / f"{cell.name}.log", on_cpu=arguments.on_cpu)
-                green = not found.wrong and not found.problems
-                every.append({"cell": cell.name, **asdict(found), "seconds": round(time.monotonic() - began)})
-                print(
-                    f"{'ok ' if green else 'BAD'} {cell.name}: {found.rows} rows, {found.wrong} wrong, {found.problems[:5]}",
-                    flush=True,
-                )
-                if arguments.json is not None:
-                    arguments.json.write_text(json.dumps(every, indent=2) + "\n")
+
+        def timed(cell: Cell) -> tuple[Cell, Found, float]:
+            began = time.monotonic()
+            log = logs / f"{cell.name}.log"
+            found = run(cell, models[cell.kind], f"127.0.0.1:{port}", log, on_cpu=arguments.on_cpu)
+            return cell, found, time.monotonic() - began
+
+        places = 1 if arguments.on_cpu else arguments.at_once
+        with start_server(work / "data", logs / "server.log", port), ThreadPoolExecutor(places) as pool:
+            try:
+                for done in as_completed([pool.submit(timed, cell) for cell in chosen]):
+                    cell, found, seconds = done.result()
+                    verdict = "BAD" if found.wrong or found.problems else "ok "
+                    every.append({"cell": cell.name, **asdict(found), "seconds": round(seconds)})
+                    print(f"{verdict} {cell.name}: {found.rows} rows, {found.wrong} wrong, {found.problems[:5]}", flush=True)
+                    if arguments.json is not None:
+                        arguments.json.write_text(json.dumps(every, indent=2) + "\n")
+            except KeyboardInterrupt:
+                pool.shutdown(cancel_futures=True)  # The pool would go on with those that wait.
+                raise
     print(f"{sum(one['rows'] for one in every):,} rows in {len(every)} engines")
     return 0 if all(not one["wrong"] and not one["problems"] for one in every) else 1
 
