@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import re
 import socket
 import threading
@@ -270,3 +271,12 @@ def test_only_connections_that_brought_much_are_closed(tmp_path: Path) -> None:
         for far, near in ends[1:]:
             near.sendall(b"x")
             assert far.recv(1) == b"x"
+
+
+def test_a_process_without_a_descriptor_left_closes_none_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(path: Path) -> None:
+        raise OSError(errno.EMFILE, "too many open files")
+
+    watching = Connections(ServerConfig(data_dir=tmp_path))
+    monkeypatch.setattr(Path, "iterdir", full)
+    watching.hang_up(["ipv4:127.0.0.1:1"])

@@ -66,14 +66,17 @@ class Connections:
     def hang_up(self, peers: Iterable[str]) -> None:
         """On these, as gRPC names them, where they sent much. For the event loop; looks at every descriptor."""
         wanted = {host for peer in peers if (host := host_of(peer)) is not None}
-        if not wanted or not _DESCRIPTORS.is_dir():
+        if not wanted:
             return
-        for descriptor, peer in list(self._accepted([int(path.name) for path in _DESCRIPTORS.iterdir()])):
-            if peer not in wanted or not _hang_up(descriptor, peer, _MUCH_BYTES):
-                continue
-            if (unsaid := self._said.admit("unfinished")) is not None:
-                more = f" ({unsaid} times more)" if unsaid else ""
-                _log.warning("a connection of %s is closed: messages that did not end made memory grow%s", peer[0], more)
+        with suppress(OSError):  # No descriptor is left to look with, or this system shows none.
+            for descriptor, peer in list(self._accepted([int(path.name) for path in _DESCRIPTORS.iterdir()])):
+                if peer in wanted and _hang_up(descriptor, peer, _MUCH_BYTES):
+                    self._say_hung_up(peer[0])
+
+    def _say_hung_up(self, host: str) -> None:
+        if (unsaid := self._said.admit("unfinished")) is not None:
+            more = f" ({unsaid} times more)" if unsaid else ""
+            _log.warning("a connection of %s is closed: messages that did not end made memory grow%s", host, more)
 
     def _run(self) -> None:
         while not self._stopping.wait(_EVERY_S):
