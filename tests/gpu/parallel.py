@@ -51,7 +51,7 @@ _HOW = {
     "killed": ["--tensor-parallel-size=2"],
 }
 PROMPTS, OUTPUT_TOKENS = 90, 48
-START_S, ENDS_S = 420.0, 180.0  # An engine is up after; vLLM has ended after the death of a rank.
+START_S, LINK_S, ENDS_S = 420.0, 60.0, 180.0  # An engine is up after; linked after; ended after the death of a rank.
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +106,9 @@ def engine(cell: Cell, model: Path, server: str, log: Path, *, on_cpu: bool) -> 
         if cell.kind == "gdn":
             options += ['--additional-config={"gdn_prefill_backend": "triton"}', "--mamba-cache-mode=align"]
     with start_vllm(model, log, port, *options, env=env, timeout_s=START_S) as running:
+        # The server's first NIXL stream starts its reader. Where processors are short that takes seconds, and staging fills.
+        links = 2 if cell.how == "data" else 1
+        running.wait_until(lambda: log.read_text(errors="replace").count("slotstream: connected to") >= links, LINK_S)
         yield running, port
 
 
