@@ -237,6 +237,30 @@ def measure(options: argparse.Namespace, rows: Sequence[Row], load: dict[str, in
     return [{"name": row.name, "rounds": list(row.rounds)} for row in rows]
 
 
+def measure_ranks(rows: Sequence[Row], load: dict[str, int]) -> list[dict[str, Any]]:
+    """What each rank of each engine does of a load, median of three runs, with everything captured."""
+    found = []
+    for row in (row for row in rows if row.capture):
+        _progress(f"ranks of {row.name}\n")
+        runs = [row.engine.ask(what="ranks", capture=True, **load)["ranks"] for _ in range(3)]
+        for same_rank in zip(*runs, strict=True):
+            middle = {key: statistics.median(one[key] for one in same_rank) for key in same_rank[0]}
+            found.append({"name": row.name, **middle})
+    return found
+
+
+def report_ranks(title: str, found: Sequence[dict[str, Any]]) -> str:
+    """The table of `measure_ranks`: what a rank does more than the same rank of the engine without capture."""
+    lines = [f"ranks, {title}", f"{'':28}{'rank':>6}{'computing ms':>18}{'copying ms':>12}{'talking ms':>12}{'peak GiB':>18}"]
+    bases = {one["rank"]: one for one in found if one["name"] == "none"}
+    for one in found:
+        base = bases.get(one["rank"], one)
+        computing = f"{one['computing']:.1f} ({one['computing'] / base['computing']:.3f})"
+        peak = f"{one['peak_bytes'] / (1 << 30):.2f} ({(one['peak_bytes'] - base['peak_bytes']) / (1 << 20):+.0f} MiB)"
+        lines.append(f"{one['name']:28}{one['rank']:>6}{computing:>18}{one['copying']:>12.1f}{one['talking']:>12.1f}{peak:>18}")
+    return "\n".join(lines)
+
+
 def _progress(text: str) -> None:
     print(text, end="", file=sys.stderr, flush=True)
 
@@ -349,6 +373,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     figures[name] = measure(options, rows, load)
                     print(report(f"{name}: {load}, layers {options.layers}", rows), flush=True)
                     print(verdict(options, rows, name), flush=True)
+                if options.tensor_parallel > 1:  # Engines of several processes: not rank by rank above.
+                    figures["ranks"] = {}
+                    for name, load in loads.items():
+                        few = {**load, "prompts": min(load["prompts"], 16)}
+                        figures["ranks"][name] = measure_ranks(rows, few)
+                        print(report_ranks(f"{name}: {few}", figures["ranks"][name]), flush=True)
         except EngineFailed as error:
             print(f"gpu benchmark: {error}", file=sys.stderr)
             return 1

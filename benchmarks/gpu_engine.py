@@ -63,6 +63,7 @@ def make_engine(options: dict[str, Any]) -> Any:
         max_model_len=4096,
         max_num_batched_tokens=options["step_tokens"],
         max_num_seqs=128,
+        worker_extension_cls="gpu_ranks.Ranks",
         enable_prefix_caching=True,  # A KV connector makes vLLM hash blocks with it and without; no prompt here ever hits.
         **more,
         **options["engine"],
@@ -132,6 +133,12 @@ class Runner:
             stored_at = self._forget_files([answer.kv_transfer_params["hidden_states_path"] for answer in answers])
         found["all_stored_tokens_per_s"] = computed / (stored_at - began)
         return found
+
+    def ranks(self, **load: Any) -> dict[str, Any]:
+        """The load once more, while a profiler looks on: what each rank did (gpu_ranks.py)."""
+        self._engine.collective_rpc("watch_rank")
+        self.run(**load)
+        return {"ranks": self._engine.collective_rpc("rank_figures")}
 
     def _wait(self, names: Sequence[str]) -> float:
         """Returns once every sample ended; when that was."""
@@ -212,7 +219,7 @@ def main() -> int:
 
     runner = Runner(options, make_engine(options))
     say({"ready": True})
-    commands: dict[str, Callable[..., dict[str, Any]]] = {"run": runner.run}
+    commands: dict[str, Callable[..., dict[str, Any]]] = {"run": runner.run, "ranks": runner.ranks}
     for line in sys.stdin:
         question = json.loads(line)
         say(commands[question.pop("what")](**question))

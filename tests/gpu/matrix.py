@@ -24,6 +24,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+import page
 from cell import SPECIALS, Cell
 
 from slotstream.demo import truth_model
@@ -118,9 +119,9 @@ def rows_in(text: str) -> dict[tuple[str, ...], list[str]]:
 _HEAD = """\
 # Compatibility
 
-`python tests/gpu/matrix.py --write docs/compatibility.md` writes this page. A run of some engines leaves the rows of the
-others. Each engine runs the same prompts twice; half of the requests capture output rows too. Every row of every sample is
-compared with the truth model's. *graphs* is the CUDA graph mode that vLLM resolved.
+`python tests/gpu/matrix.py --write docs/compatibility.md` writes this page but for its last part. A run of some engines leaves
+the rows of the others. Each engine runs the same prompts twice; half of the requests capture output rows too. Every row of
+every sample is compared with the truth model's. *graphs* is the CUDA graph mode that vLLM resolved.
 
 | model | what it is |
 | --- | --- |
@@ -147,7 +148,7 @@ example connector too. `tests/gpu/hybrid.py` compares rows of a gated-delta-net 
 
 
 def as_markdown(rows: Mapping[tuple[str, ...], Sequence[str]]) -> str:
-    """docs/compatibility.md."""
+    """docs/compatibility.md, up to the part about several GPUs."""
     lines = _HEAD.splitlines()
     lines += [f"| {' | '.join((*key, *row))} |" for key, row in sorted(rows.items())]
     total, wrong = (sum(int(row[at].replace(",", "")) for row in rows.values()) for at in (1, 3))
@@ -178,7 +179,9 @@ def main() -> int:
         work = Path(scratch)
         logs = arguments.logs or work
         logs.mkdir(parents=True, exist_ok=True)
-        table = rows_in(arguments.write.read_text()) if arguments.write and arguments.write.exists() else {}
+        text = arguments.write.read_text() if arguments.write and arguments.write.exists() else ""
+        one_gpu, several = page.parts(text)
+        table = rows_in(one_gpu)
         chosen = [cell for cell in cells(arguments.only) if not (arguments.missing and key_of(cell) in table)]
         models = {kind: truth_model.make(work / kind, kind) for kind in {c.kind for c in chosen}}
         port = free_port()
@@ -195,7 +198,7 @@ def main() -> int:
                     green &= is_green(found)
                     table[key_of(cell)] = row_of(found, torch.cuda.get_device_name())
                     if arguments.write is not None:  # Each time: a run that is cut short leaves what it found.
-                        arguments.write.write_text(as_markdown(table))
+                        arguments.write.write_text(page.joined(as_markdown(table), several))
             except KeyboardInterrupt:
                 pool.shutdown(cancel_futures=True)  # The pool would go on with those that wait.
                 raise

@@ -1,6 +1,6 @@
 """Direct capture on several GPUs of one host: tensor, data and pipeline parallel engines, every row checked.
 
-usage: python tests/gpu/parallel.py [--at-once 4] [--only SUBSTRING ...] [--logs DIR] [--json FILE] [--on-cpu]
+usage: python tests/gpu/parallel.py [--at-once 6] [--only SUBSTRING ...] [--logs DIR] [--write docs/compatibility.md] [--on-cpu]
 Needs two GPUs and vLLM; says so and exits 0 where there are none. Each engine is a `vllm serve` on both GPUs, a few at
 a time. --on-cpu runs the cells that two cores can, one by one: tensor and data parallel, dense, runner V1.
 """
@@ -9,28 +9,29 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import datetime
 import itertools
-import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import page
 from support.descendants import descendants
-from support.workload import FINAL_ID, LAYER_IDS, MODEL_NAME, Answer, Ask, random_prompts, send
+from support.workload import FINAL_ID, LAYER_IDS, MODEL_NAME, Ask, random_prompts, send
 
-from slotstream.client import Client, connect
+from slotstream.client import Client, SampleFailed, connect
 from slotstream.demo import truth_model
 from slotstream.demo.processes import (
     SMALL_ENGINE,
@@ -48,23 +49,32 @@ _HOW = {
     "pipeline": ["--pipeline-parallel-size=2"],
     # Right, or refused at start.
     "sequence": ["--tensor-parallel-size=2", '--compilation-config={"pass_config": {"enable_sp": true}}'],
-    "killed": ["--tensor-parallel-size=2"],
 }
+LAYERS = [0, *LAYER_IDS]
 PROMPTS, OUTPUT_TOKENS = 90, 48
-START_S, LINK_S, ENDS_S = 420.0, 60.0, 180.0  # An engine is up after; linked after; ended after the death of a rank.
+START_S, LINK_S = 420.0, 60.0  # An engine is up after; linked after.
+ENDS_S = 60.0  # docs/requests.md: from the death of a rank until vLLM has ended, and its samples have.
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """Which engine. `how` is one of _HOW; `runner` is vLLM's model runner, 1 or 2."""
+    """Which engine. `how` is one of _HOW; `runner` is vLLM's model runner, 1 or 2; `killed`: the rank that dies at the end."""
 
     how: str
     runner: int
     kind: truth_model.Kind
+    killed: int | None = None
 
     @property
     def name(self) -> str:
-        return f"{self.how}-V{self.runner}-{self.kind}"
+        """Also the namespace of its samples."""
+        return f"{self.how}-V{self.runner}-{self.kind}" + ("" if self.killed is None else f"-killed{self.killed}")
+
+    @property
+    def key(self) -> tuple[str, ...]:
+        """What tells its row of the table from others: the first columns."""
+        how = "tensor 2, sequence-parallel pass" if self.how == "sequence" else f"{self.how} 2"
+        return how + ("" if self.killed is None else f", rank {self.killed} killed"), self.kind, f"V{self.runner}"
 
 
 @dataclass(slots=True)
@@ -75,17 +85,21 @@ class Found:
     output_rows: int = 0
     wrong: int = 0
     engines: int = 0
+    graphs: str = "?"
+    said: str = "right"  # Of an engine without problems.
     problems: list[str] = field(default_factory=list)
 
 
-def cells(only: Sequence[str], *, on_cpu: bool) -> list[Cell]:
+def cells(only: Sequence[str], *, on_cpu: bool = False) -> list[Cell]:
     kinds: tuple[truth_model.Kind, ...] = ("gdn", "swa", "dense")  # The slowest to start first.
     if on_cpu:
-        every = [Cell(how, 1, "dense") for how in ("tensor", "data", "killed")]
+        every = [Cell(how, 1, "dense") for how in ("tensor", "data")]
+        every += [Cell("tensor", 1, "dense", killed=rank) for rank in (0, 1)]
     else:
         every = [Cell(how, runner, kind) for kind, how, runner in itertools.product(kinds, ("tensor", "data"), (2, 1))]
         every += [Cell("pipeline", 2, kind) for kind in kinds]  # V1 relays no auxiliary states.
-        every += [Cell("sequence", 2, "dense"), Cell("killed", 2, "dense"), Cell("killed", 1, "dense")]
+        every += [Cell("tensor", runner, "dense", killed=rank) for runner, rank in itertools.product((2, 1), (0, 1))]
+        every += [Cell("pipeline", 2, "dense", killed=0), Cell("sequence", 2, "dense")]
     return [cell for cell in every if not only or any(text in cell.name for text in only)]
 
 
@@ -94,7 +108,7 @@ def engine(cell: Cell, model: Path, server: str, log: Path, *, on_cpu: bool) -> 
     """A `vllm serve` and its port, up. Raises ProcessFailed with the log's end when it does not start."""
     port = free_port()
     options = [f"--served-model-name={MODEL_NAME}", *_HOW[cell.how]]
-    options += connector_options(server=server, layers=[*LAYER_IDS, "final"], namespace=cell.name)
+    options += connector_options(server=server, layers=[*LAYERS, "final"], namespace=cell.name, wait_s_max=30)
     env = {"VLLM_USE_V2_MODEL_RUNNER": str(cell.runner - 1)}
     if on_cpu:
         options += SMALL_ENGINE
@@ -106,7 +120,6 @@ def engine(cell: Cell, model: Path, server: str, log: Path, *, on_cpu: bool) -> 
         if cell.kind == "gdn":
             options += ['--additional-config={"gdn_prefill_backend": "triton"}', "--mamba-cache-mode=align"]
     with start_vllm(model, log, port, *options, env=env, timeout_s=START_S) as running:
-        # The server's first NIXL stream starts its reader. Where processors are short that takes seconds, and staging fills.
         links = 2 if cell.how == "data" else 1
         running.wait_until(lambda: log.read_text(errors="replace").count("slotstream: connected to") >= links, LINK_S)
         yield running, port
@@ -115,6 +128,10 @@ def engine(cell: Cell, model: Path, server: str, log: Path, *, on_cpu: bool) -> 
 def capture(client: Client, cell: Cell, port: int) -> Found:
     """Prompts, half of them with output rows: every row of every sample is compared with the truth."""
     found, engines = Found(), set()
+    send(port, [Ask([5], {"sample_id": f"w{i}"}, 1) for i in range(8)])
+    for i in range(8):  # The server's first NIXL stream starts its reader: until then rows wait in staging.
+        with contextlib.suppress(SampleFailed):
+            client.get(f"w{i}", namespace=cell.name, wait_s=30)
     asks = [
         Ask(prompt, {"sample_id": f"p{i}", "include_output_tokens": i % 2 == 1}, OUTPUT_TOKENS)
         for i, prompt in enumerate(random_prompts(random.Random(cell.name), PROMPTS))
@@ -129,7 +146,7 @@ def capture(client: Client, cell: Cell, port: int) -> Found:
         if sample.token_ids.tolist() != wanted:
             found.problems.append(f"{name}: {len(sample.token_ids)} token ids, expected {len(wanted)}")
             continue
-        wrong = truth_model.wrong_rows(sample.hidden_states, sample.token_ids, [*LAYER_IDS, FINAL_ID], kind=cell.kind)
+        wrong = truth_model.wrong_rows(sample.hidden_states, sample.token_ids, [*LAYERS, FINAL_ID], kind=cell.kind)
         found.wrong += len(wrong)
         found.rows += len(wanted)
         found.output_rows += len(wanted) - len(ask.prompt)
@@ -138,101 +155,149 @@ def capture(client: Client, cell: Cell, port: int) -> Found:
     return found
 
 
-def kill_a_rank(client: Client, cell: Cell, running: Running, port: int) -> list[str]:
-    """Kill the rank that sends no rows while samples arrive: vLLM ends, they fail, and what was committed stays."""
-    committed = {info.sample_id for info in client.list(namespace=cell.name)}
+def kill_a_rank(client: Client, cell: Cell, running: Running, port: int) -> str:
+    """Kill it while samples arrive: vLLM ends, they fail, and what was committed stays. Raises RuntimeError where not."""
+    committed = {info.sample_id for info in client.list(namespace=cell.name) if info.sample_id.startswith("p")}
     endless = [Ask([5], {"sample_id": f"cut{i}", "include_output_tokens": True}, 1000) for i in range(4)]
 
-    def outcome() -> list[Answer] | None:
-        with contextlib.suppress(Exception):  # Nobody answers them any more.
-            return send(port, endless)
-        return None
+    def states() -> Counter[str]:
+        cut = (info for info in client.list(namespace=cell.name) if info.sample_id.startswith("cut"))
+        return Counter(f"{info.state} {info.error_code or ''}".strip() for info in cut)
 
+    def ask() -> None:
+        with contextlib.suppress(Exception):  # Nobody answers them any more.
+            send(port, endless)
+
+    (worker,) = descendants(running.process.pid, f"VLLM::Worker_{'PP' if cell.how == 'pipeline' else 'TP'}{cell.killed}")
     with ThreadPoolExecutor(1) as pool:
-        answers = pool.submit(outcome)
-        time.sleep(1.0)
-        workers = sorted(descendants(running.process.pid, "VLLM::Worker"))
-        os.kill(workers[-1], signal.SIGKILL)
+        asked_at = time.monotonic()
+        pool.submit(ask)
+        while sum(states().values()) < len(endless):
+            if time.monotonic() > asked_at + ENDS_S:
+                raise RuntimeError(f"no samples arrive that could be cut off: {dict(states())}")
+            time.sleep(0.02)
+        os.kill(worker, signal.SIGKILL)
+        killed_at = time.monotonic()
         try:
             running.process.wait(ENDS_S)
         except subprocess.TimeoutExpired:
-            return [f"vLLM did not end within {ENDS_S:g} s of a rank's death"]
-        if answers.result() is not None:
-            return ["the requests were over before the rank was killed"]
-    deadline = time.monotonic() + ENDS_S
-    while time.monotonic() < deadline:
-        states = Counter(str(info.state) for info in client.list(namespace=cell.name) if info.sample_id.startswith("cut"))
-        if set(states) == {"FAILED"}:
-            break
-        time.sleep(0.5)
-    else:
-        return [f"samples that were cut off: {dict(states)}"]
-    return [f"{name} is gone" for name in committed if not len(client.get(name, namespace=cell.name).token_ids)]
+            raise RuntimeError(f"vLLM did not end within {ENDS_S:g} s of a rank's death") from None
+        ended_s = time.monotonic() - killed_at
+    while (left := states()) != {"FAILED INTERRUPTED": len(endless)}:
+        if time.monotonic() > killed_at + ENDS_S:
+            raise RuntimeError(f"samples that were cut off: {dict(left)}")
+        time.sleep(0.1)
+    for name in committed:
+        sample = client.get(name, namespace=cell.name)
+        if len(truth_model.wrong_rows(sample.hidden_states, sample.token_ids, [*LAYERS, FINAL_ID], kind=cell.kind)):
+            raise RuntimeError(f"{name} is no longer what it was")
+    return f"right; vLLM ended {ended_s:.0f} s after the kill, and nothing committed was lost"
 
 
 def run(cell: Cell, model: Path, server: str, log: Path, *, on_cpu: bool) -> Found:
     found = Found()
+    log.unlink(missing_ok=True)  # What an earlier run logged there is not of this engine.
     try:
         with engine(cell, model, server, log, on_cpu=on_cpu) as (running, port), connect(server) as client:
             found = capture(client, cell, port)
             if found.engines != (2 if cell.how == "data" else 1):
                 found.problems.append(f"{found.engines} engines captured")
-            if cell.how == "killed":
-                found.problems += kill_a_rank(client, cell, running, port)
+            if cell.killed is not None:
+                found.said = kill_a_rank(client, cell, running, port)
     except ProcessFailed as error:
-        refusal = "slotstream cannot start" in log.read_text(errors="replace")
+        refusal = re.findall(r"slotstream cannot start: (.+)", log.read_text(errors="replace"))
         if cell.how == "sequence" and refusal:
-            return found
-        found.problems.append(" ".join(str(error).split())[-300:])
+            found.said = f"refused at start: {refusal[0].strip()}"
+        else:
+            found.problems.append(" ".join(str(error).split())[-300:])
     except Exception as error:
         found.problems.append(f"{type(error).__name__}: {error}")
+    if modes := re.findall(r"CUDAGraphMode\.([A-Z_]+)", log.read_text(errors="replace")):
+        found.graphs = modes[-1]
     return found
+
+
+def row_of(found: Found, run: str) -> list[str]:
+    """The columns behind the key. `run`: when, on what."""
+    verdict = "; ".join(found.problems[:5]) or ("wrong rows" if found.wrong else found.said)
+    return [found.graphs, f"{found.rows:,}", f"{found.output_rows:,}", str(found.wrong), verdict.replace("|", "/"), run]
+
+
+def rows_in(text: str) -> dict[tuple[str, ...], list[str]]:
+    """The rows of a table that an earlier run wrote."""
+    lines = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ")]
+    return {tuple(line[:3]): line[3:] for line in lines if len(line) == 9 and line[2] in ("V1", "V2")}
+
+
+_TABLE = """\
+
+`python tests/gpu/parallel.py --write docs/compatibility.md` writes this part. Each engine is a `vllm serve` over two GPUs of
+one host, captures four layers and `final`, and gets 90 prompts, half of them with output rows. Where a rank is killed, it
+dies while four more samples arrive: they must fail with `INTERRUPTED`, and vLLM must end, both within a minute.
+
+| engine | model | runner | graphs | rows | output rows | wrong | verdict | run |
+| --- | --- | --- | --- | ---: | ---: | ---: | --- | --- |
+"""
+
+
+def as_markdown(rows: Mapping[tuple[str, ...], Sequence[str]]) -> str:
+    """The part of docs/compatibility.md about several GPUs, behind its heading."""
+    lines = _TABLE.splitlines()
+    lines += [f"| {' | '.join((*key, *row))} |" for key, row in sorted(rows.items())]
+    total, wrong = (sum(int(row[at].replace(",", "")) for row in rows.values()) for at in (1, 3))
+    lines += ["", f"{total:,} rows in {len(rows)} engines, {wrong} wrong."]
+    if missing := [cell for cell in cells([]) if cell.key not in rows]:
+        lines += ["", f"Not in this record yet: {len(missing)} engines.", ""]
+        lines += [f"- {', '.join(cell.key)}" for cell in missing]
+    return "\n".join(lines) + "\n"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--at-once", type=int, default=4, help="engines that share the GPUs at a time (default: %(default)s)")
+    parser.add_argument("--at-once", type=int, default=6, help="engines that share the GPUs at a time (default: %(default)s)")
     parser.add_argument("--only", action="append", default=[], metavar="TEXT", help="only cells whose name contains TEXT")
     parser.add_argument("--logs", type=Path, default=None, help="keep the engines' logs here")
-    parser.add_argument("--json", type=Path, default=None, help="write what was found there, after each cell")
+    parser.add_argument("--write", type=Path, default=None, help="write the table here, over the rows that are run")
     parser.add_argument("--on-cpu", action="store_true", help="the cells that two cores can run")
     arguments = parser.parse_args()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # As Ctrl-C: no process stays behind.
     import torch
+    import vllm
 
     if torch.cuda.device_count() < 2 and not arguments.on_cpu:
         print("no two GPUs here: nothing to run")
         return 0
-    every: list[dict[str, Any]] = []
+    device = "CPU" if arguments.on_cpu else f"2 x {torch.cuda.get_device_name()}"
+    stamp = f"{datetime.date.today().isoformat()}, {device}, vLLM {vllm.__version__}, torch {torch.__version__}"
+    chosen = cells(arguments.only, on_cpu=arguments.on_cpu)
+    results: list[Found] = []
     with tempfile.TemporaryDirectory(prefix="slotstream-gpu-") as scratch:
         work = Path(scratch)
         logs = arguments.logs or work
         logs.mkdir(parents=True, exist_ok=True)
-        chosen = cells(arguments.only, on_cpu=arguments.on_cpu)
         models = {kind: truth_model.make(work / kind, kind) for kind in {cell.kind for cell in chosen}}
         port = free_port()
 
-        def timed(cell: Cell) -> tuple[Cell, Found, float]:
-            began = time.monotonic()
+        def found_in(cell: Cell) -> tuple[Cell, Found]:
             log = logs / f"{cell.name}.log"
-            found = run(cell, models[cell.kind], f"127.0.0.1:{port}", log, on_cpu=arguments.on_cpu)
-            return cell, found, time.monotonic() - began
+            return cell, run(cell, models[cell.kind], f"127.0.0.1:{port}", log, on_cpu=arguments.on_cpu)
 
         places = 1 if arguments.on_cpu else arguments.at_once
         with start_server(work / "data", logs / "server.log", port), ThreadPoolExecutor(places) as pool:
             try:
-                for done in as_completed([pool.submit(timed, cell) for cell in chosen]):
-                    cell, found, seconds = done.result()
-                    verdict = "BAD" if found.wrong or found.problems else "ok "
-                    every.append({"cell": cell.name, **asdict(found), "seconds": round(seconds)})
-                    print(f"{verdict} {cell.name}: {found.rows} rows, {found.wrong} wrong, {found.problems[:5]}", flush=True)
-                    if arguments.json is not None:
-                        arguments.json.write_text(json.dumps(every, indent=2) + "\n")
+                for done in as_completed([pool.submit(found_in, cell) for cell in chosen]):
+                    cell, found = done.result()
+                    results.append(found)
+                    row = row_of(found, stamp)
+                    print(f"{'BAD' if found.wrong or found.problems else 'ok '} {cell.name}: {', '.join(row[:5])}", flush=True)
+                    if arguments.write is not None:  # Each time: a run that is cut short leaves what it found.
+                        one_gpu, several = page.parts(arguments.write.read_text())
+                        arguments.write.write_text(page.joined(one_gpu, as_markdown({**rows_in(several), cell.key: row})))
             except KeyboardInterrupt:
                 pool.shutdown(cancel_futures=True)  # The pool would go on with those that wait.
                 raise
-    print(f"{sum(one['rows'] for one in every):,} rows in {len(every)} engines")
-    return 0 if all(not one["wrong"] and not one["problems"] for one in every) else 1
+    print(f"{sum(found.rows for found in results):,} rows in {len(results)} engines")
+    return 0 if all(not found.wrong and not found.problems for found in results) else 1
 
 
 if __name__ == "__main__":
