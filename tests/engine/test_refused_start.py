@@ -72,6 +72,16 @@ def test_vllm_stops_at_start_and_says_why(
         pytest.param(_NONE, _layers("final", "final"), {}, "must not name a layer twice", id="final twice"),
         pytest.param(_NONE, _layers(1, row_pool_bytes=-1), {}, "connector option row_pool_bytes must be", id="row pool"),
         pytest.param(_NONE, _layers(1), {"kv_sharing_fast_prefill": True}, "drop --kv-sharing-fast-prefill", id="fast prefill"),
+        pytest.param(
+            _NONE,
+            _layers(1),
+            {"tensor_parallel_size": 4, "decode_context_parallel_size": 2},
+            "decode_context_parallel_size must be 1",
+            id="context parallel",
+        ),
+        pytest.param(
+            _NONE, _layers(1), {"pipeline_parallel_size": 2}, "layers with pipeline parallelism need model runner V2", id="V1"
+        ),
         pytest.param(_NO_LAYERS, {}, {}, "set eagle_aux_hidden_state_layer_ids in the speculative config's", id="no layers"),
         pytest.param(
             _NO_LAYERS | {"draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": [1, 99]}}},

@@ -47,13 +47,14 @@ _HOW = {
     "tensor": ["--tensor-parallel-size=2"],
     "data": ["--data-parallel-size=2"],
     "pipeline": ["--pipeline-parallel-size=2"],
-    # Right, or refused at start.
+    "pipeline-final": ["--pipeline-parallel-size=2"],  # Nothing to relay.
     "sequence": ["--tensor-parallel-size=2", '--compilation-config={"pass_config": {"enable_sp": true}}'],
 }
 LAYERS = [0, *LAYER_IDS]
 PROMPTS, OUTPUT_TOKENS = 90, 48
 START_S, LINK_S = 420.0, 60.0  # An engine is up after; linked after.
 ENDS_S = 60.0  # docs/requests.md: from the death of a rank until vLLM has ended, and its samples have.
+_CUT_OFF = {"FAILED ABORTED", "FAILED INTERRUPTED"}  # As the worker's side said before it ended, or else the server.
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,10 +72,21 @@ class Cell:
         return f"{self.how}-V{self.runner}-{self.kind}" + ("" if self.killed is None else f"-killed{self.killed}")
 
     @property
+    def layers(self) -> list[int]:
+        """The ids of what it captures, `final` last."""
+        return [FINAL_ID] if self.how == "pipeline-final" else [*LAYERS, FINAL_ID]
+
+    @property
+    def may_refuse(self) -> bool:
+        """Whether it is right, or refused at start: vLLM relays not every model's layers along a pipeline."""
+        return self.how == "sequence" or (self.how, self.kind) == ("pipeline", "gdn")
+
+    @property
     def key(self) -> tuple[str, ...]:
         """What tells its row of the table from others: the first columns."""
-        how = "tensor 2, sequence-parallel pass" if self.how == "sequence" else f"{self.how} 2"
-        return how + ("" if self.killed is None else f", rank {self.killed} killed"), self.kind, f"V{self.runner}"
+        how = {"sequence": "tensor 2, sequence-parallel pass", "pipeline-final": "pipeline 2, only `final`"}
+        killed = "" if self.killed is None else f", rank {self.killed} killed"
+        return how.get(self.how, f"{self.how} 2") + killed, self.kind, f"V{self.runner}"
 
 
 @dataclass(slots=True)
@@ -85,7 +97,7 @@ class Found:
     output_rows: int = 0
     wrong: int = 0
     engines: int = 0
-    graphs: str = "?"
+    graphs: str = "-"
     said: str = "right"  # Of an engine without problems.
     problems: list[str] = field(default_factory=list)
 
@@ -98,6 +110,7 @@ def cells(only: Sequence[str], *, on_cpu: bool = False) -> list[Cell]:
     else:
         every = [Cell(how, runner, kind) for kind, how, runner in itertools.product(kinds, ("tensor", "data"), (2, 1))]
         every += [Cell("pipeline", 2, kind) for kind in kinds]  # V1 relays no auxiliary states.
+        every += [Cell("pipeline-final", 2, "gdn")]
         every += [Cell("tensor", runner, "dense", killed=rank) for runner, rank in itertools.product((2, 1), (0, 1))]
         every += [Cell("pipeline", 2, "dense", killed=0), Cell("sequence", 2, "dense")]
     return [cell for cell in every if not only or any(text in cell.name for text in only)]
@@ -108,7 +121,7 @@ def engine(cell: Cell, model: Path, server: str, log: Path, *, on_cpu: bool) -> 
     """A `vllm serve` and its port, up. Raises ProcessFailed with the log's end when it does not start."""
     port = free_port()
     options = [f"--served-model-name={MODEL_NAME}", *_HOW[cell.how]]
-    options += connector_options(server=server, layers=[*LAYERS, "final"], namespace=cell.name, wait_s_max=30)
+    options += connector_options(server=server, layers=[*cell.layers[:-1], "final"], namespace=cell.name, wait_s_max=30)
     env = {"VLLM_USE_V2_MODEL_RUNNER": str(cell.runner - 1)}
     if on_cpu:
         options += SMALL_ENGINE
@@ -146,7 +159,7 @@ def capture(client: Client, cell: Cell, port: int) -> Found:
         if sample.token_ids.tolist() != wanted:
             found.problems.append(f"{name}: {len(sample.token_ids)} token ids, expected {len(wanted)}")
             continue
-        wrong = truth_model.wrong_rows(sample.hidden_states, sample.token_ids, [*LAYERS, FINAL_ID], kind=cell.kind)
+        wrong = truth_model.wrong_rows(sample.hidden_states, sample.token_ids, cell.layers, kind=cell.kind)
         found.wrong += len(wrong)
         found.rows += len(wanted)
         found.output_rows += len(wanted) - len(ask.prompt)
@@ -183,15 +196,16 @@ def kill_a_rank(client: Client, cell: Cell, running: Running, port: int) -> str:
         except subprocess.TimeoutExpired:
             raise RuntimeError(f"vLLM did not end within {ENDS_S:g} s of a rank's death") from None
         ended_s = time.monotonic() - killed_at
-    while (left := states()) != {"FAILED INTERRUPTED": len(endless)}:
+    while not set(left := states()) <= _CUT_OFF or left.total() != len(endless):
         if time.monotonic() > killed_at + ENDS_S:
             raise RuntimeError(f"samples that were cut off: {dict(left)}")
         time.sleep(0.1)
     for name in committed:
         sample = client.get(name, namespace=cell.name)
-        if len(truth_model.wrong_rows(sample.hidden_states, sample.token_ids, [*LAYERS, FINAL_ID], kind=cell.kind)):
+        if len(truth_model.wrong_rows(sample.hidden_states, sample.token_ids, cell.layers, kind=cell.kind)):
             raise RuntimeError(f"{name} is no longer what it was")
-    return f"right; vLLM ended {ended_s:.0f} s after the kill, and nothing committed was lost"
+    failed = " and ".join(sorted(state.removeprefix("FAILED ") for state in left))
+    return f"right; vLLM ended {ended_s:.0f} s after the kill, what was arriving failed as {failed}, nothing committed was lost"
 
 
 def run(cell: Cell, model: Path, server: str, log: Path, *, on_cpu: bool) -> Found:
@@ -205,14 +219,19 @@ def run(cell: Cell, model: Path, server: str, log: Path, *, on_cpu: bool) -> Fou
             if cell.killed is not None:
                 found.said = kill_a_rank(client, cell, running, port)
     except ProcessFailed as error:
-        refusal = re.findall(r"slotstream cannot start: (.+)", log.read_text(errors="replace"))
-        if cell.how == "sequence" and refusal:
-            found.said = f"refused at start: {refusal[0].strip()}"
+        text = log.read_text(errors="replace")
+        ours, theirs = re.search(r"slotstream cannot start: (.+)", text), re.search(r"enable_sp\s+Unexpected keyword", text)
+        if cell.may_refuse and ours is not None:
+            found.said = f"refused at start: {ours[1].strip()}"
+        elif cell.how == "sequence" and theirs is not None:
+            found.said = "refused at start by vLLM, which has no such pass"
         else:
-            found.problems.append(" ".join(str(error).split())[-300:])
+            causes = re.findall(r"\w+Error: .+", text)  # The first one is at the root.
+            found.problems.append((causes or [" ".join(str(error).split())])[0][-300:])
     except Exception as error:
         found.problems.append(f"{type(error).__name__}: {error}")
-    if modes := re.findall(r"CUDAGraphMode\.([A-Z_]+)", log.read_text(errors="replace")):
+    modes = re.findall(r"CUDAGraphMode\.([A-Z_]+)", log.read_text(errors="replace"))
+    if modes and not found.said.startswith("refused"):
         found.graphs = modes[-1]
     return found
 
@@ -232,8 +251,8 @@ def rows_in(text: str) -> dict[tuple[str, ...], list[str]]:
 _TABLE = """\
 
 `python tests/gpu/parallel.py --write docs/compatibility.md` writes this part. Each engine is a `vllm serve` over two GPUs of
-one host, captures four layers and `final`, and gets 90 prompts, half of them with output rows. Where a rank is killed, it
-dies while four more samples arrive: they must fail with `INTERRUPTED`, and vLLM must end, both within a minute.
+one host, captures layers 0, 1, 3, 6 and `final`, and gets 90 prompts, half of them with output rows. Where a rank is killed, it
+dies while four more samples arrive: they must fail with `ABORTED` or `INTERRUPTED`, and vLLM must end, both within a minute.
 
 | engine | model | runner | graphs | rows | output rows | wrong | verdict | run |
 | --- | --- | --- | --- | ---: | ---: | ---: | --- | --- |

@@ -30,10 +30,10 @@ from slotstream.connector.reading.staging_plan import StagingPlan, step_tokens_m
 from slotstream.connector.reading.worker import WorkerHalf
 from slotstream.connector.row_sources import check_capture, row_group, row_places, row_source, rows_are_lost
 from slotstream.connector.sending.process.handle import sender_for
-from slotstream.connector.vllm_config import ConnectorConfig, vllm_version
+from slotstream.connector.vllm_config import ConnectorConfig, logged_refusal, vllm_version
 from slotstream.transport.logs import connector_logger
 from slotstream.v1 import ingest_pb2
-from slotstream.wire.errors import ConfigError, InternalFault, SlotStreamError
+from slotstream.wire.errors import InternalFault, SlotStreamError
 from slotstream.wire.names import PROTOCOL_VERSION
 
 if TYPE_CHECKING:
@@ -78,11 +78,8 @@ class SlotStreamConnector(KVConnectorBase_V1, SupportsHMA):
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        try:
+        with logged_refusal():
             self._config = ConnectorConfig.from_vllm(vllm_config)
-        except ConfigError as error:
-            logger.error("slotstream cannot start: %s", error)  # vLLM buries the exception in a page of traceback.
-            raise
         self._guard = HookGuard(self._count_fault)
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None

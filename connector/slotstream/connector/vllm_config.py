@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
 
 from slotstream.connector.options import ConnectorOptions
+from slotstream.transport.logs import connector_logger
 from slotstream.wire.dtypes import row_bytes as row_bytes_of
 from slotstream.wire.errors import ConfigError
 from slotstream.wire.names import FINAL, LAYER_NAMES_KEY, LAYERS_MAX
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+
+logger = connector_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,8 +157,6 @@ def _check_direct(vllm_config: VllmConfig, options: ConnectorOptions) -> None:
         raise ConfigError("layers cannot be captured with compilation mode STOCK_TORCH_COMPILE: use vLLM's own, or none")
     if getattr(vllm_config.cache_config, "kv_sharing_fast_prefill", False):
         raise ConfigError("drop --kv-sharing-fast-prefill: with it some layers do not see every token of a prompt")
-    if getattr(compilation.pass_config, "enable_sp", False) and parallel.tensor_parallel_size > 1:
-        raise ConfigError("switch the sequence-parallel pass off (pass_config.enable_sp): with it a rank sees only some rows")
     if not isinstance(vllm_config.additional_config, dict):
         raise ConfigError(
             "layers need an additional_config that is a JSON object: vLLM's compile cache learns of the layers through it"
@@ -165,6 +167,16 @@ def _on_cpu() -> bool:
     from vllm.platforms import current_platform
 
     return bool(current_platform.is_cpu())
+
+
+@contextlib.contextmanager
+def logged_refusal() -> Iterator[None]:
+    """Log a ConfigError that passes, in one line: vLLM buries it in a page of traceback."""
+    try:
+        yield
+    except ConfigError as error:
+        logger.error("slotstream cannot start: %s", error)
+        raise
 
 
 def vllm_version() -> str:

@@ -177,7 +177,8 @@ def _config(kind: Kind, hidden: int, layers: int, vocab: int) -> tuple[Any, Any]
         num_experts_per_tok=2,
         moe_intermediate_size=64,
         shared_expert_intermediate_size=64,
-        mlp_only_layers=list(range(layers - 1)),  # vLLM wants at least one mixture-of-experts layer.
+        # vLLM wants a mixture-of-experts layer on each rank, of a pipeline of two as well.
+        mlp_only_layers=[i for i in range(layers) if i not in (layers // 2 - 1, layers - 1)],
         layer_types=["full_attention" if i % 4 == 3 else "linear_attention" for i in range(layers)],
     )
     return config, Qwen3NextForCausalLM

@@ -67,7 +67,8 @@ class ForwardCapture:
                     raise  # Not because of its layers.
                 raise ConfigError(
                     f"{self._model_name} does not run when it is to give its layers {list(self._asked)} "
-                    f"({type(error).__name__}: {str(error).partition(chr(10))[0]}): capture other layers"
+                    f"({type(error).__name__}: {str(error).partition(chr(10))[0]}): try other layers, and whether vLLM starts "
+                    "without slotstream"
                 ) from error
             self.tried = True
             return self.take(output)

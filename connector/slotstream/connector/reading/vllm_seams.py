@@ -34,7 +34,7 @@ from slotstream.connector.reading.row_pages import RowPages
 from slotstream.connector.reading.row_write import write_rows
 from slotstream.connector.reading.staging_plan import StagingPlan, step_tokens_max
 from slotstream.connector.row_pool import pool_rows, pool_shape, slot_group
-from slotstream.connector.vllm_config import ConnectorConfig, vllm_version
+from slotstream.connector.vllm_config import ConnectorConfig, logged_refusal, vllm_version
 from slotstream.transport.logs import connector_logger
 from slotstream.wire.errors import ConfigError
 
@@ -61,18 +61,19 @@ def install(config_of: Callable[[VllmConfig], ConnectorConfig | None]) -> None:
 
     @functools.wraps(inner)
     def init_device(self: Any, *args: Any, **kwargs: Any) -> Any:
-        config = config_of(self.vllm_config)
-        if config is None:
-            return inner(self, *args, **kwargs)
-        StagingPlan.of(config, step_tokens_max(self.vllm_config))
-        if config.direct:
-            tell_compile_cache(self.vllm_config, config)
+        with logged_refusal():
+            config = config_of(self.vllm_config)
+            if config is not None:
+                StagingPlan.of(config, step_tokens_max(self.vllm_config))
+                if config.direct:
+                    tell_compile_cache(self.vllm_config, config)
         result = inner(self, *args, **kwargs)
         runner = getattr(self.worker, "model_runner", None)
-        if config.direct:
-            attach(runner, self.vllm_config, config)
-        else:
-            attach_extraction(runner)
+        with logged_refusal():
+            if config is not None and config.direct:
+                attach(runner, self.vllm_config, config)
+            elif config is not None:
+                attach_extraction(runner)
         return result
 
     init_device.slotstream = True  # type: ignore[attr-defined]
@@ -114,14 +115,16 @@ def attach(runner: Any, vllm_config: VllmConfig, config: ConnectorConfig) -> Non
     @functools.wraps(load_model)
     def load(*args: Any, **kwargs: Any) -> Any:
         result = load_model(*args, **kwargs)
-        forward_capture.current = put_capture(runner, vllm_config, config)
+        with logged_refusal():
+            forward_capture.current = put_capture(runner, vllm_config, config)
         return result
 
     @functools.wraps(initialize_kv_cache)
     def initialize(kv_cache_config: Any, *args: Any, **kwargs: Any) -> Any:
         if (capture := forward_capture.current) is not None:
-            try_out(runner, capture)
-            lay_out(capture, kv_cache_config, vllm_config)
+            with logged_refusal():
+                try_out(runner, capture)
+                lay_out(capture, kv_cache_config, vllm_config)
         return initialize_kv_cache(kv_cache_config, *args, **kwargs)
 
     runner.load_model, runner.initialize_kv_cache = load, initialize
@@ -136,7 +139,8 @@ def attach_extraction(runner: Any) -> None:
     @functools.wraps(load_model)
     def load(*args: Any, **kwargs: Any) -> Any:
         result = load_model(*args, **kwargs)
-        own_layers(model_of(runner))
+        with logged_refusal():
+            own_layers(model_of(runner))
         return result
 
     runner.load_model = load
@@ -260,7 +264,7 @@ def relay_layers(runner: Any, model: torch.nn.Module, vllm_config: VllmConfig) -
     try:
         eagle3_utils.verify_supports_aux_hidden_states_over_pp(model, "capture of layers")
     except ValueError as error:
-        raise ConfigError(f"{error}: capture this model without --pipeline-parallel-size") from error
+        raise ConfigError(f'{error}: drop --pipeline-parallel-size, or capture only "layers": ["final"]') from error
     eagle3_utils.reserve_aux_intermediate_tensor_slots(model)
     runner.pp_handler.configure_aux_hidden_state_relay(model)
     if not runner.is_first_pp_rank:  # Made while the model was loaded, without the layers.
