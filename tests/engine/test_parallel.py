@@ -128,7 +128,7 @@ def test_each_of_two_data_parallel_engines_sends_its_own_and_says_which_it_is(
 def test_a_rank_that_is_killed_ends_vllm_and_costs_nothing_that_was_committed(
     truth_models: dict[str, Path], tmp_path: Path, rank: int
 ) -> None:
-    """Rank 0 sends the rows; the other has none. The server fails what was arriving, and both can be started again."""
+    """Rank 0 sends the rows; the other has none. What was arriving fails, and both can be started again."""
     with (
         stack(tmp_path, truth_models["dense"], LAYER_IDS, "--tensor-parallel-size=2", env=TWO_CPUS) as running,
         connect(running.address) as client,
@@ -136,13 +136,14 @@ def test_a_rank_that_is_killed_ends_vllm_and_costs_nothing_that_was_committed(
         assert running.engine is not None
         asks = _outputs(random.Random(3), 12, "before")
         _check_outputs(running, client, asks)
-        endless = [
+        # More than are computed at a time: some are always in the middle.
+        long = [
             Ask([5], {"namespace": "cut", "sample_id": f"c{i}", "include_output_tokens": True}, max_tokens=1000)
-            for i in range(4)
+            for i in range(48)
         ]
         with ThreadPoolExecutor(1) as pool:
-            cut = pool.submit(send, running.vllm_port, endless)
-            wait_until(lambda: metric(scrape(running.metrics_port), "slotstream_open_samples") == len(endless))
+            cut = pool.submit(send, running.vllm_port, long)
+            wait_until(lambda: metric(scrape(running.metrics_port), "slotstream_open_samples") >= 4)
             workers = sorted(descendants(running.engine.process.pid, "VLLM::Worker"))
             assert len(workers) == 2
             os.kill(workers[rank], signal.SIGKILL)
@@ -152,7 +153,9 @@ def test_a_rank_that_is_killed_ends_vllm_and_costs_nothing_that_was_committed(
         wait_until(lambda: metric(scrape(running.metrics_port), "slotstream_open_samples") == 0)
         for ask in asks:
             assert_rows_are_true(client.get(ask.params["sample_id"], namespace="before"))
-        assert Counter(info.error_code for info in client.list(namespace="cut")) == {"INTERRUPTED": len(endless)}
+        codes = {info.error_code for info in client.list(namespace="cut")}
+        assert codes & {"ABORTED", "INTERRUPTED"}  # As the worker's side said before it ended, or else the server.
+        assert codes <= {"ABORTED", "INTERRUPTED", None}
         assert not files_below(tmp_path / "data", ".partial")
 
 
