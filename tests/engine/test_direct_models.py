@@ -47,7 +47,8 @@ def test_a_layer_that_a_model_cannot_give_stops_the_start(tmp_path: Path) -> Non
     """vLLM's DeepSeek adds a residual to what is embedded, and there is none yet."""
     model = tiny_kinds.make(tmp_path / "mla", "mla")
     said = refusal(tmp_path / "engine", model, **capture(NOBODY, [0, 2]))
-    assert "DeepseekV2ForCausalLM does not run when it is to give its layers [0, 2] (TypeError: " in said
+    why = "slotstream cannot start: DeepseekV2ForCausalLM does not run when it is to give its layers [0, 2] (TypeError: "
+    assert said.count(why) == 1  # In one line, and not only at the end of a traceback.
 
 
 def test_every_layer_of_gated_delta_nets(tmp_path: Path) -> None:
@@ -70,7 +71,7 @@ def test_media_models_on_transformers_code_give_final_and_no_layer(tmp_path: Pat
         monkeypatch.setenv(name, value)
     model = tiny_llava.make(tmp_path / "llava")
     said = refusal(tmp_path / "refused", model, model_impl="transformers", **capture(NOBODY, [1, 3]))
-    assert "TransformersMultiModalForCausalLM does not give its layers [1, 3] as vLLM says it does" in said
+    assert "slotstream cannot start: TransformersMultiModalForCausalLM does not give its layers [1, 3] as vLLM says" in said
     assert 'only "layers": ["final"] can be captured of it' in said
     port = free_port()
     address = f"127.0.0.1:{port}"

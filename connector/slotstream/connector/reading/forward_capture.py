@@ -15,6 +15,7 @@ import torch
 
 from slotstream.connector.reading.row_pages import RowPages
 from slotstream.connector.reading.row_write import write_rows
+from slotstream.connector.vllm_config import logged_refusal
 from slotstream.transport.logs import connector_logger
 from slotstream.wire.errors import ConfigError
 
@@ -65,11 +66,12 @@ class ForwardCapture:
             except Exception as error:
                 if self.tried or not self._asked:
                     raise  # Not because of its layers.
-                raise ConfigError(
-                    f"{self._model_name} does not run when it is to give its layers {list(self._asked)} "
-                    f"({type(error).__name__}: {str(error).partition(chr(10))[0]}): try other layers, and whether vLLM starts "
-                    "without slotstream"
-                ) from error
+                with logged_refusal():
+                    raise ConfigError(
+                        f"{self._model_name} does not run when it is to give its layers {list(self._asked)} "
+                        f"({type(error).__name__}: {str(error).partition(chr(10))[0]}): try other layers, and whether vLLM "
+                        "starts without slotstream"
+                    ) from error
             self.tried = True
             return self.take(output)
 
@@ -101,11 +103,12 @@ class ForwardCapture:
         if len(layers) != len(self._asked) or wrong or any(x.shape[0] != hidden.shape[0] for x in layers):
             shapes = [[str(x.dtype).removeprefix("torch."), *x.shape] for x in (hidden, *layers)]
             only_layers = not any(x is hidden for x in wrong)
-            raise ConfigError(
-                f"{self._model_name} does not give its layers {list(self._asked)} as vLLM says it does: it answers {shapes}, "
-                f"and not {1 + len(self._asked)} tensors [tokens, {width}] of {dtype}; "
-                + ('only "layers": ["final"] can be captured of it' if only_layers else "it cannot be captured directly")
-            )
+            with logged_refusal():
+                raise ConfigError(
+                    f"{self._model_name} does not give its layers {list(self._asked)} as vLLM says it does: it answers "
+                    f"{shapes}, and not {1 + len(self._asked)} tensors [tokens, {width}] of {dtype}; "
+                    + ('only "layers": ["final"] can be captured of it' if only_layers else "it cannot be captured directly")
+                )
         self._checked = True
 
     def _store(self, hidden: torch.Tensor, layers: Sequence[torch.Tensor]) -> None:

@@ -122,8 +122,8 @@ def attach(runner: Any, vllm_config: VllmConfig, config: ConnectorConfig) -> Non
     @functools.wraps(initialize_kv_cache)
     def initialize(kv_cache_config: Any, *args: Any, **kwargs: Any) -> Any:
         if (capture := forward_capture.current) is not None:
+            try_out(runner, capture)
             with logged_refusal():
-                try_out(runner, capture)
                 lay_out(capture, kv_cache_config, vllm_config)
         return initialize_kv_cache(kv_cache_config, *args, **kwargs)
 
@@ -294,7 +294,8 @@ def try_out(runner: Any, capture: ForwardCapture) -> None:
     if capture.tried:
         return
     if not callable(getattr(runner, "_dummy_run", None)):
-        raise missing(f"{type(runner).__name__}._dummy_run")
+        with logged_refusal():
+            raise missing(f"{type(runner).__name__}._dummy_run")
     runner._dummy_run(1)
 
 
