@@ -40,7 +40,7 @@ def captured(
     layers: list[int | str] = [*RESIDUAL_IDS] if extract else [*RESIDUAL_IDS, "final"]
     with stack(tmp_path_factory.mktemp("reference"), model_path, layers, extract=extract) as running:
         asks = [Ask(p, {"sample_id": f"p{i}"}, max_tokens=40) for i, p in enumerate(prompts)]
-        answers = send(running.vllm_port, asks)
+        answers = send(running.vllm_port, asks, at_once=1)
         with connect(running.address) as client:
             yield answers, [client.get(f"p{i}") for i in range(len(prompts))]
 
@@ -66,7 +66,8 @@ def plain(model_path: Path, prompts: list[list[int]], tmp_path_factory: pytest.T
     """The texts of an engine without a connector."""
     port, log = free_port(), tmp_path_factory.mktemp("plain") / "vllm.log"
     with start_vllm(model_path, log, port, *SMALL_ENGINE, f"--served-model-name={MODEL_NAME}"):
-        return send(port, [Ask(p, max_tokens=40) for p in prompts])
+        # One by one: where a processor multiplies matrices in tiles, what else is in a batch can turn a near-tie.
+        return send(port, [Ask(p, max_tokens=40) for p in prompts], at_once=1)
 
 
 def test_text_is_the_same_without_capture_and_connector(
