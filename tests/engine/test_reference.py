@@ -39,8 +39,8 @@ def captured(
     extract = request.param == "extraction"
     layers: list[int | str] = [*RESIDUAL_IDS] if extract else [*RESIDUAL_IDS, "final"]
     with stack(tmp_path_factory.mktemp("reference"), model_path, layers, extract=extract) as running:
-        asks = [Ask(p, {"sample_id": f"p{i}"}, max_tokens=40) for i, p in enumerate(prompts)]
-        answers = send(running.vllm_port, asks, at_once=1)
+        answers = send(running.vllm_port, [Ask(p, max_tokens=40) for p in prompts], at_once=1)  # As `plain` does.
+        send(running.vllm_port, [Ask(p, {"sample_id": f"p{i}"}, max_tokens=40) for i, p in enumerate(prompts)])
         with connect(running.address) as client:
             yield answers, [client.get(f"p{i}") for i in range(len(prompts))]
 
