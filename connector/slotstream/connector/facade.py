@@ -76,10 +76,10 @@ class SlotStreamConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init_subclass__(**kwargs)
         _register(cls)
 
+    @logged_refusal()
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        with logged_refusal():
-            self._config = ConnectorConfig.from_vllm(vllm_config)
+        self._config = ConnectorConfig.from_vllm(vllm_config)
         self._guard = HookGuard(self._count_fault)
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None
@@ -106,6 +106,7 @@ class SlotStreamConnector(KVConnectorBase_V1, SupportsHMA):
 
     # -- worker side
 
+    @logged_refusal()
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         if self._worker is not None:
             return
@@ -287,6 +288,7 @@ class SlotStreamConnector(KVConnectorBase_V1, SupportsHMA):
         return SlotStreamPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     @classmethod
+    @logged_refusal()
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
         # vLLM asks this in its front end, before any model is loaded: the earliest place to refuse wrong options.
         if ConnectorOptions.from_extra(extra_config or {}).layers is not None:

@@ -171,7 +171,7 @@ def _on_cpu() -> bool:
 
 @contextlib.contextmanager
 def logged_refusal() -> Iterator[None]:
-    """Log a ConfigError that passes, in one line: vLLM buries it in a page of traceback."""
+    """Log a ConfigError that passes, in one line: vLLM buries it in a page of traceback. Also a decorator; not to be nested."""
     try:
         yield
     except ConfigError as error:

@@ -69,11 +69,10 @@ def install(config_of: Callable[[VllmConfig], ConnectorConfig | None]) -> None:
                     tell_compile_cache(self.vllm_config, config)
         result = inner(self, *args, **kwargs)
         runner = getattr(self.worker, "model_runner", None)
-        with logged_refusal():
-            if config is not None and config.direct:
-                attach(runner, self.vllm_config, config)
-            elif config is not None:
-                attach_extraction(runner)
+        if config is not None and config.direct:
+            attach(runner, self.vllm_config, config)
+        elif config is not None:
+            attach_extraction(runner)
         return result
 
     init_device.slotstream = True  # type: ignore[attr-defined]
@@ -102,6 +101,7 @@ def tell_compile_cache(vllm_config: VllmConfig, config: ConnectorConfig) -> None
     }
 
 
+@logged_refusal()
 def attach(runner: Any, vllm_config: VllmConfig, config: ConnectorConfig) -> None:
     """Wrap what a model runner does once: loading its model, and laying out the KV cache. Raises ConfigError."""
     for name in ("load_model", "initialize_kv_cache"):
@@ -115,21 +115,20 @@ def attach(runner: Any, vllm_config: VllmConfig, config: ConnectorConfig) -> Non
     @functools.wraps(load_model)
     def load(*args: Any, **kwargs: Any) -> Any:
         result = load_model(*args, **kwargs)
-        with logged_refusal():
-            forward_capture.current = put_capture(runner, vllm_config, config)
+        forward_capture.current = put_capture(runner, vllm_config, config)
         return result
 
     @functools.wraps(initialize_kv_cache)
     def initialize(kv_cache_config: Any, *args: Any, **kwargs: Any) -> Any:
         if (capture := forward_capture.current) is not None:
             try_out(runner, capture)
-            with logged_refusal():
-                lay_out(capture, kv_cache_config, vllm_config)
+            lay_out(capture, kv_cache_config, vllm_config)
         return initialize_kv_cache(kv_cache_config, *args, **kwargs)
 
     runner.load_model, runner.initialize_kv_cache = load, initialize
 
 
+@logged_refusal()
 def attach_extraction(runner: Any) -> None:
     """Wrap the loading of a model whose layers vLLM extracts: also of those, none may be overwritten."""
     load_model = getattr(runner, "load_model", None)
@@ -139,7 +138,7 @@ def attach_extraction(runner: Any) -> None:
     @functools.wraps(load_model)
     def load(*args: Any, **kwargs: Any) -> Any:
         result = load_model(*args, **kwargs)
-        with logged_refusal():
+        with logged_refusal():  # Not in own_layers: put_capture calls it too.
             own_layers(model_of(runner))
         return result
 
@@ -180,6 +179,7 @@ def _copying(add: Callable[..., Any]) -> Callable[..., Any]:
     return add_own
 
 
+@logged_refusal()
 def put_capture(runner: Any, vllm_config: VllmConfig, config: ConnectorConfig) -> ForwardCapture:
     """Choose the layers of a runner's model and put the capture into its forward pass. Raises ConfigError."""
     model = model_of(runner)
@@ -299,6 +299,7 @@ def try_out(runner: Any, capture: ForwardCapture) -> None:
     runner._dummy_run(1)
 
 
+@logged_refusal()
 def lay_out(capture: ForwardCapture, kv_cache_config: Any, vllm_config: VllmConfig) -> None:
     """Cut the row pool for this KV cache, and compile the write by a launch on padding. Raises ConfigError."""
     pages = capture.pages
