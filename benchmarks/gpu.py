@@ -373,7 +373,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     figures[name] = measure(options, rows, load)
                     print(report(f"{name}: {load}, layers {options.layers}", rows), flush=True)
                     print(verdict(options, rows, name), flush=True)
-                if options.tensor_parallel > 1:  # Engines of several processes: not rank by rank above.
+                if options.tensor_parallel > 1:  # And what the ranks that send nothing pay.
                     figures["ranks"] = {}
                     for name, load in loads.items():
                         few = {**load, "prompts": min(load["prompts"], 16)}

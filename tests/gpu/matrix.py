@@ -16,7 +16,7 @@ import queue
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict
 from pathlib import Path
@@ -112,8 +112,7 @@ def row_of(found: dict[str, Any], device: str) -> list[str]:
 
 def rows_in(text: str) -> dict[tuple[str, ...], list[str]]:
     """The rows of a table that an earlier run wrote."""
-    lines = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ")]
-    return {tuple(line[:6]): line[6:] for line in lines if len(line) == 12 and line[2] in ("V1", "V2")}
+    return page.rows_in(text, keys=6)
 
 
 _HEAD = """\
@@ -147,16 +146,9 @@ example connector too. `tests/gpu/hybrid.py` compares rows of a gated-delta-net 
 """
 
 
-def as_markdown(rows: Mapping[tuple[str, ...], Sequence[str]]) -> str:
+def as_markdown(rows: page.Rows) -> str:
     """docs/compatibility.md, up to the part about several GPUs."""
-    lines = _HEAD.splitlines()
-    lines += [f"| {' | '.join((*key, *row))} |" for key, row in sorted(rows.items())]
-    total, wrong = (sum(int(row[at].replace(",", "")) for row in rows.values()) for at in (1, 3))
-    lines += ["", f"{total:,} rows in {len(rows)} engines, {wrong} wrong."]
-    if missing := [cell for cell in cells([]) if key_of(cell) not in rows]:
-        lines += ["", f"Not in this record yet: {len(missing)} engines.", ""]
-        lines += [f"- {', '.join(key_of(cell))}" for cell in missing]
-    return "\n".join(lines) + "\n"
+    return page.table(_HEAD, rows, [key_of(cell) for cell in cells([])])
 
 
 def main() -> int:
@@ -179,8 +171,7 @@ def main() -> int:
         work = Path(scratch)
         logs = arguments.logs or work
         logs.mkdir(parents=True, exist_ok=True)
-        text = arguments.write.read_text() if arguments.write and arguments.write.exists() else ""
-        one_gpu, several = page.parts(text)
+        one_gpu, several = page.read(arguments.write)
         table = rows_in(one_gpu)
         chosen = [cell for cell in cells(arguments.only) if not (arguments.missing and key_of(cell) in table)]
         models = {kind: truth_model.make(work / kind, kind) for kind in {c.kind for c in chosen}}

@@ -18,9 +18,10 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -98,7 +99,7 @@ class Found:
     wrong: int = 0
     engines: int = 0
     graphs: str = "-"
-    nccl: str = ""  # That of vLLM's own wrapper; with an NCCL older than it asks for, vLLM talks through torch's alone.
+    nccl: str = ""  # That of vLLM's own wrapper, where that was at work.
     said: str = "right"  # Of an engine without problems.
     problems: list[str] = field(default_factory=list)
 
@@ -184,20 +185,19 @@ def kill_a_rank(client: Client, cell: Cell, running: Running, port: int) -> str:
             send(port, long)
 
     (worker,) = descendants(running.process.pid, f"VLLM::Worker_{'PP' if cell.how == 'pipeline' else 'TP'}{cell.killed}")
-    with ThreadPoolExecutor(1) as pool:
-        asked_at = time.monotonic()
-        pool.submit(ask)
-        while states()["ARRIVING"] < 4:
-            if time.monotonic() > asked_at + ENDS_S:
-                raise RuntimeError(f"no samples arrive that could be cut off: {dict(states())}")
-            time.sleep(0.02)
-        os.kill(worker, signal.SIGKILL)
-        killed_at = time.monotonic()
-        try:
-            running.process.wait(ENDS_S)
-        except subprocess.TimeoutExpired:
-            raise RuntimeError(f"vLLM did not end within {ENDS_S:g} s of a rank's death") from None
-        ended_s = time.monotonic() - killed_at
+    asked_at = time.monotonic()
+    threading.Thread(target=ask, daemon=True).start()  # It ends with vLLM, which is stopped on every path.
+    while states()["ARRIVING"] < 4:
+        if time.monotonic() > asked_at + ENDS_S:
+            raise RuntimeError(f"no samples arrive that could be cut off: {dict(states())}")
+        time.sleep(0.02)
+    os.kill(worker, signal.SIGKILL)
+    killed_at = time.monotonic()
+    try:
+        running.process.wait(ENDS_S)
+    except subprocess.TimeoutExpired:
+        raise RuntimeError(f"vLLM did not end within {ENDS_S:g} s of a rank's death") from None
+    ended_s = time.monotonic() - killed_at
     while (left := states())["ARRIVING"]:
         if time.monotonic() > killed_at + ENDS_S:
             raise RuntimeError(f"{left['ARRIVING']} samples are still said to arrive")
@@ -254,32 +254,26 @@ def row_of(found: Found, run: str) -> list[str]:
 
 def rows_in(text: str) -> dict[tuple[str, ...], list[str]]:
     """The rows of a table that an earlier run wrote."""
-    lines = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ")]
-    return {tuple(line[:3]): line[3:] for line in lines if len(line) == 9 and line[2] in ("V1", "V2")}
+    return page.rows_in(text, keys=3)
 
 
-_TABLE = """\
+_TABLE = f"""\
 
 `python tests/gpu/parallel.py --write docs/compatibility.md` writes this part. Each engine is a `vllm serve` over two GPUs of
-one host, captures layers 0, 1, 3, 6 and `final`, and gets 90 prompts, half of them with output rows. Where a rank is killed, it
+one host, captures layers {", ".join(map(str, LAYERS))} and `final`, and gets {PROMPTS} prompts, half of them \
+with output rows. Where a rank is killed, it
 dies while more samples arrive: they must fail with `ABORTED` or `INTERRUPTED`, and vLLM must end, both within a minute.
-Where a run names no NCCL, vLLM found an older one than it asks for, and talked through torch's and its own all-reduce.
+Where a run names no NCCL, vLLM's own wrapper of it was not at work: its engines have nothing to say to each other, or NCCL was
+older than vLLM asks for, and vLLM talked through torch's and its own all-reduce.
 
 | engine | model | runner | graphs | rows | output rows | wrong | verdict | run |
 | --- | --- | --- | --- | ---: | ---: | ---: | --- | --- |
 """
 
 
-def as_markdown(rows: Mapping[tuple[str, ...], Sequence[str]]) -> str:
+def as_markdown(rows: page.Rows) -> str:
     """The part of docs/compatibility.md about several GPUs, behind its heading."""
-    lines = _TABLE.splitlines()
-    lines += [f"| {' | '.join((*key, *row))} |" for key, row in sorted(rows.items())]
-    total, wrong = (sum(int(row[at].replace(",", "")) for row in rows.values()) for at in (1, 3))
-    lines += ["", f"{total:,} rows in {len(rows)} engines, {wrong} wrong."]
-    if missing := [cell for cell in cells([]) if cell.key not in rows]:
-        lines += ["", f"Not in this record yet: {len(missing)} engines.", ""]
-        lines += [f"- {', '.join(cell.key)}" for cell in missing]
-    return "\n".join(lines) + "\n"
+    return page.table(_TABLE, rows, [cell.key for cell in cells([])])
 
 
 def main() -> int:
@@ -321,7 +315,7 @@ def main() -> int:
                     row = row_of(found, stamp)
                     print(f"{'BAD' if found.wrong or found.problems else 'ok '} {cell.name}: {', '.join(row[:5])}", flush=True)
                     if arguments.write is not None:  # Each time: a run that is cut short leaves what it found.
-                        one_gpu, several = page.parts(arguments.write.read_text())
+                        one_gpu, several = page.read(arguments.write)
                         arguments.write.write_text(page.joined(one_gpu, as_markdown({**rows_in(several), cell.key: row})))
             except KeyboardInterrupt:
                 pool.shutdown(cancel_futures=True)  # The pool would go on with those that wait.
