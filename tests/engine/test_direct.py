@@ -13,7 +13,7 @@ from support.stack import Stack, stack
 from support.workload import FINAL_ID, Ask, assert_rows_are_true, random_prompts, send, text_tokens
 
 from slotstream.client import Client, connect
-from slotstream.demo.truth_model import LAYERS, Kind
+from slotstream.truth.model import LAYERS, Kind
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 

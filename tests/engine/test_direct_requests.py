@@ -20,7 +20,7 @@ from support.workload import FINAL_ID, MODEL_NAME, Ask, assert_rows_are_true, ra
 
 from slotstream.client import Client, SampleState, connect
 from slotstream.demo.processes import complete
-from slotstream.demo.truth_model import HIDDEN, LAYERS, VOCAB, embedding
+from slotstream.truth.model import HIDDEN, LAYERS, VOCAB, embedding
 
 pytestmark = [pytest.mark.vllm, pytest.mark.extended, pytest.mark.timeout(1800)]
 

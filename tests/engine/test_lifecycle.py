@@ -19,7 +19,7 @@ from support.stack import Stack, stack
 from support.workload import LAYER_IDS, Answer, Ask, assert_rows_are_true, send, text_tokens
 
 from slotstream.client import Client, Sample, SampleFailed, connect
-from slotstream.demo import truth_model
+from slotstream.truth import model as truth_model
 
 pytestmark = [pytest.mark.vllm, pytest.mark.extended, pytest.mark.timeout(600)]
 

@@ -18,7 +18,7 @@ from support.stack import stack
 from support.workload import LAYER_IDS
 
 from slotstream.client import connect
-from slotstream.demo.truth_model import Kind
+from slotstream.truth.model import Kind
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 

@@ -25,7 +25,7 @@ from support.waiting import wait_until
 from support.workload import LAYER_IDS, MODEL_NAME, Ask, assert_rows_are_true, send, text_tokens
 
 from slotstream.client import Client, connect
-from slotstream.demo import truth_model
+from slotstream.truth import model as truth_model
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from slotstream.client import Client, SampleFailed, SampleNotFound, connect
-from slotstream.demo import truth_model
+from slotstream.truth import model as truth_model
 
 FINAL_ID = truth_model.LAYERS + 1
 OUTPUT_TOKENS = 48

@@ -36,7 +36,7 @@ def make_model(path: Path) -> Path:
     import torch
     from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
 
-    from slotstream.demo.truth_model import write_tokenizer
+    from slotstream.truth.model import write_tokenizer
 
     torch.manual_seed(0)
     config = Qwen3NextConfig(

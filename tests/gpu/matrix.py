@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import page
 from cell import SPECIALS, Cell
 
-from slotstream.demo import truth_model
+from slotstream.truth import model as truth_model
 
 CELL_TIMEOUT_S = 420
 
@@ -164,8 +164,8 @@ def main() -> int:
     if not torch.cuda.is_available():
         print("no GPU here: nothing to run")
         return 0
-    from slotstream.demo import truth_model
     from slotstream.demo.processes import free_port, start_server
+    from slotstream.truth import model as truth_model
 
     with tempfile.TemporaryDirectory(prefix="slotstream-gpu-") as scratch:
         work = Path(scratch)

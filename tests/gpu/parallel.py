@@ -33,7 +33,6 @@ from support.descendants import descendants
 from support.workload import FINAL_ID, LAYER_IDS, MODEL_NAME, Ask, random_prompts, send
 
 from slotstream.client import Client, SampleFailed, SampleState, connect
-from slotstream.demo import truth_model
 from slotstream.demo.processes import (
     SMALL_ENGINE,
     ProcessFailed,
@@ -43,6 +42,7 @@ from slotstream.demo.processes import (
     start_server,
     start_vllm,
 )
+from slotstream.truth import model as truth_model
 
 _HOW = {
     "tensor": ["--tensor-parallel-size=2"],

@@ -15,9 +15,9 @@ DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *sorted(DOCS.glob("*.md"))]
 LINKING = [*PAGES, ROOT / "CHANGELOG.md", ROOT / "deploy" / "README.md", ROOT / "benchmarks" / "README.md"]
 # What a path may begin below: pages leave out the source roots and `tests`.
-_SOURCE_ROOTS = [ROOT / root / "slotstream" for root in ("connector", "server", "proto")]
+_SOURCE_ROOTS = [ROOT / root / "slotstream" for root in ("client", "connector", "server", "proto")]
 _BELOW = [ROOT, *_SOURCE_ROOTS, ROOT / "tests"]
-_KEPT = ("benchmarks", "connector", "deploy", "docs", "proto", "server", "tests")
+_KEPT = ("benchmarks", "client", "connector", "deploy", "docs", "proto", "server", "tests")
 NAMES = {path.name for top in _KEPT for path in (ROOT / top).rglob("*")} | {path.name for path in ROOT.iterdir()}
 TARGETS = set(re.findall(r"^([a-z][a-z-]*):", (ROOT / "Makefile").read_text(), re.M))
 
@@ -142,7 +142,7 @@ def test_the_readme_is_short() -> None:
         ("facade.py", True),
         ("planning/", True),
         ("tests/engine", True),
-        ("tests/fuzz/corpus/TARGET/found-NAME", True),
+        ("tests/breaking/fuzz/corpus/TARGET/found-NAME", True),
         ("vllm/model_executor/models/interfaces.py", True),
         ("host:port/path", True),
         ("kubernetes.io/tls", True),

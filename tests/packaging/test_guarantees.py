@@ -15,7 +15,7 @@ def test_every_promise_names_tests_that_exist() -> None:
     ]
     assert len(promises) > 30
     for promise in promises:
-        named = re.findall(r"`([a-z]+/test_\w+\.py)(?:::(\w+))?`", promise)
+        named = re.findall(r"`([a-z/]+/test_\w+\.py)(?:::(\w+))?`", promise)
         assert named, promise
         for file, test in named:
             source = (TESTS / file).read_text()

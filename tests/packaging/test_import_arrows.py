@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,24 +14,28 @@ import pytest
 _ROOT = Path(__file__).parents[2]
 _SOURCES = {
     path.relative_to(_ROOT / root).with_suffix("").as_posix().replace("/", ".").removesuffix(".__init__"): path
-    for root in ("connector", "server", "proto")
+    for root in ("client", "connector", "server", "proto")
     for path in sorted((_ROOT / root).glob("slotstream/**/*.py"))
 }
 
 # Part -> the parts that it may import beside itself.
 ARROWS = {
-    "connector": {"transport", "wire", "v1"},
-    "transport": {"wire", "v1"},
-    "client": {"wire", "v1"},
-    "demo": {"client"},
-    # The command line speaks to a server through the client; `serve`, `demo`, `token` and `verify --data` call what they
-    # start or read.
+    "connector": {"transport", "wire", "v1", "common"},
+    "transport": {"wire", "v1", "common"},
+    "client": {"wire", "v1", "common"},
+    "truth": set[str](),
+    "demo": {"client", "truth"},
     "cli": {"server", "store", "client", "demo", "wire", "v1"},
-    "server": {"store", "wire", "v1"},
-    "store": {"wire"},
+    "server": {"store", "wire", "v1", "common"},
+    "store": {"wire", "common"},
     "wire": {"v1"},
+    "common": set[str](),
     "v1": set[str](),
 }
+# The command line speaks to a server through the client. These modules alone reach the server's halves: they start or read one.
+REACHING_THE_SERVER = {"serve", "serve_arguments", "token", "verify"}
+# What stands in front of the client: a process or a package of its own, which nobody imports.
+LEAVES = {"integrations", "web"}
 # Within a half: wing, or module that stands in front of the wings -> what it may import beside itself. docs/design.md draws it.
 _CONNECTOR_BASE = {"options", "vllm_config", "plan", "counters", "faults"}
 _SERVER_BASE = {"config", "metrics", "status", "version", "waiters", "pools", "lines", "pulse", "logs"}
@@ -80,14 +86,14 @@ WINGS = {
 }
 # Heavy packages -> the only parts that may import them.
 HEAVY = {
-    "vllm": {"connector", "demo"},
-    "torch": {"connector", "client", "demo"},
+    "vllm": {"connector"},
+    "torch": {"connector", "client", "truth"},
     "numpy": {"connector", "transport"},
     "nixl": set[str](),  # By name only, in wire/nixl.py.
     "nixl_cu12": set[str](),
     "nixl_cu13": set[str](),
-    "safetensors": {"client", "demo"},
-    "transformers": {"demo"},
+    "safetensors": {"client", "truth"},
+    "transformers": {"truth"},
     "grpc": {"connector", "transport", "client", "server", "v1"},
     "sqlite3": {"store"},
 }
@@ -179,6 +185,41 @@ def test_imports_follow_the_arrows(module: str) -> None:
         assert not target or target == part or target in ARROWS[part], f"{where}: {part} must not import {name}"
         top = name.partition(".")[0]
         assert top not in HEAVY or part in HEAVY[top], f"{where}: {part} must not import {name}"
+
+
+def test_few_commands_reach_the_server() -> None:
+    for module, path in _SOURCES.items():
+        if _part(module) == "cli" and _wing(module) not in REACHING_THE_SERVER:
+            parts = {_part(name) for name, _ in _imports(ast.parse(path.read_text()))}
+            assert not parts & {"server", "store"}, module
+
+
+def test_nobody_imports_what_stands_in_front() -> None:
+    for module, path in _SOURCES.items():
+        parts = {_part(name) for name, _ in _imports(ast.parse(path.read_text()))} - {_part(module)}
+        assert not parts & LEAVES, module
+
+
+def test_the_client_needs_grpc_protobuf_and_xxhash_alone() -> None:
+    """typing_extensions is grpc's own."""
+    done = subprocess.run([sys.executable, "-c", _CLIENT_ALONE], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "slotstream.client\n"
+
+
+_CLIENT_ALONE = """
+import importlib.abc, sys
+
+class Few(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        top = name.partition(".")[0]
+        if top not in sys.stdlib_module_names | {"slotstream", "grpc", "google", "xxhash", "typing_extensions"}:
+            raise ModuleNotFoundError(f"{name} is not needed here", name=name)
+
+sys.meta_path.insert(0, Few())
+import slotstream.client
+print(slotstream.client.__name__)
+"""
 
 
 def test_only_the_connector_imports_vllm_when_it_is_imported() -> None:

@@ -18,7 +18,7 @@ import pytest
 pytestmark = [pytest.mark.wheel, pytest.mark.timeout(600)]
 
 _ROOT = Path(__file__).parents[2]
-_ROOTS = ("connector", "server", "proto")
+_ROOTS = ("client", "connector", "server", "proto")
 # Whatever points a Python at the tree would hide what is missing from the wheel.
 _CLEAN = {
     name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VIRTUAL_ENV", "COVERAGE", "MALLOC"))

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from support.server import ServerProcess
 
+from slotstream.common.shared_memory import CANARY_BYTES, Canary, why_not_readable
 from slotstream.wire.nixl import is_installed
-from slotstream.wire.shared_memory import CANARY_BYTES, Canary, why_not_readable
 
 needs_nixl = pytest.mark.skipif(not is_installed(), reason="NIXL is not installed")
 TESTS = Path(__file__).resolve().parents[1]

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from slotstream.client import Client, Sample, SampleFailed, SampleNotFound
-from slotstream.demo.truth_model import Kind
+from slotstream.truth.model import Kind
 from support.workload import MODEL_NAME, PROMPT_TOKENS_MAX, assert_rows_are_true, text_tokens
 
 

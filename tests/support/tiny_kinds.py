@@ -13,7 +13,7 @@ def make(path: Path, kind: str) -> Path:
     """Write a checkpoint of `kind` ("mla" or "gdn") and a byte-level tokenizer to `path`; returns it. Needs transformers."""
     import torch
 
-    from slotstream.demo.truth_model import write_tokenizer
+    from slotstream.truth.model import write_tokenizer
 
     torch.manual_seed(0)
     config, model_class = _mla() if kind == "mla" else _gdn()

@@ -81,7 +81,7 @@ def write_processor(path: Path) -> None:
     from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
     from transformers.models.llava.processing_llava import LlavaProcessor
 
-    from slotstream.demo.truth_model import write_tokenizer
+    from slotstream.truth.model import write_tokenizer
 
     write_tokenizer(path)
     tokenizer: Any = AutoTokenizer.from_pretrained(path)

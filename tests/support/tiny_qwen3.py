@@ -16,7 +16,7 @@ def make(path: Path, *, repeats: bool = False) -> Path:
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    from slotstream.demo.truth_model import write_tokenizer
+    from slotstream.truth.model import write_tokenizer
 
     torch.manual_seed(0)
     config = Qwen3Config(

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from slotstream.client import Client, Sample
-from slotstream.demo import truth_model
 from slotstream.demo.processes import complete
+from slotstream.truth import model as truth_model
 
 MODEL_NAME = "truth"
 LAYER_IDS = [1, 3, truth_model.LAYERS]

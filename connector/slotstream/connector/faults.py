@@ -5,11 +5,11 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass
 
+from slotstream.common.logtext import log_text
+from slotstream.common.throttle import Throttle
 from slotstream.connector.counters import Counters
 from slotstream.transport.logs import connector_logger
 from slotstream.wire.errors import PermissionDenied, Unauthenticated
-from slotstream.wire.logtext import log_text
-from slotstream.wire.throttle import Throttle
 
 logger = connector_logger(__name__)
 

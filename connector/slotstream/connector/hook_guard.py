@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
+from slotstream.common.throttle import Throttle
 from slotstream.transport.logs import connector_logger
-from slotstream.wire.throttle import Throttle
 
 logger = connector_logger(__name__)
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Self
 
+from slotstream.common.checks import check_number
 from slotstream.wire.access import Access, token_from_environment
 from slotstream.wire.address import check_address
 from slotstream.wire.errors import BadNamespace, ConfigError
@@ -94,14 +95,10 @@ class ConnectorOptions:
             check_namespace(self.namespace)
         except BadNamespace as error:
             raise ConfigError(f"connector option namespace: {error}") from error
-        if self.staging_bytes is not None:
-            _check_number("staging_bytes", self.staging_bytes, int, 1 << 20, 1 << 40)
-        _check_number("chunk_bytes", self.chunk_bytes, int, 4096, CHUNK_BYTES_MAX)
-        _check_number("wait_s_max", self.wait_s_max, float, 0.0, 600.0)
-        _check_number("ack_timeout_s", self.ack_timeout_s, float, 0.1, 3600.0)
-        _check_number("output_rows_per_chunk", self.output_rows_per_chunk, int, 1, 1 << 16)
-        _check_number("outage_s_max", self.outage_s_max, float, 0.0, 1e9)
-        _check_number("spool_bytes_max", self.spool_bytes_max, int, 1 << 16, 1 << 50)
+        try:
+            self._check_numbers()
+        except ValueError as error:
+            raise ConfigError(f"connector option {error}") from error
         spool_dir = self.spool_dir
         if spool_dir is not None and not (isinstance(spool_dir, str) and Path(spool_dir).is_absolute()):
             raise ConfigError(f"connector option spool_dir must be an absolute path or null, not {spool_dir!r}")
@@ -127,10 +124,21 @@ class ConnectorOptions:
         if self.staging_bytes is not None and self.chunk_bytes * 8 > self.staging_bytes:
             raise ConfigError("connector option staging_bytes must be at least eight times chunk_bytes")
         _check_layers(self.layers)
+        if self.row_pool_bytes is not None and self.layers is None:
+            raise ConfigError("connector option row_pool_bytes needs layers: nothing else is kept in a row pool")
+
+    def _check_numbers(self) -> None:
+        """Raises ValueError."""
+        if self.staging_bytes is not None:
+            check_number("staging_bytes", self.staging_bytes, 1 << 20, 1 << 40, whole=True)
         if self.row_pool_bytes is not None:
-            _check_number("row_pool_bytes", self.row_pool_bytes, int, 1 << 16, 1 << 40)
-            if self.layers is None:
-                raise ConfigError("connector option row_pool_bytes needs layers: nothing else is kept in a row pool")
+            check_number("row_pool_bytes", self.row_pool_bytes, 1 << 16, 1 << 40, whole=True)
+        check_number("chunk_bytes", self.chunk_bytes, 4096, CHUNK_BYTES_MAX, whole=True)
+        check_number("wait_s_max", self.wait_s_max, 0.0, 600.0)
+        check_number("ack_timeout_s", self.ack_timeout_s, 0.1, 3600.0)
+        check_number("output_rows_per_chunk", self.output_rows_per_chunk, 1, 1 << 16, whole=True)
+        check_number("outage_s_max", self.outage_s_max, 0.0, 1e9)
+        check_number("spool_bytes_max", self.spool_bytes_max, 1 << 16, 1 << 50, whole=True)
 
     @property
     def access(self) -> Access:
@@ -163,10 +171,3 @@ def _check_layers(layers: object) -> None:
 
 def _is_layer(layer: object) -> bool:
     return layer == FINAL or (isinstance(layer, int) and not isinstance(layer, bool) and layer >= 0)
-
-
-def _check_number(name: str, value: object, kind: type, low: float, high: float) -> None:
-    accepted = (int,) if kind is int else (int, float)
-    if not isinstance(value, accepted) or isinstance(value, bool) or not low <= value <= high:
-        what = "a whole number" if kind is int else "a number"
-        raise ConfigError(f"connector option {name} must be {what} from {low} to {high}, not {value!r}")

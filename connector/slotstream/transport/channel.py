@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import grpc
 
+from slotstream.common.channel import channel_options
 from slotstream.wire.access import Access
-from slotstream.wire.channel import COMMON_OPTIONS
 from slotstream.wire.errors import ConfigError, ServerUnavailable
+from slotstream.wire.names import MESSAGE_BYTES_MAX
 
 CHANNEL_OPTIONS = (
-    *COMMON_OPTIONS,
+    *channel_options(MESSAGE_BYTES_MAX),
     # How long an attempt may take at least (Subchannel::StartConnectingLocked): on a host that is busy loading a model a
     # moment is not enough.
     ("grpc.min_reconnect_backoff_ms", 5000),

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 import grpc
 
+from slotstream.common.memory import keep_freed_blocks
 from slotstream.transport.base import Acked, Committed, Failed, LinkDown, LinkUp, SinkEvent, StagedChunk
 from slotstream.transport.channel import open_channel
 from slotstream.transport.logs import connector_logger
@@ -22,7 +23,6 @@ from slotstream.v1 import ingest_pb2
 from slotstream.wire.access import Access
 from slotstream.wire.errors import SlotStreamError, Unauthenticated
 from slotstream.wire.frames import encode_batch, encode_chunk, is_chunk
-from slotstream.wire.memory import keep_freed_blocks
 from slotstream.wire.names import BATCH_MAX, CONTROL_BYTES_MAX, WINDOW_BYTES
 
 logger = connector_logger(__name__)

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 
+from slotstream.common.shared_memory import Canary
 from slotstream.transport.base import FellBack, SinkEvent, StagedChunk
 from slotstream.transport.grpc import DataPlane, Frames, chunk_header
 from slotstream.transport.logs import connector_logger
@@ -29,7 +30,6 @@ from slotstream.wire.nixl import (
     is_installed,
     memory_address,
 )
-from slotstream.wire.shared_memory import Canary
 
 logger = connector_logger(__name__)
 _now = time.monotonic

@@ -6,6 +6,7 @@ import logging
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from slotstream.common.checks import check_number
 from slotstream.store.samples import FREE_BYTES_MIN
 from slotstream.store.upkeep.retention import Policy
 from slotstream.wire.address import check_address, is_local, is_socket
@@ -93,24 +94,31 @@ class ServerConfig:
             raise ConfigError(f"--log-format {self.log_format!r} is not one of {', '.join(LOG_FORMATS)}")
         if self.log_level not in LOG_LEVELS:
             raise ConfigError(f"--log-level {self.log_level!r} is not one of {', '.join(LOG_LEVELS)}")
-        _at_least("--free-bytes-min", self.free_bytes_min, 0)
-        _at_least("--window-bytes", self.window_bytes, CHUNK_BYTES_MAX)
         if self.transport not in TRANSPORTS:
             raise ConfigError(f"--transport {self.transport!r} is not one of {', '.join(TRANSPORTS)}")
         check_transport("--transport", self.transport)
-        _at_least("--nixl-pool-bytes", self.nixl_pool_bytes, NIXL_POOL_BYTES_MIN)
-        _at_least("--nixl-readers", self.nixl_readers, 0, self.nixl_pool_bytes // NIXL_POOL_BYTES_MIN)
-        _at_least("--ingest-bytes-max", self.ingest_bytes_max, self.window_bytes)
-        _at_least("--drain-s", self.drain_s, 0, _SECONDS_MAX)
-        _at_least("--appear-grace-s", self.appear_grace_s, 0, _SECONDS_MAX)
-        for name in _COUNTS:
-            _at_least("--" + name.replace("_", "-"), getattr(self, name), 1)
-        for name in _PATIENCES:
-            _at_least("--" + name.replace("_", "-"), getattr(self, name), 0.1, _SECONDS_MAX)
-        _at_least("--scrub-every-s", self.scrub_every_s, 0, _SECONDS_MAX)
-        _at_least("--scrub-bytes-per-s", self.scrub_bytes_per_s, 1)
+        try:
+            self._check_numbers()
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
         self._check_workers()
         self._check_security()
+
+    def _check_numbers(self) -> None:
+        """Raises ValueError."""
+        check_number("--free-bytes-min", self.free_bytes_min, 0, _NUMBER_MAX)
+        check_number("--window-bytes", self.window_bytes, CHUNK_BYTES_MAX, _NUMBER_MAX)
+        check_number("--nixl-pool-bytes", self.nixl_pool_bytes, NIXL_POOL_BYTES_MIN, _NUMBER_MAX)
+        check_number("--nixl-readers", self.nixl_readers, 0, self.nixl_pool_bytes // NIXL_POOL_BYTES_MIN)
+        check_number("--ingest-bytes-max", self.ingest_bytes_max, self.window_bytes, _NUMBER_MAX)
+        check_number("--drain-s", self.drain_s, 0, _SECONDS_MAX)
+        check_number("--appear-grace-s", self.appear_grace_s, 0, _SECONDS_MAX)
+        for name in _COUNTS:
+            check_number("--" + name.replace("_", "-"), getattr(self, name), 1, _NUMBER_MAX)
+        for name in _PATIENCES:
+            check_number("--" + name.replace("_", "-"), getattr(self, name), 0.1, _SECONDS_MAX)
+        check_number("--scrub-every-s", self.scrub_every_s, 0, _SECONDS_MAX)
+        check_number("--scrub-bytes-per-s", self.scrub_bytes_per_s, 1, _NUMBER_MAX)
 
     def _check_workers(self) -> None:
         if not 1 <= self.workers <= WORKERS_MAX:
@@ -162,9 +170,3 @@ def _check_address(option: str, address: str) -> None:
         check_address(address, any_port=True)
     except ConfigError as error:
         raise ConfigError(f"{option}: {error}") from error
-
-
-def _at_least(option: str, value: float, least: float, most: float = _NUMBER_MAX) -> None:
-    if not least <= value <= most:  # Neither is true of NaN.
-        bound = f"at most {most}" if value > most else f"at least {least}"
-        raise ConfigError(f"{option} must be {bound}, not {str(value)[:40]}")

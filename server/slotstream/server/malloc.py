@@ -16,7 +16,7 @@ import platform
 import sys
 from collections.abc import Callable
 
-from slotstream.wire.memory import resident_bytes
+from slotstream.common.memory import resident_bytes
 
 _log = logging.getLogger(__name__)
 SETTINGS = {

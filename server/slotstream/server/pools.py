@@ -11,9 +11,9 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
+from slotstream.common.cores import for_cores
 from slotstream.server.lines import Lines
 from slotstream.server.pulse import Pulse
-from slotstream.wire.cores import for_cores
 
 _CHUNK_THREADS_MAX = 4
 _SLOW_S = 0.05  # 2 MiB take the page cache under 1 ms; a disk that is written to at its own speed takes this and more.

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from slotstream.common.logtext import log_text
+from slotstream.common.throttle import Throttle
 from slotstream.connector.counters import Counters
 from slotstream.connector.faults import SampleFault
 from slotstream.connector.plan import EMPTY_PLAN, SampleAbort, SampleFinish, SampleOpen, StepPlan
@@ -31,9 +33,7 @@ from slotstream.wire.errors import (
     TooLarge,
     UnsupportedRequest,
 )
-from slotstream.wire.logtext import log_text
 from slotstream.wire.names import ROWS_MAX
-from slotstream.wire.throttle import Throttle
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks

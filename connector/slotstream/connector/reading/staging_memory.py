@@ -7,9 +7,9 @@ import weakref
 
 import torch
 
+from slotstream.common.memory import map_memory
 from slotstream.connector.sending.staging_pool import StagingShape
 from slotstream.wire.errors import ConfigError
-from slotstream.wire.memory import map_memory
 
 
 class StagingMemory:

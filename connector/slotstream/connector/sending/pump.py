@@ -15,6 +15,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from slotstream.common.logtext import log_text
+from slotstream.common.throttle import Throttle
 from slotstream.connector.counters import SENDER_REASONS, Counters, capture_off
 from slotstream.connector.faults import Faults, SampleFault
 from slotstream.connector.plan import SampleAbort, SampleFinish, SampleOpen
@@ -41,8 +43,6 @@ from slotstream.wire.errors import (
     StagingFull,
     Unauthenticated,
 )
-from slotstream.wire.logtext import log_text
-from slotstream.wire.throttle import Throttle
 
 logger = connector_logger(__name__)
 

@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from slotstream.wire.cores import for_cores
+from slotstream.common.cores import for_cores
 from slotstream.wire.hashing import xxh3
 
 _THREADS_MAX = 4

@@ -18,8 +18,8 @@ from typing import Any
 
 import grpc.aio
 
+from slotstream.common.memory import resident_bytes
 from slotstream.wire.errors import BadParams, TooLarge, TooMany, TooSlow
-from slotstream.wire.memory import resident_bytes
 
 BODY_S = 10.0
 _READING = 16

@@ -18,10 +18,10 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from slotstream.common.throttle import Throttle
 from slotstream.server.access.gate import Context, host_of, network_of, plain_host
 from slotstream.server.access.limits import CONNECTIONS
 from slotstream.server.config import ServerConfig
-from slotstream.wire.throttle import Throttle
 
 _log = logging.getLogger(__name__)
 _EVERY_S = 0.5

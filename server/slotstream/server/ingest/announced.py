@@ -7,6 +7,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 
+from slotstream.common.shared_memory import why_not_readable
 from slotstream.server.ingest.sample_writer import Abort, Commit
 from slotstream.server.nixl.reader import ReadAnswer, ReadRequest
 from slotstream.server.nixl.readers import NixlReaders, Route
@@ -14,7 +15,6 @@ from slotstream.v1 import ingest_pb2 as pb
 from slotstream.wire.errors import ProtocolViolation
 from slotstream.wire.names import CHUNK_BYTES_MAX
 from slotstream.wire.nixl import METADATA_BYTES_MAX, NAME_BYTES_MAX, SLOTS_MAX, NixlFault
-from slotstream.wire.shared_memory import why_not_readable
 
 _log = logging.getLogger(__name__)
 _CONNECT_S = 10.0  # The first peer's, while NIXL is being loaded, takes half a second.

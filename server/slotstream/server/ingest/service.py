@@ -13,6 +13,8 @@ from typing import Any
 import grpc
 import grpc.aio
 
+from slotstream.common.logtext import log_text
+from slotstream.common.throttle import Throttle
 from slotstream.server.access.gate import Gate
 from slotstream.server.access.limits import INGEST_STREAMS
 from slotstream.server.config import ServerConfig
@@ -25,8 +27,6 @@ from slotstream.server.pools import Pools
 from slotstream.server.status import abort
 from slotstream.server.waiters import Waiters
 from slotstream.wire.errors import InternalFault, ProtocolViolation, ServerDraining, SlotStreamError
-from slotstream.wire.logtext import log_text
-from slotstream.wire.throttle import Throttle
 
 _log = logging.getLogger(__name__)
 

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
+from slotstream.common.logtext import log_text
 from slotstream.server.access.bodies import Bodies
 from slotstream.server.access.limits import OPEN_SAMPLES
 from slotstream.server.config import ServerConfig
@@ -16,7 +17,6 @@ from slotstream.server.nixl.readers import NixlReaders
 from slotstream.server.pools import Pools
 from slotstream.server.waiters import Waiters
 from slotstream.wire.errors import HashMismatch
-from slotstream.wire.logtext import log_text
 from slotstream.wire.names import CONTROL_BYTES_MAX
 
 _log = logging.getLogger(__name__)

@@ -14,10 +14,10 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
+from slotstream.common.cores import for_cores
 from slotstream.server.config import NIXL_POOL_BYTES_MIN, ServerConfig
 from slotstream.server.metrics import Metrics
 from slotstream.server.nixl.reader import NixlReader, ReadAnswer, ReadPeer, ReadRequest, Slot
-from slotstream.wire.cores import for_cores
 from slotstream.wire.nixl import INSTALL, is_installed
 
 _log = logging.getLogger(__name__)

@@ -13,6 +13,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, Self
 
+from slotstream.common.checks import check_number
 from slotstream.store.catalogue.retention_sql import Candidate, Usage
 from slotstream.wire.errors import BadNamespace, ConfigError
 from slotstream.wire.names import check_namespace
@@ -52,9 +53,12 @@ class Rule:
     delete_read_when_full: bool = False  # Likewise, of those alone that were acked, or read to the end.
 
     def __post_init__(self) -> None:
-        for name in ("bytes_max", "samples_max", "age_s_max", "failed_age_s_max"):
-            _check_number(name, getattr(self, name), at_least=0)
-        _check_number("delete_after_reads", self.delete_after_reads, at_least=1)
+        try:
+            for name in ("bytes_max", "samples_max", "age_s_max", "failed_age_s_max"):
+                check_number(name, getattr(self, name), 0)
+            check_number("delete_after_reads", self.delete_after_reads, 1)
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
         for name in ("delete_on_ack", *WHEN_FULL):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} must be true or false, not {getattr(self, name)!r}")
@@ -123,9 +127,10 @@ class Policy:
                 raise ConfigError(f"namespaces: {error}") from error
             rules[name] = _rule(f"namespaces.{name}", {**base, **_table(f"namespaces.{name}", values)})
         target = document.get("free_bytes_target", 0)
-        _check_number("free_bytes_target", target, at_least=0)
-        if not isinstance(target, int):
-            raise ConfigError(f"free_bytes_target must be a whole number of bytes, not {target!r}")
+        try:
+            check_number("free_bytes_target", target, 0, whole=True)
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
         policy = cls(default=_rule("default", base), namespaces=rules, free_bytes_target=target)
         if policy.deletes_when_full and target <= free_bytes_min:
             key = policy._when_full[0]
@@ -153,11 +158,6 @@ def _rule(name: str, values: Mapping[str, Any]) -> Rule:
         return Rule(**values)
     except ConfigError as error:
         raise ConfigError(f"{name}: {error}") from error
-
-
-def _check_number(name: str, value: object, *, at_least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= at_least:
-        raise ConfigError(f"{name} must be a number of at least {at_least}, not {value!r}")
 
 
 # Decisions.

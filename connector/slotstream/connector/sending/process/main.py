@@ -15,6 +15,7 @@ import sys
 import threading
 from multiprocessing.connection import Connection
 
+from slotstream.common.memory import map_memory
 from slotstream.connector.counters import Counters
 from slotstream.connector.sending.inbox import StagedBatch
 from slotstream.connector.sending.process.messages import (
@@ -35,7 +36,6 @@ from slotstream.connector.sending.staging_pool import StagingPool
 from slotstream.transport.logs import CONNECTOR_LOGGER
 from slotstream.v1 import ingest_pb2
 from slotstream.wire.errors import ConfigError
-from slotstream.wire.memory import map_memory
 
 _SAY_S = 0.1  # How long news waits for more.
 _LINES_MAX = 1000

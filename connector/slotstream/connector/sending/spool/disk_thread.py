@@ -10,13 +10,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from slotstream.common.throttle import Throttle
 from slotstream.connector.counters import Counters
 from slotstream.connector.sending.spool import files as spool_files
 from slotstream.connector.sending.spool.files import OwnedDir, Place, SpooledSample, SpoolFile
 from slotstream.transport.logs import connector_logger
 from slotstream.v1 import ingest_pb2
 from slotstream.wire.hashing import xxh3
-from slotstream.wire.throttle import Throttle
 
 logger = connector_logger(__name__)
 

@@ -1,4 +1,4 @@
-"""The simulation: `python tests/simulation/run.py --seed N [--trace]` replays one seed, `--seeds 0:1000` runs many.
+"""The simulation: `python tests/breaking/simulation/run.py --seed N [--trace]` replays one seed, `--seeds 0:1000` runs many.
 
 The executor, the event loop, the clock and the disk of a server are simulated, under one seed. CONTRIBUTING.md says what is
 real and what is left out.
@@ -15,7 +15,7 @@ import warnings
 from collections import Counter
 from pathlib import Path
 
-_TESTS = Path(__file__).resolve().parents[1]
+_TESTS = Path(__file__).resolve().parents[2]
 
 
 def _seeds(text: str) -> range:
@@ -38,7 +38,8 @@ def main() -> int:
     # One core: the baton then goes from thread to thread without waking another one, which takes five times as long.
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[os.getpid() % len(cores)]})
-    sys.path[:1] = [str(_TESTS), str(_TESTS / "endurance")]  # In place of this folder, whose names others have too.
+    # In place of this folder, whose names others have too.
+    sys.path[:1] = [str(_TESTS / name) for name in ("", "breaking", "breaking/endurance")]
     warnings.simplefilter("ignore")  # Tasks of servers that were killed.
     from simulation import seams
     from simulation.plants import PLANTS
@@ -68,7 +69,7 @@ def main() -> int:
             print(f"seed {seed} failed after {result.seconds:.0f} simulated seconds:")
             print("\n".join(result.wrong[:3]))
             plant = f" --plant {arguments.plant}" if arguments.plant else ""
-            print(f"replay: python tests/simulation/run.py --seed {seed}{plant} --trace", flush=True)
+            print(f"replay: python tests/breaking/simulation/run.py --seed {seed}{plant} --trace", flush=True)
             if len(failed) >= arguments.most:
                 break
         gc.collect()

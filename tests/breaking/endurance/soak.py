@@ -1,4 +1,4 @@
-"""The soak: `python tests/endurance/soak.py [--seconds 600] [--seed N]`; `make soak` calls it.
+"""The soak: `python tests/breaking/endurance/soak.py [--seconds 600] [--seed N]`; `make soak` calls it.
 
 One server under several senders, readers, deletions, aborts, peers that break the protocol, and processes that are stopped for
 a while. It ends in equal counts on both sides, nothing left over, and memory, descriptors and threads where they were.
@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
-sys.path.insert(1, str(Path(__file__).parents[1]))
+sys.path.insert(1, str(Path(__file__).parents[2]))
 
 from ledger import NAMESPACE, row_data, token_ids
 from support.files import files_below

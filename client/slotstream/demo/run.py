@@ -19,7 +19,6 @@ from rich.console import Console
 from rich.table import Table
 
 from slotstream.client import Sample, connect
-from slotstream.demo import truth_model
 from slotstream.demo.processes import (
     SMALL_ENGINE,
     ProcessFailed,
@@ -29,6 +28,7 @@ from slotstream.demo.processes import (
     start_server,
     start_vllm,
 )
+from slotstream.truth import model as truth_model
 
 LAYERS = [1, 3, truth_model.LAYERS, "final"]
 _PREFIX_TOKENS = 256

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from slotstream.common.logtext import log_text
 from slotstream.wire.errors import BadTags, StoreFull
-from slotstream.wire.logtext import log_text
 from slotstream.wire.names import check_tags
 
 

@@ -1,4 +1,4 @@
-"""Histories: `python tests/endurance/histories.py [--seconds 120] [--seed N]`; `make histories` calls it.
+"""Histories: `python tests/breaking/endurance/histories.py [--seconds 120] [--seed N]`; `make histories` calls it.
 
 Clients put, repeat, conflict, read, lease and delete the same few ids, on a server of two processes. Senders break off in the
 middle of a sample, and keep what a full disk refuses until it has room. Meanwhile a nemesis (`nemesis.py`) kills the primary
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
-sys.path.insert(1, str(Path(__file__).parents[1]))
+sys.path.insert(1, str(Path(__file__).parents[2]))
 
 import grpc
 from nemesis import NAMESPACE, RULES, Below, Nemesis

@@ -1,6 +1,6 @@
 """Faults to plant in the server, each a mistake that somebody could make. The simulation must find every one of them.
 
-`python tests/simulation/run.py --seeds 1000 --plant NAME` shows how; `tests/simulation/test_simulation.py` does it for all.
+`python tests/breaking/simulation/run.py --seeds 1000 --plant NAME` shows how; `test_simulation.py` beside it does it for all.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 /* A disk that fails, below Python and SQLite: LD_PRELOAD this, with SLOTSTREAM_FAULTS naming a file of struct faults.
  *
- * Whoever maps that file arms and disarms faults while the process runs; tests/faults/faulty_disk.py does. A rule says which
+ * Whoever maps that file arms and disarms faults while the process runs; tests/breaking/faults/faulty_disk.py does. A rule says which
  * calls fail (a mask), on which files (a part of their path, and the directory that they are below), how often, and how: with an
  * errno, with half of the bytes (reads and writes), or late.
  */

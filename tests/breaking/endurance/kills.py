@@ -1,4 +1,4 @@
-"""Kill rounds: `python tests/endurance/kills.py [--rounds 200] [--seed N] [--no-spool] [--workers N]`; `make kills` calls it.
+"""Kill rounds: `python tests/breaking/endurance/kills.py [--rounds 200] [--seed N] [--no-spool] [--workers N]`.
 
 A real server and real senders; in each round one of them, chosen by the seed, gets SIGKILL, SIGTERM or SIGSTOP at some moment,
 and comes back some moments later. From time to time everything is counted: see `accounts.settle` for what must hold, with a
@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
-sys.path.insert(1, str(Path(__file__).parents[1]))
+sys.path.insert(1, str(Path(__file__).parents[2]))
 
 from accounts import Account, settle
 from ledger import NAMESPACE

@@ -1,4 +1,4 @@
-"""The fuzzing command: `python tests/fuzz/run.py [TARGET ...] [--runs N | --seconds S]`; `make fuzz` calls it.
+"""The fuzzing command: `python tests/breaking/fuzz/run.py [TARGET ...] [--runs N | --seconds S]`; `make fuzz` calls it.
 
 Each target runs in a process of its own, from the corpus in the repository, guided by coverage where atheris is installed
 and by hypothesis's own search where it is not. What breaks is written to --findings, and `run.py TARGET --input FILE` shows

@@ -6,11 +6,11 @@ import sys
 
 import pytest
 
-from slotstream.wire.memory import map_memory
+from slotstream.common.memory import map_memory
 
 _BLOCKS = """
 import resource, threading
-from slotstream.wire.memory import keep_freed_blocks
+from slotstream.common.memory import keep_freed_blocks
 
 def come_and_go():
     for _ in range(100):

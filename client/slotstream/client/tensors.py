@@ -8,7 +8,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from slotstream.client.reading import RowReader
-from slotstream.wire.memory import map_memory
+from slotstream.common.memory import map_memory
 
 if TYPE_CHECKING:
     import torch

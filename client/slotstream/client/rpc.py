@@ -9,10 +9,11 @@ from typing import Any, Generic, TypeVar
 
 import grpc
 
+from slotstream.common.channel import channel_options
+from slotstream.common.memory import keep_freed_blocks
 from slotstream.v1 import sample_pb2, samples_pb2, samples_pb2_grpc
 from slotstream.wire.access import Access
 from slotstream.wire.address import check_address
-from slotstream.wire.channel import COMMON_OPTIONS
 from slotstream.wire.errors import (
     CODE_KEY,
     REASON_KEY,
@@ -27,13 +28,13 @@ from slotstream.wire.errors import (
     TooLarge,
     error_from_code,
 )
-from slotstream.wire.memory import keep_freed_blocks
+from slotstream.wire.names import MESSAGE_BYTES_MAX
 
 _HEALTH_CHECK = "/grpc.health.v1.Health/Check"
 _READ = "/slotstream.v1.Samples/Read"
 _LAST_FAILURE_S = 1.0
 # A trainer should notice a restarted server at once.
-_CHANNEL_OPTIONS = (*COMMON_OPTIONS, ("grpc.max_reconnect_backoff_ms", 2000))
+_CHANNEL_OPTIONS = (*channel_options(MESSAGE_BYTES_MAX), ("grpc.max_reconnect_backoff_ms", 2000))
 
 T = TypeVar("T")
 

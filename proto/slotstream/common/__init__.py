@@ -1,0 +1,1 @@
+"""Small tools that every part may use. Imports nothing of slotstream."""
