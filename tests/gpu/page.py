@@ -1,4 +1,4 @@
-"""docs/compatibility.md has two parts, each a table that a script of its own writes: one GPU, and several."""
+"""docs/records/compatibility.md has two parts, each a table that a script of its own writes: one GPU, and several."""
 
 from __future__ import annotations
 

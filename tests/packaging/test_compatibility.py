@@ -1,4 +1,4 @@
-"""docs/compatibility.md is the whole GPU matrix, and what a later run of a part of it leaves of the rest."""
+"""docs/records/compatibility.md is the whole GPU matrix, and what a later run of a part of it leaves of the rest."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import page
 import parallel
 
 ROOT = Path(__file__).resolve().parents[2]
-ONE_GPU, SEVERAL = page.parts((ROOT / "docs" / "compatibility.md").read_text())
+ONE_GPU, SEVERAL = page.parts((ROOT / "docs" / "records" / "compatibility.md").read_text())
 
 
 def test_what_is_in_the_record_is_right_and_what_is_not_is_named() -> None:

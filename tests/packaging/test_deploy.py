@@ -348,7 +348,7 @@ def test_versions_are_those_of_the_project() -> None:
         assert images
         assert set(images) == {PROJECT["version"]}
     (vllm,) = [rest for word, rest in _instructions(DEPLOY / "Dockerfile.vllm") if rest.startswith("VLLM_VERSION=")]
-    assert f"vLLM {vllm.partition('=')[2]}," in (ROOT / "docs" / "compatibility.md").read_text()
+    assert f"vLLM {vllm.partition('=')[2]}," in (ROOT / "docs" / "records" / "compatibility.md").read_text()
     (nixl,) = PROJECT["optional-dependencies"]["nixl"]
     assert f'"{nixl}"' in (DEPLOY / "Dockerfile").read_text()
 

@@ -12,7 +12,7 @@ from slotstream.cli.main import COMMANDS
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *sorted(DOCS.glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *sorted(DOCS.rglob("*.md"))]
 LINKING = [*PAGES, ROOT / "CHANGELOG.md", ROOT / "deploy" / "README.md", ROOT / "benchmarks" / "README.md"]
 # What a path may begin below: pages leave out the source roots and `tests`.
 _SOURCE_ROOTS = [ROOT / root / "slotstream" for root in ("client", "connector", "server", "proto")]
@@ -127,7 +127,8 @@ def test_every_link_leads_somewhere(page: Path) -> None:
 
 def test_the_index_names_every_page() -> None:
     index = (DOCS / "README.md").read_text()
-    assert not [page.name for page in DOCS.glob("*.md") if page.name != "README.md" and f"]({page.name})" not in index]
+    pages = [page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md")]
+    assert not [page for page in pages if page != "README.md" and f"]({page})" not in index]
 
 
 def test_the_readme_is_short() -> None:
