@@ -1,6 +1,6 @@
 """The GPU matrix: every combination of runner, graphs, model kind, prefix caching and chunking, each in an engine of its own.
 
-usage: python tests/gpu/matrix.py [--at-once 6] [--only SUBSTRING ...] [--missing] [--logs DIR] [--write docs/records/compatibility.md]
+usage: python tests/gpu/matrix.py [--at-once 6] [--only SUBSTRING ...] [--missing] [--logs DIR] [--write PAGE]
 Needs a GPU and vLLM; says so and exits 0 where there is none.
 """
 
@@ -118,8 +118,8 @@ def rows_in(text: str) -> dict[tuple[str, ...], list[str]]:
 _HEAD = """\
 # Compatibility
 
-`python tests/gpu/matrix.py --write docs/records/compatibility.md` writes this page but for its last part. A run of some engines leaves
-the rows of the others. Each engine runs the same prompts twice; half of the requests capture output rows too. Every row of
+`python tests/gpu/matrix.py --write docs/records/compatibility.md` writes this page but for its last part. A run of some engines
+leaves the rows of the others. Each engine runs the same prompts twice; half of the requests capture output rows too. Every row of
 every sample is compared with the truth model's. *graphs* is the CUDA graph mode that vLLM resolved.
 
 | model | what it is |

@@ -1,6 +1,6 @@
 """Direct capture on several GPUs of one host: tensor, data and pipeline parallel engines, every row checked.
 
-usage: python tests/gpu/parallel.py [--at-once 6] [--only SUBSTRING ...] [--logs DIR] [--write docs/records/compatibility.md] [--on-cpu]
+usage: python tests/gpu/parallel.py [--at-once 6] [--only SUBSTRING ...] [--logs DIR] [--write PAGE] [--on-cpu]
 Needs two GPUs and vLLM; says so and exits 0 where there are none. Each engine is a `vllm serve` on both GPUs, a few at
 a time. --on-cpu runs the cells that two cores can, one by one: tensor and data parallel, dense, runner V1.
 """
@@ -259,8 +259,8 @@ def rows_in(text: str) -> dict[tuple[str, ...], list[str]]:
 
 _TABLE = f"""\
 
-`python tests/gpu/parallel.py --write docs/records/compatibility.md` writes this part. Each engine is a `vllm serve` over two GPUs of
-one host, captures layers {", ".join(map(str, LAYERS))} and `final`, and gets {PROMPTS} prompts, half of them \
+`python tests/gpu/parallel.py --write docs/records/compatibility.md` writes this part. Each engine is a `vllm serve` over two GPUs
+of one host, captures layers {", ".join(map(str, LAYERS))} and `final`, and gets {PROMPTS} prompts, half of them \
 with output rows. Where a rank is killed, it
 dies while more samples arrive: they must fail with `ABORTED` or `INTERRUPTED`, and vLLM must end, both within a minute.
 Where a run names no NCCL, vLLM's own wrapper of it was not at work: its engines have nothing to say to each other, or NCCL was
