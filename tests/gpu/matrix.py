@@ -118,9 +118,9 @@ def rows_in(text: str) -> dict[tuple[str, ...], list[str]]:
 _HEAD = """\
 # Compatibility
 
-`python tests/gpu/matrix.py --write docs/records/compatibility.md` writes this page but for its last part. A run of some engines
-leaves the rows of the others. Each engine runs the same prompts twice; half of the requests capture output rows too. Every row of
-every sample is compared with the truth model's. *graphs* is the CUDA graph mode that vLLM resolved.
+`python tests/gpu/matrix.py --write docs/records/compatibility.md` writes this page but for its last part. A run of some
+engines leaves the rows of the others. Each engine runs the same prompts twice; half of the requests capture output rows too.
+Every row of every sample is compared with the truth model's. *graphs* is the CUDA graph mode that vLLM resolved.
 
 | model | what it is |
 | --- | --- |
@@ -129,14 +129,14 @@ every sample is compared with the truth model's. *graphs* is the CUDA graph mode
 | mla | a DeepSeek-V2 shape: multi-head latent attention |
 | gdn | a Qwen3-Next with gated delta nets beside full attention: a hybrid |
 
-With `layers` the last norm's output (`final`) is captured beside three layers, and in the dense engines and the eager ones of
-swa beside layer 0 too, where vLLM would hand out memory that it writes again. A captured request computes all its tokens,
+With `layers` three layers and the last norm's output (`final`) are captured. The dense engines and the eager ones of swa add
+layer 0, where vLLM would hand out memory that it writes again. A captured request computes all its tokens,
 also those that the prefix cache holds. *ngram* drafts three tokens a step. *preempted* has room for two long requests.
 *tiny pool* has 12 row pages, so that some samples fail with `ROW_POOL_FULL`. *aborts* ends requests in the middle and captures
 windows of prompts. *sleep1* and *sleep2* sleep between the two passes.
 
-With `extract_hidden_states`, model runner V1 needs `--no-async-scheduling`, and on a GPU the connector refuses to start
-without it: with both, vLLM 0.33 loses track of the text after an accepted draft token
+With `extract_hidden_states`, model runner V1 needs `--no-async-scheduling`. On a GPU the connector refuses to start without
+it, because vLLM 0.33 then loses track of the text after an accepted draft token
 ([vLLM issue 56417](https://github.com/vllm-project/vllm/issues/56417)). `tests/gpu/decode.py` shows it, with vLLM's own
 example connector too. `tests/gpu/hybrid.py` compares rows of a gated-delta-net hybrid with transformers'.
 `tests/gpu/multi.py` compares slotstream's rows with those that `ExampleHiddenStatesConnector` wrote in the same engine.
