@@ -260,7 +260,8 @@ def rows_in(text: str) -> dict[tuple[str, ...], list[str]]:
 _TABLE = f"""\
 
 `python tests/gpu/parallel.py --write docs/records/compatibility.md` writes this part. Each engine is a `vllm serve` over two
-GPUs of one host. It captures layers {", ".join(map(str, LAYERS))} and `final`, and gets {PROMPTS} prompts, half of them with output rows.
+GPUs of one host. It captures layers {", ".join(map(str, LAYERS))} and `final`, and gets {PROMPTS} prompts, \
+half of them with output rows.
 Where a rank is killed, it dies while more samples arrive. They must fail with `ABORTED` or `INTERRUPTED`, and vLLM must end,
 both within a minute.
 Where a run names no NCCL, vLLM's own wrapper of it was not at work. Either its engines have nothing to say to each other, or
