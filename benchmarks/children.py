@@ -1,4 +1,4 @@
-"""Child processes of a benchmark: each starts fresh, with the allocator settings it is to be measured with."""
+"""Child processes of a benchmark: each starts fresh, with the allocator settings that its measurement needs."""
 
 from __future__ import annotations
 

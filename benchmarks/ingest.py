@@ -58,8 +58,8 @@ class Result:
 def measure(contender: Contender, samples: int, shape: Shape) -> Round:
     """Run it twice, and say what the second run took.
 
-    Memory that a virtual machine has not touched for a while is slow to get back from its host; whoever writes files first
-    would pay for the next one. So each contender first finds, or frees, the memory it needs itself.
+    Memory that a virtual machine has not touched for a while is slow to get back from its host; the contender that writes
+    files first would pay for the next one. So each contender first finds, or frees, the memory it needs itself.
     """
     contender.run(samples)
     contender.clear()

@@ -77,7 +77,7 @@ def open_store(master: str, segment_bytes: int) -> Any:
 
 @contextmanager
 def _no_stderr() -> Iterator[None]:
-    """It logs there what is no error, whatever level is asked for."""
+    """It logs there what is no error, at any level that is asked for."""
     kept = os.dup(2)
     with Path(os.devnull).open("w") as nothing:
         os.dup2(nothing.fileno(), 2)

@@ -111,7 +111,7 @@ _SERVER_METRICS = """\
 
 They appear on the address that `--metrics` names. The names of counters end in `_total` there. The gRPC port also answers the
 standard health service, for `""`, `slotstream.v1.Ingest` and `slotstream.v1.Samples`. The address that `--probes` names answers
-over plain HTTP, with one word: `/livez` says `ok`, or `hung` with status 503; `/readyz` says `ok` or `full`, or with 503
+over plain HTTP, with one word. `/livez` says `ok`, or `hung` with status 503. `/readyz` says `ok` or `full`, or with 503
 `starting`, `draining` or `disk`.
 """
 _EXITS = """\

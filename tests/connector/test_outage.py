@@ -1,4 +1,4 @@
-"""Outages with real servers and real kills: whatever was promised is stored, or failed with a reason that the server knows."""
+"""Outages with real servers and real kills: each promised sample is stored, or failed with a reason that the server knows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hashes come in the order of their buffers, whoever computes them."""
+"""Hashes come in the order of their buffers, from any thread."""
 
 from __future__ import annotations
 

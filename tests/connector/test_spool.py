@@ -1,4 +1,4 @@
-"""The spool's files: what was written is read, whatever else was done to them is noticed, and only one owner holds each."""
+"""The spool's files: what was written is read, any other change to them is noticed, and only one owner holds each."""
 
 from __future__ import annotations
 

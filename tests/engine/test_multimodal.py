@@ -1,4 +1,4 @@
-"""Prompts with images: rows of all positions, right whatever vLLM's prefix cache and its steps do with the images."""
+"""Prompts with images: rows of all positions, right for all that vLLM's prefix cache and its steps do with the images."""
 
 from __future__ import annotations
 

@@ -418,7 +418,7 @@ def test_an_old_generation_is_a_violation(shared: RunningServer, owner: Owner) -
 
 
 def test_a_chunk_announced_twice_in_a_message_is_a_violation(shared: RunningServer, owner: Owner) -> None:
-    """What was right before it is let go of."""
+    """What was right before it is dropped."""
     sample = Sample(rows=16)
     twice = [chunk_of(owner.announce(sample, 1, 1, 0, 8, slot=slot)) for slot in (0, 1)]
     with greeted(shared.address, owner.offer) as peer:

@@ -221,7 +221,7 @@ def replies_until_the_end(peer: Peer) -> tuple[list[str], grpc.StatusCode]:
 
 
 def test_a_worker_that_outlives_its_primary_says_nothing_of_samples(tmp_path: Path) -> None:
-    """What it had open may be stored, or can be sent again: each stream ends without a verdict, whatever was asked for."""
+    """What it had open may be stored, or can be sent again: each stream ends without a verdict, for every request."""
     with server_process(tmp_path / "data") as (process, address), ExitStack() as stack:
         peers = [stack.enter_context(Peer(address)) for _ in range(PEERS)]
         samples = [Sample(f"left-{number}", seed=number) for number in range(PEERS)]

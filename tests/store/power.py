@@ -3,8 +3,8 @@
 The model, harsher than a journaling file system:
 - a file keeps the bytes of its last successful `sync_data`; of each 512-byte piece written since, any or none may be there,
   and its length may be any that it had since;
-- a name in a directory is as of the last `sync_dir` of that directory, or as any later change of that name left it, whatever
-  happened to other names: after an unsynced rename there may be both names, or none;
+- a name in a directory is as of the last `sync_dir` of that directory, or as any later change of that name left it, independent
+  of other names: after an unsynced rename there may be both names, or none;
 - bytes whose sync failed are as good as never written: a later sync that succeeds does not bring them back.
 """
 

@@ -31,7 +31,7 @@ def _snapshot(directory: Path) -> dict[str, tuple[int, bytes]]:
 
 @pytest.fixture
 def outside(tmp_path: Path) -> Path:
-    """A directory of somebody else's; whatever a test does, it stays as it is."""
+    """A directory of somebody else's, which every test must leave as it is."""
     place = tmp_path / "outside"
     (place / S.key.shard).mkdir(parents=True)
     (place / "secret").write_bytes(SECRET)

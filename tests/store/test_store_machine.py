@@ -170,7 +170,7 @@ class StoreMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.readers)
     @rule(which=st.integers(0, 9))
     def end_read(self, which: int) -> None:
-        """Whatever happened meanwhile, its rows are all there."""
+        """Its rows are all there, after all that happened meanwhile."""
         sample, reader = self.readers.pop(which % len(self.readers))
         self.files.faults = {}
         with reader:

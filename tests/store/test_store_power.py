@@ -156,7 +156,7 @@ def test_what_was_told_to_have_failed_is_not_there_when_the_power_is_back(
 
 @pytest.mark.parametrize("how", ["asked again", "killed"])
 def test_a_deletion_whose_sync_was_missing_stays_done_once_it_is_done(tmp_path: Path, how: str) -> None:
-    """The file was gone before, but not durably: whoever finishes the deletion syncs that."""
+    """The file was gone before, but not durably: the call that finishes the deletion syncs that."""
     sample = Sample()
     for seed in range(8):
         plugged = Plugged(tmp_path / f"before-{seed}")

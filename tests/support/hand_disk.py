@@ -34,12 +34,12 @@ class HandDisk(DiskThread):
         return True
 
     def die(self) -> None:
-        """As the death of the process: locks are let go of, and nothing else is done."""
+        """As the death of the process: locks are released, and nothing else is done."""
         for owned in self._owned():
             os.close(owned.lock_fd)
 
     def close(self, timeout_s: float = 0.0) -> None:
-        """Do all that was asked, and leave the rest to whoever comes next."""
+        """Do all that was asked, and leave the rest to the next owner."""
         while self.step():
             pass
         for owned in self._owned():

@@ -119,7 +119,7 @@ class Pod:
         self.kill()
 
     def kill(self) -> None:
-        """Whatever still runs; for a test that failed."""
+        """All that still runs; for a test that failed."""
         self.ending.set()
         for container in self.containers.values():
             container.kill()

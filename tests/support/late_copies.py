@@ -52,7 +52,7 @@ class Copy:
 
 
 def put_off(monkeypatch: pytest.MonkeyPatch) -> dict[int, Copy]:
-    """Copies of gathers that are to be under way, by the number of the gather."""
+    """Copies of gathers that must be under way, by the number of the gather."""
     pending: dict[int, Copy] = {}
     gather, done = RowGather.gather, [0]
 

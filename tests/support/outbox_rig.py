@@ -179,7 +179,7 @@ class Server:
         return duplicate
 
     def refuse(self, number: int, code: str, *, for_good: bool) -> Failed:
-        """Fail a sample, whatever there is of it."""
+        """Fail a sample in any state."""
         upload = self.uploads.pop(number)
         promise, ending = upload.promise, upload.ending
         if for_good:
@@ -421,7 +421,7 @@ class Engine:
             self._disk.die()
 
     def inherit(self) -> None:
-        """Engines died: of what they promised, the files in the spool are to be accounted for, and nothing else is known."""
+        """Engines died: of what they promised, the files in the spool must be accounted for, and nothing else is known."""
         spooled = self._spooled()
         for promise in self._promises.values():
             found = spooled.get(promise.sample_id)

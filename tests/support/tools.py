@@ -20,7 +20,7 @@ def tool(name: str) -> str:
 
 
 def run_tool(name: str, *arguments: str, cwd: Path | None = None, status: int | None = 0) -> str:
-    """What the tool prints; `status` None: whatever it exits with, and then what it complains of as well."""
+    """What the tool prints; `status` None: for any exit status, and then what it complains of as well."""
     done = subprocess.run([tool(name), *arguments], cwd=cwd, capture_output=True, text=True, timeout=120, check=False)
     if status is None:
         return done.stdout + done.stderr

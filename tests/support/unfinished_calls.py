@@ -88,7 +88,7 @@ class UnfinishedCalls:
         self._taken[stream] += len(payload)
 
     def _fill(self) -> None:
-        """Some of what the windows allow, of each call in turn: all of them are to be under way."""
+        """Some of what the windows allow, of each call in turn: all of them must be under way."""
         filled = True
         while filled and len(self._unsent) < _UNSENT_BYTES:
             filled = False

@@ -1,4 +1,4 @@
-"""What every `SampleSink` does, whichever way the rows go. An implementation's tests inherit `SinkConformance`."""
+"""What every `SampleSink` does, for every way of the rows. An implementation's tests inherit `SinkConformance`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The file header: plain safetensors, exactly recovered, and nothing but Damaged for whatever else lies on a disk."""
+"""The file header: plain safetensors, exactly recovered, and nothing but Damaged for anything else that lies on a disk."""
 
 from __future__ import annotations
 

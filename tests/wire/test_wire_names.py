@@ -1,4 +1,4 @@
-"""What may be a sample id, a namespace and tags; whatever else is refused with its code and nothing else."""
+"""What may be a sample id, a namespace and tags; anything else is refused with its code and nothing else."""
 
 from __future__ import annotations
 

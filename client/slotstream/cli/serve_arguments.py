@@ -63,7 +63,7 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     option(
         "--transport",
         "transport",
-        "how rows may come: over grpc only, over NIXL too where it is installed (auto), nixl: not to start without it, or "
+        "how rows may come: over grpc only, or over NIXL too where it is installed (auto). nixl: do not start without it. "
         "shared: over NIXL only from senders whose memory this process can read, on its own host",
         choices=TRANSPORTS,
     )

@@ -34,7 +34,7 @@ examples:
   slotstream token vllm-a --namespace team-a --right ingest --token-file vllm-a.token >> tokens.toml
   slotstream token alice --namespace team-a --namespace team-b --right read --right delete --token-file ~/slotstream.token
 
-Only the token's SHA-256 is in the entry, so that whoever sees the tokens file cannot use it.
+Only the token's SHA-256 is in the entry, so that a reader of the tokens file cannot use it.
 """
 
 

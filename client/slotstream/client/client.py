@@ -73,8 +73,8 @@ def connect(
     token, token_file: the bearer token for a server that wants one, or a file with it, which is read again for each call;
     by default `$SLOTSTREAM_TOKEN` or `$SLOTSTREAM_TOKEN_FILE`.
     tls_ca: PEM file of the authorities that signed the server's certificate; turns TLS on. tls_cert, tls_key: PEM files of
-    this client's own certificate. By default `$SLOTSTREAM_TLS_CA`, `$SLOTSTREAM_TLS_CERT` and `$SLOTSTREAM_TLS_KEY`; what is
-    given here, whichever of the three, replaces them all.
+    this client's own certificate. By default `$SLOTSTREAM_TLS_CA`, `$SLOTSTREAM_TLS_CERT` and `$SLOTSTREAM_TLS_KEY`; any of
+    the three that is given here replaces them all.
     data_dir: where this machine has the server's data directory, for `get` and `read` to take rows out of the files: several
     times as fast, and checked all the same. Everything else is asked of the server, as are rows that cannot be read there.
     connect_timeout_s: how long to wait for the server to take the connection; 0: do not wait, let the first call find out.
@@ -236,7 +236,7 @@ class Client:
         )
 
     def _count_read(self, info: SampleInfo) -> None:
-        """Tells the server of a read that it did not see. The rows are here, whatever becomes of that."""
+        """Tells the server of a read that it did not see. A failure of that call changes nothing: the rows are here."""
         request = samples_pb2.CountReadRequest(
             namespace=info.namespace, sample_id=info.sample_id, committed_unix_ns=info.committed_unix_ns or 0
         )

@@ -27,7 +27,7 @@ class ProcessFailed(RuntimeError):
 
 
 class Running:
-    """A child process with its output in a file; leaving the `with` block stops it, and whatever it started."""
+    """A child process with its output in a file; leaving the `with` block stops it, and all that it started."""
 
     def __init__(self, name: str, command: Sequence[str], log: Path, env: Mapping[str, str] | None = None) -> None:
         self.name = name
@@ -57,7 +57,7 @@ class Running:
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
 
     def stop(self, timeout_s: float = STOP_S) -> int:
-        """SIGTERM, then SIGKILL for whatever is left of its process group; returns the exit status."""
+        """SIGTERM, then SIGKILL for what is left of its process group; returns the exit status."""
         if self.process.poll() is None:
             self.process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):

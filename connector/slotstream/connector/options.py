@@ -1,4 +1,4 @@
-"""Connector options, read once from `kv_connector_extra_config`; whatever is wrong stops vLLM at start, in one sentence."""
+"""Connector options, read once from `kv_connector_extra_config`; a wrong one stops vLLM at start, in one sentence."""
 
 from __future__ import annotations
 

@@ -180,7 +180,7 @@ def logged_refusal() -> Iterator[None]:
 
 
 def vllm_version() -> str:
-    """The version of the vLLM that is running, whichever distribution brought it."""
+    """The version of the vLLM that is running, from any distribution."""
     import vllm
 
     return str(vllm.__version__)

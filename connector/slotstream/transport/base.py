@@ -1,6 +1,6 @@
 """The transport protocol: what a data plane takes from the connector, and what it answers.
 
-Control messages are the protobuf messages of v1/ingest.proto whichever way the bytes go; only chunks differ.
+Control messages are the protobuf messages of v1/ingest.proto for every way of the bytes; only chunks differ.
 """
 
 from __future__ import annotations

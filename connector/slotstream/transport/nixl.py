@@ -1,6 +1,6 @@
 """The NIXL data plane: chunks are announced, and the server reads them out of staging, which is registered once.
 
-Whatever goes wrong with it, the server asks for the chunk as a frame: nothing is lost but time. Chunks then go over gRPC for
+When it fails in any way, the server asks for the chunk as a frame: nothing is lost but time. Chunks then go over gRPC for
 a while; after that a single one is announced, to see whether NIXL works again.
 """
 

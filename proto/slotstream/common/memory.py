@@ -12,7 +12,7 @@ _LARGE_BYTES = 31 << 20
 def map_memory(nbytes: int, fd: int = -1) -> mmap.mmap:
     """`nbytes` (at least 1) of zeroed memory, page aligned, unmapped when the last view of it is gone. Raises OSError.
 
-    With `fd`, a file of so many bytes, as memfd_create makes one, whoever maps it shares the memory.
+    With `fd`, a file of so many bytes, as memfd_create makes one, every process that maps it shares the memory.
 
     In huge pages new memory costs a quarter of what it does in small ones, and another process reads it twice as fast
     (process_vm_readv pins page by page). Pages are taken from the system as they are first touched.

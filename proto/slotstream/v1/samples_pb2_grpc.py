@@ -102,7 +102,7 @@ class SamplesServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Stat(self, request, context):
-        """What is known about one sample, whatever its state; never waits. NOT_FOUND. Right: read.
+        """What is known about one sample, in any state; never waits. NOT_FOUND. Right: read.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -93,7 +93,7 @@ class WorkersServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Refuse(self, request, context):
-        """A sample that never was opened is to be recorded as failed.
+        """Records a sample that never was opened as failed.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -53,7 +53,7 @@ def read_pem(path: str | Path, what: str) -> bytes:
 def read_pair(cert: str | Path, key: str | Path, cert_what: str, key_what: str) -> tuple[bytes, bytes]:
     """(certificate chain, private key), checked to belong together. Raises ConfigError.
 
-    Files that are being replaced right now are an error too: whoever can wait reads them again.
+    Files that are being replaced right now are an error too: a caller that can wait reads them again.
     """
     pair = read_pem(cert, cert_what), read_pem(key, key_what)
     try:

@@ -218,7 +218,7 @@ class Unauthenticated(SlotStreamError):
 
 
 class PermissionDenied(SlotStreamError):
-    """The token lacks the right, or does not cover the namespace. The answer is the same whatever is stored there."""
+    """The token lacks the right, or does not cover the namespace. The answer does not depend on what is stored there."""
 
     code, status = "PERMISSION_DENIED", "PERMISSION_DENIED"
 

@@ -85,7 +85,7 @@ def memory_address(memory: memoryview) -> int:
 
 
 class NixlAgent:
-    """One agent under a new name that nobody can guess. One thread makes it, uses it and lets go of it.
+    """One agent under a new name that nobody can guess. One thread makes it, uses it and releases it.
 
     It has no thread of its own, which would take a whole core: call `progress` while a peer may want something.
     """
@@ -151,14 +151,14 @@ class NixlAgent:
         return state == "DONE"
 
     def release(self, handle: Any) -> None:
-        """Let go of a handle whose transfer is over."""
+        """Release a handle whose transfer is over."""
         try:
             self._agent.release_xfer_handle(handle)
         except Exception as error:
             raise NixlFault(f"NIXL cannot release a transfer: {_sentence(error)}") from error
 
     def progress(self) -> None:
-        """Serve whatever peers want now. Raises NixlFault."""
+        """Serve what peers want now. Raises NixlFault."""
         try:
             self._agent.get_new_notifs()
         except Exception as error:

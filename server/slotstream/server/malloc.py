@@ -34,7 +34,7 @@ def reexec_with_malloc_settings(*, enabled: bool = True) -> None:
     """Start this process over (same pid, same arguments) with SETTINGS, or return when there is nothing to do.
 
     Returns when `enabled` is false, without glibc, when the user set any malloc variable, and when it happened already.
-    Call it first thing: whatever the process did before is lost.
+    Call it first thing: what the process did before is lost.
     """
     if not enabled or platform.libc_ver()[0] != "glibc" or not sys.executable or not sys.orig_argv:
         return

@@ -1,5 +1,5 @@
 """What the server counts: one table, a sentence each. Labels take values from fixed sets, never from peers, and
-no namespace is named: whoever scrapes needs no token.
+no namespace is named: scraping needs no token.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ class Pools:
     On few cores one thread opens samples and writes the chunks that the event loop leaves to it: mostly copies into the page
     cache, and more threads would only take the processor from the loop. On many, several threads check and write all chunks:
     that needs no Python, and a core does 6 GB/s of the one and 4 of the other at best. Commits and reads wait for the disk
-    itself; so do checks, deletions and whatever the catalogue writes. Lookups ask the catalogue alone, and have threads that no
+    itself; so do checks, deletions and all that the catalogue writes. Lookups ask the catalogue alone, and have threads that no
     sample's disk holds up. Of chunks and commits each stream has a line of its own.
     """
 

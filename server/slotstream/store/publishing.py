@@ -38,7 +38,7 @@ class Publisher:
         put_aside_if_rotten: Callable[[SampleRecord], bool],
         free_bytes_min: int,
     ) -> None:
-        """`id_lock`: held by whoever publishes or deletes an id. `put_aside_if_rotten`: see `Lifetimes`."""
+        """`id_lock`: held while an id is published or deleted. `put_aside_if_rotten`: see `Lifetimes`."""
         self._files = files
         self._data_dir = data_dir
         self._catalogue = catalogue

@@ -82,7 +82,7 @@ class SampleKey:
 
 @dataclass(frozen=True, slots=True)
 class SampleSpec:
-    """What an upload announces. Raises the code of whatever is malformed or past its limit."""
+    """What an upload announces. Raises the code of the field that is malformed or past its limit."""
 
     namespace: str
     sample_id: str

@@ -41,7 +41,7 @@ class Promise:
 
 @dataclass
 class Try:
-    """A sample as it was opened on one stream, by whichever sender. `said`: the server's word, "" where none was heard."""
+    """A sample as it was opened on one stream, by any sender. `said`: the server's word, "" where none was heard."""
 
     at_ns: int
     said: str = ""  # "", "committed", "duplicate", or the code of a failure

@@ -1,5 +1,5 @@
-"""Targets of what lies on a disk: sample files by themselves, in a store, and the catalogue. Whatever somebody does to them,
-what is served is what was stored."""
+"""Targets of what lies on a disk: sample files by themselves, in a store, and the catalogue. What is served is what was
+stored, after any change to them."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def _header_seeds() -> Iterator[bytes]:
 
 
 def check_sample_files(data: bytes) -> None:
-    """A file that is taken can be catalogued, shown and read, whatever its header claims."""
+    """A file that is taken can be catalogued, shown and read, for any claim of its header."""
     source = Source(data)
     changes = source.take(source.below(64))
     file = _with_metadata(source) + _stored()[0][_header_bytes() :]

@@ -17,7 +17,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class Target:
-    """One parser. `check(data)` raises whatever must not happen: an exception nobody documented, a broken promise.
+    """One parser. `check(data)` raises on anything that must not happen: an exception nobody documented, a broken promise.
 
     `share` is its part of a run over all targets: cheap parsers get many inputs, those that reach a disk fewer.
     `seeds` give a corpus its beginning: inputs that a mutation should start from.

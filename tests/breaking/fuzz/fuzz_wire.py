@@ -31,7 +31,7 @@ from slotstream.wire.names import CONTROL_BYTES_MAX, check_sample_id, check_tags
 
 
 def _frame(data: bytes, decode: Any, kind: Any) -> None:
-    """A frame means what an ordinary protobuf library says it means, whichever way it was taken apart."""
+    """A frame means what an ordinary protobuf library says it means, for every way to take it apart."""
     reference = kind()
     try:
         reference.ParseFromString(data)
@@ -128,7 +128,7 @@ _INFO = sample_pb2.SampleInfo(
 
 
 def check_replies(data: bytes) -> None:
-    """Whatever a server answers, a client hands out rows start to stop in order, whole, or raises one of our errors."""
+    """For any answer of a server, a client hands out rows start to stop in order, whole, or raises one of our errors."""
     source = Source(data)
     request = samples_pb2.ReadRequest(sample_id="s", start=source.below(3))
     if source.below(2):

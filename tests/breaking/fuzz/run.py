@@ -36,7 +36,7 @@ _EVERY = 200  # Inputs between two looks at the footprint, unless they are slow.
 
 
 class _Watch:
-    """Counts inputs and looks at what the process holds; its notes are read by the parent, whatever becomes of us."""
+    """Counts inputs and looks at what the process holds; the parent reads its notes, also after a crash."""
 
     def __init__(self, target: Target, notes: Path, runs: int) -> None:
         self._target = target

@@ -37,7 +37,7 @@ class Trouble:
 
 
 class SimFiles(PowerFiles):
-    """The disk of a seed, whoever serves it, until the power is cut."""
+    """The disk of a seed, through all its servers, until the power is cut."""
 
     def __init__(self, root: Path) -> None:
         super().__init__(root)

@@ -64,7 +64,7 @@ class Model:
         self._lives_ended_at.append(at)
 
     def lost_catalogue(self, at: float) -> None:
-        """With it goes what it said of files that are to be removed: of deletions that nobody was told are done, and of commits
+        """With it goes what it said of files that must be removed: of deletions that nobody was told are done, and of commits
         that failed where the disk refused to remove the file."""
         self._catalogues_lost_at.append(at)
 

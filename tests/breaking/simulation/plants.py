@@ -123,7 +123,7 @@ def _() -> None:
 
 @_plant("deletion-not-synced-again")
 def _() -> None:
-    """Whoever finishes a deletion syncs only what it removed itself: as it was before the simulation found it."""
+    """The call that finishes a deletion syncs only what it removed itself: as it was before the simulation found it."""
 
     def hasty(files: Files, path: Path) -> None:
         if files.path_size(path) is not None:

@@ -1,8 +1,9 @@
 """Simulated time, and simulated threads of which exactly one runs: which one, and when, follows from the seed.
 
-Each simulated thread has a Python thread for its stack, and nothing else of it. There is one baton. Whoever holds it runs, and
-hands it on only where it would wait: for a lock, for another thread, for a disk, or for time to pass. When nobody can run,
-the clock goes to the next time that somebody waits for. So nothing depends on the kernel, and nothing takes real time.
+Each simulated thread has a Python thread for its stack, and nothing else of it. There is one baton. The thread that holds it
+runs, and hands it on only where it would wait: for a lock, for another thread, for a disk, or for time to pass. When nobody
+can run, the clock goes to the next time that somebody waits for. So nothing depends on the kernel, and nothing takes real
+time.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ START_UNIX_NS = 1_700_000_000_000_000_000
 
 
 class Lock:
-    """`threading.Lock`. Whoever takes it may have to let others run first."""
+    """`threading.Lock`. A thread that takes it may have to let others run first."""
 
     def __init__(self, *, may_preempt: bool = True) -> None:
         self._may_preempt = may_preempt

@@ -181,7 +181,7 @@ class World:
 
 
 class _Faults(logging.Handler):
-    """A traceback in the server's log is a fault of ours, whatever the disk did."""
+    """A traceback in the server's log is a fault of ours, on any disk."""
 
     def emit(self, record: logging.LogRecord) -> None:
         scheduler = running()

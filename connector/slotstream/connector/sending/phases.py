@@ -1,6 +1,6 @@
 """A sample on its way as a machine: the phases it can be in, and one table of what takes it from one to the next.
 
-Whoever wants to know what may be done with a sample asks its phase. A move that is not in the table is a bug of ours. It costs
+The phase of a sample says what may be done with it. A move that is not in the table is a bug of ours. It costs
 that sample and nothing else (`Pump` catches it). docs/design.md draws the same table, and a test compares the two.
 """
 
@@ -16,7 +16,7 @@ class Phase(Enum):
     WAITING = "Its rows are held here, in staging and in the spool: there is no link, or it is not its turn yet."
     OPEN = "It is open on the stream. Its rows are sent as they come, or again."
     COMMITTING = "All of it is sent, with the commit. The server's verdict is missing."
-    ABORTING = "It was given up and the server was told so. Its rows are let go of, the server's answer is missing."
+    ABORTING = "It was given up and the server was told so. Its rows are dropped, the server's answer is missing."
     BACKING_OFF = "The server has no room for it now. Its rows stay here until it is sent again, or their room is needed."
     OVER = "It is stored, or failed. A failure that the server has not heard of is remembered (`failure_reports.py`)."
 
@@ -64,9 +64,9 @@ MOVES = {
     (Phase.WAITING, Event.LINK_DOWN): Move(Phase.WAITING, "It goes on waiting."),
     (Phase.WAITING, Event.ROWS_LOST): Move(Phase.OVER, "It fails as the link did. The failure is remembered for the server."),
     (Phase.OPEN, Event.LAST_ROW): Move(Phase.COMMITTING, "The commit is sent."),
-    (Phase.OPEN, Event.GIVEN_UP): Move(Phase.ABORTING, "The abort is sent, its rows are let go of."),
-    (Phase.OPEN, Event.STORED): Move(Phase.OVER, "Rows and file are let go of: the server has the last word."),
-    (Phase.OPEN, Event.FAILED): Move(Phase.OVER, "The engine is told, rows and file are let go of."),
+    (Phase.OPEN, Event.GIVEN_UP): Move(Phase.ABORTING, "The abort is sent, its rows are dropped."),
+    (Phase.OPEN, Event.STORED): Move(Phase.OVER, "Rows and file are dropped: the server has the last word."),
+    (Phase.OPEN, Event.FAILED): Move(Phase.OVER, "The engine is told, rows and file are dropped."),
     (Phase.OPEN, Event.NOT_NOW): Move(
         Phase.BACKING_OFF, "Its rows are kept while nobody needs their room, and written to the spool. The next try is set."
     ),
@@ -74,8 +74,8 @@ MOVES = {
     (Phase.COMMITTING, Event.GIVEN_UP): Move(
         Phase.ABORTING, "A bug of ours. The abort is sent; a server that has committed it says so all the same."
     ),
-    (Phase.COMMITTING, Event.STORED): Move(Phase.OVER, "Rows and file are let go of."),
-    (Phase.COMMITTING, Event.FAILED): Move(Phase.OVER, "The engine is told, rows and file are let go of."),
+    (Phase.COMMITTING, Event.STORED): Move(Phase.OVER, "Rows and file are dropped."),
+    (Phase.COMMITTING, Event.FAILED): Move(Phase.OVER, "The engine is told, rows and file are dropped."),
     (Phase.COMMITTING, Event.NOT_NOW): Move(Phase.BACKING_OFF, "As from OPEN."),
     (Phase.COMMITTING, Event.LINK_DOWN): Move(
         Phase.WAITING, "As from OPEN. If the server stored it after all, it finds the same content when it is sent again."

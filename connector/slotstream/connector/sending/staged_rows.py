@@ -1,4 +1,4 @@
-"""Rows of samples in staging: submitted to the sink, held until the verdict, let go of."""
+"""Rows of samples in staging: submitted to the sink, held until the verdict, then dropped."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ class StagedRows:
         return not any(chunk.lost for chunk in sample.chunks)
 
     def let_go(self, sample: SampleState) -> None:
-        """A sample's rows have no further use. Those that the sink or the disk has are let go of when they come back."""
+        """A sample's rows have no further use. Those that the sink or the disk has are dropped when they come back."""
         self._pool.forget(sample.serial, [chunk.ticket for chunk in sample.chunks if chunk.ticket])
         for chunk in sample.chunks:
             if chunk.ticket:

@@ -3,7 +3,7 @@
 Allocated once and never grown: pinning 32 MiB takes milliseconds, and memory that a network card may read must stay put.
 
 A slot is free, leased, or kept. Kept slots hold rows that the server has taken already, or that lie in the spool too: they
-are worth something if the link breaks, and nothing if it does not. So whoever needs room takes them without asking.
+are worth something if the link breaks, and nothing if it does not. So a lease that needs room takes them without asking.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ class StagingPool:
         return slot
 
     def release(self, slots: list[int]) -> None:
-        """Give leased slots back; whoever waits for room wakes."""
+        """Give leased slots back, and wake the thread that waits for room."""
         if slots:
             with self._changed:
                 self._free.extend(reversed(slots))

@@ -1,6 +1,6 @@
 """Keeps one address from having all the connections: gRPC knows how many there are, and not whose.
 
-Its own limit closes every new connection, whoever it is that has the others. So this looks at the process's sockets now and
+Its own limit closes every new connection, also of a peer that has no other. So this looks at the process's sockets now and
 then, and hangs up on what an address has beyond its share: first on connections that never asked for anything.
 
 And it hangs up on the connections of calls whose messages do not end while the process grows: see bodies.py.

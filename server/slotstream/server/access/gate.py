@@ -51,7 +51,7 @@ class Session:
 class Gate:
     """Admits callers: by their token where there is a tokens file, else everybody that the transport let through.
 
-    That is: whoever has a certificate signed by --tls-client-ca, can open the unix socket, or reaches the address.
+    That is: every peer that has a certificate signed by --tls-client-ca, can open the unix socket, or reaches the address.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Gate:
         between_processes: bool = False,
     ) -> None:
         """Raises ConfigError for a tokens file that cannot be used. `note` gets every call that is admitted, and `hang_up`
-        peers whose connections are to be closed, as gRPC names them.
+        peers whose connections must be closed, as gRPC names them.
 
         `between_processes`: callers are this server's own workers, which say for whom they call (`told_of`).
         """

@@ -35,7 +35,7 @@ class HealthService:
         note: Callable[[Context], None] = lambda context: None,
         hang_up: Callable[[Iterable[str]], None] = lambda peers: None,
     ) -> None:
-        """`note` gets every call, and `hang_up` peers whose connections are to be closed."""
+        """`note` gets every call, and `hang_up` peers whose connections must be closed."""
         self._note = note
         self._statuses: dict[str, int] = {}
         self._changes: set[asyncio.Event] = set()
@@ -54,7 +54,7 @@ class HealthService:
         self._stopped = True
 
     def change(self, serving: bool) -> None:
-        """All of them are SERVING, or are not, and whoever watches hears of it. Nothing, once they stopped for good."""
+        """All of them are SERVING, or are not, and every watcher is told. Nothing, once they stopped for good."""
         if self._stopped:
             return
         self._statuses = dict.fromkeys(self._statuses, _Reply.SERVING if serving else _Reply.NOT_SERVING)

@@ -50,7 +50,7 @@ class OpenSamples:
         room: asyncio.Event,
         failed: Callable[[Exception], None],
     ) -> None:
-        """`room` is set whenever something was let go of: there may be room for more.
+        """`room` is set whenever something was freed: there may be room for more.
 
         `failed` is told of a fault that no caller of a method hears of: it came in a callback of the event loop.
         """
@@ -320,7 +320,7 @@ class OpenSamples:
     # What the writers say.
 
     def _post(self, done: Done) -> None:
-        """Called by the writers, from any thread. One wake-up of the loop collects whatever came in meanwhile."""
+        """Called by the writers, from any thread. One wake-up of the loop collects all that came in meanwhile."""
         self._results.append(done)
         written = done.acked is not None and done.ended is None
         if not written:

@@ -186,7 +186,7 @@ class SampleWriter:
         self._pools.chunk_lines.submit(self._line, self._run)
 
     def _guarded(self, item: Item, nbytes: int) -> None:
-        """Does one item. Whatever goes wrong fails this sample and nothing else."""
+        """Does one item. Any error fails this sample and nothing else."""
         ended: Ended | None = None
         if not self._ended:
             try:

@@ -39,7 +39,7 @@ class Shared:
         hang_up: Callable[[Iterable[str]], None] = lambda peers: None,
     ) -> None:
         """`committed` is told the namespace of every sample stored. `readers`: None where chunks come in frames only.
-        `hang_up` gets peers whose connections are to be closed.
+        `hang_up` gets peers whose connections must be closed.
         """
         self.config = config
         self.store = store
@@ -71,7 +71,7 @@ class Shared:
         return self._held_bytes >= self.config.ingest_bytes_max
 
     def hold(self, nbytes: int) -> None:
-        """Frames were taken, or let go of (less than 0): then those who waited for it read on."""
+        """Frames were taken, or freed (less than 0): then those who waited for it read on."""
         was_full = self.is_full
         self._held_bytes += nbytes
         if was_full and not self.is_full:

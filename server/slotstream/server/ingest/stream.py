@@ -43,8 +43,8 @@ class Stream:
     async def run(self) -> None:
         """Serve the peer until it is done, gone, or wrong.
 
-        Raises ProtocolViolation, ServerDraining, TooSlow, and Unauthenticated where its token was withdrawn meanwhile. Whatever
-        else it raises is a fault of the server's own.
+        Raises ProtocolViolation, ServerDraining, TooSlow, and Unauthenticated where its token was withdrawn meanwhile. Any
+        other exception is a fault of the server's own.
         """
         receiver = asyncio.create_task(self._receive())
         sender = asyncio.create_task(self._replies.send())

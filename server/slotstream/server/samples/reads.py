@@ -45,7 +45,7 @@ def after(step: Future[Any] | None, then: Callable[[], None]) -> None:
 
 
 def covers(request: pb.ReadRequest, reader: SampleReader) -> bool:
-    """Whether every row was asked for, of whichever layers: such a read counts for delete_after_reads."""
+    """Whether every row was asked for, of any layers: such a read counts for delete_after_reads."""
     rows = reader.file.header.num_tokens
     return request.start == 0 and (not request.HasField("stop") or request.stop == rows)
 

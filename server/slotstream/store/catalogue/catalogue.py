@@ -3,9 +3,9 @@
 A start looks at it as closely as it must (`seal`), and each row has a checksum (`row_sums`). Damage that shows while it is in
 use is mended at once: what is sound is kept (`salvage`), what is lost comes back from the files.
 
-One thread writes. Whatever was asked of it while it was busy becomes its next transaction, so many commits share one.
+One thread writes. All that was asked of it while it was busy becomes its next transaction, so many commits share one.
 `synchronous=NORMAL`: a power cut may lose the last rows and never the database; the files they index are durable before.
-Only what no file can tell is synced (`durable=True`): that a sample is to be deleted, or is out of service.
+Only what no file can tell is synced (`durable=True`): that a sample will be deleted, or is out of service.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class Catalogue:
         """Run `operation` in the writer's next transaction; one that is not `urgent` may wait for others a little.
 
         Operations run in the order they were asked for. One may run twice, so it must not act outside the database.
-        One that raises undoes the whole transaction, and the others in it begin again: what is to be expected is returned.
+        One that raises undoes the whole transaction, and the others in it begin again: expected outcomes are returned.
         `durable`: the future is done once the change, with all before it, survives a power cut.
         """
         future: Future[_T] = Future()
@@ -146,7 +146,7 @@ class Catalogue:
         return self.submit(operation, urgent=False)
 
     def put_committed(self, record: SampleRecord) -> Future[None]:
-        """Show `record` as committed, whatever was there. Its file is durable already."""
+        """Show `record` as committed, in place of any row that was there. Its file is durable already."""
         return self.submit(lambda db: sql.put(db, record))
 
     def put_failed(self, record: SampleRecord, code: str, message: str) -> Future[bool]:
@@ -250,7 +250,7 @@ class Catalogue:
     def _mend(self, damage: Exception) -> bool:
         """Open the file again; if it is damaged still, begin anew with what is sound. Everybody waits meanwhile.
 
-        In the thread that writes. False when the disk does not let it: then whoever asks next tries again.
+        In the thread that writes. False when the disk does not let it: then the next call tries again.
         """
         if self.find_lost is None:
             return False
@@ -368,7 +368,7 @@ class Catalogue:
         return self.ask(lambda db: sql.scan(db, after, limit))
 
     def unfinished(self) -> list[SampleRecord]:
-        """Rows that are neither committed nor failed: few, whatever the size of the table."""
+        """Rows that are neither committed nor failed: few, in a table of any size."""
         return self.ask(sql.unfinished)
 
     def totals(self) -> dict[State, tuple[int, int]]:

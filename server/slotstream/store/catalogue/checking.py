@@ -1,4 +1,4 @@
-"""Is a catalogue sound? Asked at each start that does not find it sealed. Whoever reads a row checks its checksum."""
+"""Is a catalogue sound? Asked at each start that does not find it sealed. Every read of a row checks its checksum."""
 
 from __future__ import annotations
 

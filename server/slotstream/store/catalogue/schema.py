@@ -36,5 +36,5 @@ def expected_layout() -> list[tuple[object, ...]]:
 
 
 def has_sums(db: sqlite3.Connection) -> bool:
-    """Whether the rows have checksums, whatever version the file says that it is."""
+    """Whether the rows have checksums. The version that the file names is not trusted."""
     return any(column[1] == "row_xxh3" for column in db.execute("PRAGMA table_info(samples)"))

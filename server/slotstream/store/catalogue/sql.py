@@ -1,6 +1,6 @@
 """The catalogue's tables and queries. `samples` is meant to be read by people too: `sqlite3 DIR/catalog.sqlite`.
 
-samples   one row a sample, whatever its state; see the comments in SCHEMA
+samples   one row a sample, in every state; see the comments in SCHEMA
 tags      one row a sample and tag, so that a tag filter is one index walk
 totals    samples and bytes by state, kept by triggers, so that metrics never scan
 meta      key and value; `generation` counts the starts (see `seal`), `page_key` seals page tokens

@@ -41,7 +41,7 @@ class Clock:
             self._last = max(self._last, stamp)
 
     def now(self) -> int:
-        """The wall clock, whatever it says."""
+        """The wall clock, unchecked."""
         return self._source()
 
     @property

@@ -16,7 +16,7 @@ _DIRECTORY = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
 
 
 class ConfinedPaths:
-    """The directory tree at `root`. `root` itself may be a link: whoever named it may choose where it is."""
+    """The directory tree at `root`. `root` itself may be a link: the operator who named it may choose where it is."""
 
     def __init__(self, root: Path | None = None) -> None:
         """Without a root, paths are taken as they are."""

@@ -100,8 +100,8 @@ class SampleReader:
     ) -> Iterator[RowBlock]:
         """Rows [start, stop) in blocks of at most about BLOCK_BYTES, of the layers at `positions` (None: whole rows).
 
-        Rows are checked against their hashes before they are handed out; for that, whole groups of rows are read whatever
-        the layers. Not `verify`: fewer than half of the layers are read alone, and nothing says whether they are damaged.
+        Rows are checked against their hashes before they are handed out; for that, whole groups of rows are read, for any
+        choice of layers. Not `verify`: fewer than half of the layers are read alone, and nothing says whether they are damaged.
         Raises Damaged.
         """
         if positions is None or list(positions) == list(range(self.file.header.num_layers)):

@@ -1,7 +1,7 @@
 """Samples whose rows another process of this server writes: what the owner of the catalogue knows of them.
 
 The process that takes an ingest stream creates, fills, syncs and removes the partial file itself. The owner registers the
-sample, and publishes it: one id, whoever sends it, is published by one process.
+sample, and publishes it: one id, sent by any peer, is published by one process.
 """
 
 from __future__ import annotations

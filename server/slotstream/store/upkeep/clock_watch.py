@@ -31,7 +31,7 @@ class _Known:
 
 
 class ClockWatch:
-    """Watches the clock of one store. Not thread safe: whoever sweeps looks, and others read `trouble`."""
+    """Watches the clock of one store. Not thread safe: the sweeping thread looks, and others read `trouble`."""
 
     def __init__(self, clock: Clock, remembered: Callable[[str], str | None], remember: Callable[[str, str], None]) -> None:
         self._clock = clock

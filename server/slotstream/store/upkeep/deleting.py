@@ -34,7 +34,7 @@ class Deleter:
         is_read: Callable[[SampleKey], bool],
         now: Callable[[], int],
     ) -> None:
-        """`id_lock`: held by whoever publishes an id; `is_read`: whether a reader has the sample open."""
+        """`id_lock`: held while an id is published; `is_read`: whether a reader has the sample open."""
         self._files = files
         self._data_dir = data_dir
         self._catalogue = catalogue

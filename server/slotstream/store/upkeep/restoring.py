@@ -48,7 +48,7 @@ class Restorer:
         opened: OpenedDirectory,
         id_lock: Callable[[SampleKey], AbstractContextManager[object]],
     ) -> None:
-        """`id_lock`: held by whoever publishes or deletes an id."""
+        """`id_lock`: held while an id is published or deleted."""
         self._files = files
         self._data_dir = data_dir
         self._catalogue = catalogue

@@ -1,6 +1,6 @@
 """Which samples may go, and when: rules read once from a file, and pure decisions over frozen data. No disk, no clock.
 
-Without a rule a sample stays for ever. Whatever a rule says, a sample that somebody reads or holds a lease on stays.
+Without a rule a sample stays for ever. No rule deletes a sample that somebody reads or holds a lease on.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Carries retention out: looks for samples that the rules let go, a page at a time along an index, and deletes them.
 
-A sweep costs as much as it deletes, and a few index look-ups a namespace, whatever the number of samples. What is being read
+A sweep costs as much as it deletes, and a few index look-ups a namespace, for any number of samples. What is being read
 or leased is passed over; it goes in a later sweep.
 """
 

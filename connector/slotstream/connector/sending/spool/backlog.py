@@ -1,4 +1,4 @@
-"""Samples whose rows only the spool has, and whose turn it is to be sent beside what the engine captures."""
+"""Samples whose rows only the spool has, and whose turn has come to be sent beside what the engine captures."""
 
 from __future__ import annotations
 

@@ -101,7 +101,7 @@ class DiskThread:
         self._tasks.put(lambda: self._load(file))
 
     def close(self, timeout_s: float) -> None:
-        """Do what was asked so far, for at most `timeout_s`, stop, and leave what is in the spool to whoever comes next."""
+        """Do what was asked so far, for at most `timeout_s`, stop, and leave what is in the spool to the next owner."""
         self._stop_at = time.monotonic() + timeout_s
         self._tasks.put(None)
         if self._thread.is_alive():

@@ -55,7 +55,7 @@ class OwnedDir:
     files: int = 0
 
     def give_up(self) -> None:
-        """Remove the directory, unless something is left in it, and let go of its lock."""
+        """Remove the directory, unless something is left in it, and release its lock."""
         with suppress(OSError):
             if not any(entry.name != LOCK_NAME for entry in self.path.iterdir()):
                 (self.path / LOCK_NAME).unlink()

@@ -37,7 +37,7 @@ class SpoolWriter:
         self.writing = 0  # Records asked for and not answered.
 
     def taking_rows(self, within_s: float) -> bool:
-        """Whether room in staging may come from the spool: it writes now, and has answered of late. From any thread."""
+        """Whether room in staging may come from the spool: it writes now, and answered a few seconds ago at most."""
         return self.writing > 0 and self._clock() - self._answered_at < within_s
 
     def put(self, sample: SampleState) -> None:
