@@ -175,7 +175,7 @@ def test_names_that_cannot_be_are_refused(start: Start, method: str) -> None:
 
 
 def test_usage_comes_in_pages(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("slotstream.server.samples.service.USAGE_PAGE", 2)
+    monkeypatch.setattr("slotstream.server.samples.admin.USAGE_PAGE", 2)
     server = start(retention=_rules(b=Rule(bytes_max=10**12, delete_on_ack=True)), scrub_every_s=0.0)
     for namespace in "abcde":
         _put(server, "x", namespace=namespace)

@@ -113,7 +113,7 @@ def _read(arena: Arena, who: str) -> bool:
     def call() -> Any:
         return arena.reader(who).frames(namespace="long", sample_id=LONG.sample_id)
 
-    return arena.holds(arena.server.server._samples._read_shares, who, call)
+    return arena.holds(arena.server.server._samples._calls.read_shares, who, call)
 
 
 def _waiting_read(arena: Arena, who: str) -> bool:
@@ -129,14 +129,14 @@ def _request(arena: Arena, who: str) -> bool:
         method: Any = arena.reader(who).channel.stream_unary("/slotstream.v1.Samples/Stat", None, None)
         return method.future(iter(silent.get, None), metadata=bearer(who))
 
-    return arena.holds(arena.server.server._samples._request_shares, who, call)
+    return arena.holds(arena.server.server._samples._calls.request_shares, who, call)
 
 
 def _verification(arena: Arena, who: str) -> bool:
     def call() -> Any:
         return arena.reader(who)._verify(read_pb.VerifyRequest(namespace=who), timeout=60)
 
-    return arena.holds(arena.server.server._samples._verify_shares, who, call)
+    return arena.holds(arena.server.server._samples._admin._verify_shares, who, call)
 
 
 def _lease(arena: Arena, who: str) -> bool:

@@ -123,7 +123,7 @@ class _Recording:
 def test_chunks_are_written_in_order_and_checked_ahead(threads: int, wrong: int | None) -> None:
     uploads = [_Recording(wrong) for _ in range(3)]
     unopened = iter(uploads)
-    store: Any = SimpleNamespace(open_upload=lambda spec: next(unopened))
+    store: Any = SimpleNamespace(open_upload=lambda spec, peer: next(unopened))
     done: queue.SimpleQueue[Done] = queue.SimpleQueue()
     pools = Pools(chunk_threads=threads)
     writers = [SampleWriter(store, pools, number, None, done.put) for number in range(3)]
@@ -157,7 +157,7 @@ def test_one_thread_finishes_a_sample_before_it_turns_to_the_next(chunk_bytes: i
     begin = threading.Event()
     order: list[int] = []
 
-    def open_upload(number: int) -> Any:
+    def open_upload(number: int, peer: str) -> Any:
         begin.wait(TIMEOUT_S)
         return SimpleNamespace(write_chunk=lambda *_: order.append(number))
 
@@ -184,7 +184,7 @@ def test_one_thread_finishes_a_sample_before_it_turns_to_the_next(chunk_bytes: i
 def test_a_commit_does_not_wait_for_chunks_of_other_samples() -> None:
     stuck = threading.Event()
     stored: Any = SimpleNamespace(write_chunk=lambda *_: stuck.wait(TIMEOUT_S), commit=lambda *_: False)
-    store: Any = SimpleNamespace(open_upload=lambda spec: stored)
+    store: Any = SimpleNamespace(open_upload=lambda spec, peer: stored)
     done: queue.SimpleQueue[Done] = queue.SimpleQueue()
     pools = Pools(chunk_threads=1)
     pools.disk_speed.note(60.0)  # The event loop leaves all chunks to the thread.

@@ -10,7 +10,10 @@ from typing import Any
 
 import pytest
 
+from slotstream.server.access.gate import Gate
+from slotstream.server.config import ServerConfig
 from slotstream.server.metrics import Metrics
+from slotstream.server.parts import ServerParts
 from slotstream.server.pools import Pools
 from slotstream.server.processes.primary import WorkersService
 from slotstream.server.waiters import Waiters
@@ -73,7 +76,9 @@ class Primary:
         self.pools = Pools()
         self.waiters = Waiters()
         self.committed: list[str] = []
-        self.calls = WorkersService(self.store, self.pools, Metrics(self.store), self.waiters, self.committed.append)
+        config = ServerConfig(data_dir=data_dir)
+        parts = ServerParts(config, self.store, self.pools, Metrics(self.store), self.waiters, Gate(config))
+        self.calls = WorkersService(parts, self.committed.append)
         self._dies = asyncio.Event()
         self._joining = asyncio.create_task(self._follow_orders())
 

@@ -141,17 +141,17 @@ def test_a_peer_has_a_share_of_failures_and_others_have_theirs(store: SampleStor
     store._failure_shares = FailureShares(most=3, per_s=1.0, now=lambda: now[0])
 
     def fails(name: str, peer: str) -> bool:
-        store.of(peer).open_upload(Sample(name).spec()).abort(Failure("ABORTED", "no"))
+        store.open_upload(Sample(name).spec(), peer).abort(Failure("ABORTED", "no"))
         return store.stat(Sample(name).key) is not None
 
     assert [fails(f"a{n}", "greedy") for n in range(5)] == [True, True, True, False, False]
     assert fails("b0", "honest")
     assert store.totals()[State.ARRIVING] == (0, 0)
-    store.of("greedy").record_failed(FAT_RECORD, Failure("TOO_LARGE", "no"))
+    store.record_failed(FAT_RECORD, Failure("TOO_LARGE", "no"), "greedy")
     assert store.stat(FAT_RECORD.key) is None
     now[0] = 1.5
     assert [fails(f"c{n}", "greedy") for n in range(2)] == [True, False]
-    assert store.of("greedy").open_upload(Sample("d").spec()).commit is not None  # It may still store samples.
+    assert store.open_upload(Sample("d").spec(), "greedy").commit is not None  # It may still store samples.
 
 
 def test_refusals_are_forgotten_after_a_week_whatever_the_rules_say(store: SampleStore) -> None:

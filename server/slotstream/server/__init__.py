@@ -12,6 +12,7 @@ health/        who asks whether the server is well: gRPC's health service, and t
 In front of all of these:
 config         what a server can be told
 listening      the gRPC server and its port
+parts          what the services of one process share
 waiters        who waits for which sample
 pools, lines   the threads that wait for the disk, and whose turn it is
 malloc         glibc's settings, and what a load has left given back

@@ -27,6 +27,7 @@ from slotstream.server.logs import configure_logging
 from slotstream.server.malloc import give_back_when_idle
 from slotstream.server.metrics import Metrics, serve_metrics
 from slotstream.server.nixl.readers import start_readers
+from slotstream.server.parts import ServerParts
 from slotstream.server.pools import Pools
 from slotstream.server.processes.pool import WorkerPool
 from slotstream.server.processes.primary import WorkersService
@@ -137,9 +138,10 @@ class Server:
         if readers is not None:
             self._closing.push_async_callback(asyncio.to_thread, readers.close)
         self._housekeeping = Housekeeping(config, store, metrics, self._directory_changed)
-        self._ingest = IngestService(config, store, pools, metrics, self._waiters, gate, self._housekeeping.touch, readers)
-        self._samples = SamplesService(config, store, pools, metrics, self._waiters, gate, self._housekeeping)
-        self._workers = WorkersService(store, pools, metrics, self._waiters, self._housekeeping.touch)
+        parts = ServerParts(config, store, pools, metrics, self._waiters, gate)
+        self._ingest = IngestService(parts, self._housekeeping.touch, readers)
+        self._samples = SamplesService(parts, self._housekeeping)
+        self._workers = WorkersService(parts, self._housekeeping.touch)
         self._loop = asyncio.get_running_loop()
         self._health = HealthService(config, connections.note, connections.hang_up)
         self._grpc = make_server(config)

@@ -2,6 +2,7 @@
 
 samples         SampleStore: opens the directory, hands out uploads and readers, deletes
 publishing      the step that makes a sample a committed one
+parts           what these and upkeep share: directory, disk, catalogue, clock, the locks of ids
 failure_shares  how many failed samples a peer may leave behind
 records         what is known of a sample: frozen data, free of disk and database
 sample/         one sample's file: written, hashed, read

@@ -10,13 +10,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from pathlib import Path
 
-from slotstream.store.catalogue.catalogue import Catalogue
-from slotstream.store.disk.directory import OpenedDirectory
-from slotstream.store.disk.files import Files
-from slotstream.store.records import SampleKey, SampleRecord, State
+from slotstream.store.parts import StoreParts
+from slotstream.store.records import SampleRecord, State
 from slotstream.store.sample.file import sample_file_at
 from slotstream.store.sample.reading import unreadable
 from slotstream.store.sample.upload import Draft, OpenSample, VerdictUnknown
@@ -28,24 +25,11 @@ _log = logging.getLogger(__name__)
 class Publisher:
     """Publishes the samples of one store. Thread safe."""
 
-    def __init__(
-        self,
-        files: Files,
-        data_dir: Path,
-        catalogue: Catalogue,
-        opened: OpenedDirectory,
-        id_lock: Callable[[SampleKey], AbstractContextManager[object]],
-        put_aside_if_rotten: Callable[[SampleRecord], bool],
-        free_bytes_min: int,
-    ) -> None:
-        """`id_lock`: held while an id is published or deleted. `put_aside_if_rotten`: see `Lifetimes`."""
-        self._files = files
-        self._data_dir = data_dir
-        self._catalogue = catalogue
-        self._opened = opened
-        self._id_lock = id_lock
+    def __init__(self, parts: StoreParts, put_aside_if_rotten: Callable[[SampleRecord], bool]) -> None:
+        """`put_aside_if_rotten`: see `Lifetimes`."""
+        self._files, self._data_dir, self._opened = parts.files, parts.data_dir, parts.opened
+        self._catalogue, self._id_lock, self._free_bytes_min = parts.catalogue, parts.id_lock, parts.free_bytes_min
         self._put_aside_if_rotten = put_aside_if_rotten
-        self._free_bytes_min = free_bytes_min
         self.left_a_file = False  # Of a commit that failed: the next start has to look.
 
     def publish(self, upload: OpenSample, draft: Draft) -> bool:

@@ -13,13 +13,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Self, TypeVar
 
-from slotstream.store.catalogue.catalogue import FILE_NAME, Catalogue
+from slotstream.store.catalogue.catalogue import FILE_NAME
 from slotstream.store.catalogue.sql import ListQuery
 from slotstream.store.catalogue.sql import get as get_record
 from slotstream.store.disk.clock import Clock, boot_ns
 from slotstream.store.disk.directory import LOCK_NAME, DurableDirectories, OpenedDirectory
 from slotstream.store.disk.files import DIR_MODE, Files, store_error
 from slotstream.store.failure_shares import FailureShares
+from slotstream.store.parts import StoreParts
 from slotstream.store.publishing import Publisher
 from slotstream.store.records import Failure, SampleKey, SampleRecord, SampleSpec, State
 from slotstream.store.sample.reading import SampleReader, unreadable
@@ -46,7 +47,6 @@ _log = logging.getLogger(__name__)
 _Open = TypeVar("_Open", Upload, RemoteUpload)
 FREE_BYTES_MIN = 4 << 20
 _FREE_BYTES_TO_START = 1 << 20  # The catalogue writes before it can be read.
-_STRIPES = 256
 _REFUSED_MAX = 1024
 _DESCRIPTORS_SPARE = 512  # Left for connections, readers and the catalogue.
 
@@ -57,21 +57,12 @@ class SampleStore:
     Invariant: an upload is in `_uploads` from before its ARRIVING row until after its last row. See also `publishing`.
     """
 
-    def __init__(
-        self,
-        data_dir: Path,
-        files: Files,
-        lock_fd: int,
-        catalogue: Catalogue,
-        clock: Clock,
-        free_bytes_min: int,
-        uploads_max: int,
-    ) -> None:
-        self.data_dir = data_dir
-        self._files = files
+    def __init__(self, parts: StoreParts, lock_fd: int, uploads_max: int) -> None:
+        self._parts = parts
+        self.data_dir = parts.data_dir
+        self._files, self._opened, self._catalogue = parts.files, parts.opened, parts.catalogue
+        self._id_lock, self._free_bytes_min = parts.id_lock, parts.free_bytes_min
         self._lock_fd = lock_fd
-        self._catalogue = catalogue
-        self._free_bytes_min = free_bytes_min
         self._uploads_max = uploads_max
         self._uploads: dict[SampleKey, list[OpenSample]] = {}
         self._failing: dict[SampleKey, SampleRecord] = {}  # Ended, and their rows are queued.
@@ -79,16 +70,11 @@ class SampleStore:
         self._refused: OrderedDict[SampleKey, SampleRecord] = OrderedDict()
         self._opening = 0
         self._uploads_lock = threading.Lock()
-        # One at a time publishes or deletes an id. Striped, so that the locks do not grow with the ids.
-        self._id_locks = [threading.Lock() for _ in range(_STRIPES)]
-        self._opened = OpenedDirectory(files, data_dir, lock_fd)
-        self.lifetimes = Lifetimes(files, data_dir, catalogue, self._opened, self._id_lock, clock)
-        self._directories = DurableDirectories(files)
+        self.lifetimes = Lifetimes(parts)
+        self._directories = DurableDirectories(parts.files)
         self._failure_shares = FailureShares()
-        self._publisher = Publisher(
-            files, data_dir, catalogue, self._opened, self._id_lock, self.lifetimes.put_aside_if_rotten, free_bytes_min
-        )
-        catalogue.find_lost = self._lost_samples
+        self._publisher = Publisher(parts, self.lifetimes.put_aside_if_rotten)
+        parts.catalogue.find_lost = self._lost_samples
         self._unrecorded = False  # A failure could not be recorded: the next start has to look.
 
     @classmethod
@@ -126,7 +112,8 @@ class SampleStore:
             catalogue, floor, recovered = open_recovered(files, directory)
             looked = "partials only" if catalogue.was_shut_down_cleanly else "all files"
             clock = Clock(floor, wall, elapsed)
-            store = cls(directory, files, lock_fd, catalogue, clock, free_bytes_min, limit)
+            opened = OpenedDirectory(files, directory, lock_fd)
+            store = cls(StoreParts(directory, files, opened, catalogue, clock, free_bytes_min), lock_fd, limit)
         except (OSError, SlotStreamError, ConfigError) as error:
             if catalogue is not None:
                 catalogue.close(clean=False)
@@ -160,10 +147,6 @@ class SampleStore:
     def open_remote(self, spec: SampleSpec, peer: str = "") -> RemoteUpload:
         """Begin a sample that another process will write. Raises StoreFull, StoreGone and InternalFault, recorded likewise."""
         return self._open(spec, RemoteUpload, peer)
-
-    def of(self, peer: str) -> PeerStore:
-        """This store as `peer` uses it: what fails is counted as that peer's."""
-        return PeerStore(self, peer)
 
     def _open(self, spec: SampleSpec, make: Callable[..., _Open], peer: str) -> _Open:
         with self._uploads_lock:
@@ -258,9 +241,6 @@ class SampleStore:
         """Samples whose rows a rebuild of the catalogue lost. One that is being committed gets its row from its commit."""
         found = whole_files(self._files, self.data_dir, known)
         return (record for record in found if not self.is_arriving(record.key))
-
-    def _id_lock(self, key: SampleKey) -> threading.Lock:
-        return self._id_locks[hash(key) % _STRIPES]
 
     def delete(self, key: SampleKey) -> None:
         """Remove a committed or failed sample; who is reading it reads on. Retention waits for readers, this does not.
@@ -377,8 +357,7 @@ class SampleStore:
 
     def restore(self, namespace: str = "", sample_id: str = "") -> Iterator[Restored]:
         """Put what verifies again back from the quarantine, file by file. Raises StoreFull, StoreGone and InternalFault."""
-        restorer = Restorer(self._files, self.data_dir, self._catalogue, self._opened, self._id_lock)
-        return restorer.restore(namespace, sample_id)
+        return Restorer(self._parts).restore(namespace, sample_id)
 
     # Looking at the whole.
 
@@ -416,20 +395,6 @@ class SampleStore:
             return self._files.disk_bytes(self.data_dir)
         except OSError as error:
             raise store_error(error, "asking for the size of the disk") from error
-
-
-class PeerStore:
-    """What an ingest stream needs of a store, with its peer's name on it."""
-
-    def __init__(self, store: SampleStore, peer: str) -> None:
-        self._store = store
-        self._peer = peer
-
-    def open_upload(self, spec: SampleSpec) -> Upload:
-        return self._store.open_upload(spec, self._peer)
-
-    def record_failed(self, record: SampleRecord, failure: Failure) -> None:
-        self._store.record_failed(record, failure, self._peer)
 
 
 def _readable(key: SampleKey, record: SampleRecord | None) -> SampleRecord:

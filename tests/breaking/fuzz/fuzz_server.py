@@ -24,6 +24,7 @@ from slotstream.server.config import ServerConfig
 from slotstream.server.housekeeping import Housekeeping
 from slotstream.server.ingest.service import IngestService
 from slotstream.server.metrics import Metrics
+from slotstream.server.parts import ServerParts
 from slotstream.server.pools import Pools
 from slotstream.server.samples.service import SamplesService
 from slotstream.server.waiters import Waiters
@@ -98,14 +99,15 @@ class Harness:
         self.loop = asyncio.new_event_loop()
         self.store = SampleStore.open(scratch("server"))
         config = ServerConfig(data_dir=self.store.data_dir, appear_grace_s=0.0, open_samples_max=4)
-        pools, metrics, waiters, gate = Pools(), Metrics(self.store), Waiters(), Gate(config)
+        pools, metrics = Pools(), Metrics(self.store)
+        parts = ServerParts(config, self.store, pools, metrics, Waiters(), Gate(config))
         housekeeping = Housekeeping(config, self.store, metrics, lambda healthy: None)
         self.pools = pools
 
         async def services() -> tuple[IngestService, SamplesService]:
             return (
-                IngestService(config, self.store, pools, metrics, waiters, gate, housekeeping.touch, reader),
-                SamplesService(config, self.store, pools, metrics, waiters, gate, housekeeping),
+                IngestService(parts, housekeeping.touch, reader),
+                SamplesService(parts, housekeeping),
             )
 
         self.ingest, self.samples = self.loop.run_until_complete(services())

@@ -22,6 +22,7 @@ from slotstream.server.samples.service import SamplesService
 from slotstream.store.catalogue import retention_sql
 from slotstream.store.catalogue.catalogue import Catalogue
 from slotstream.store.disk.files import Files
+from slotstream.store.parts import StoreParts
 from slotstream.store.publishing import Publisher
 from slotstream.store.records import State
 from slotstream.store.sample.upload import Upload
@@ -88,7 +89,7 @@ def _() -> None:
 @_plant("ids-not-locked")
 def _() -> None:
     """Two streams may publish one id at a time, or one publish what another deletes."""
-    _set(SampleStore, "_id_lock", lambda self, key: nullcontext())
+    _set(StoreParts, "id_lock", lambda self, key: nullcontext())
 
 
 @_plant("failed-commit-leaves-its-file")

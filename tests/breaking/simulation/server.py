@@ -17,6 +17,7 @@ from slotstream.server.config import ServerConfig
 from slotstream.server.housekeeping import Housekeeping
 from slotstream.server.ingest.service import IngestService
 from slotstream.server.metrics import Metrics
+from slotstream.server.parts import ServerParts
 from slotstream.server.pools import Pools
 from slotstream.server.samples.service import SamplesService
 from slotstream.server.waiters import Waiters
@@ -63,11 +64,10 @@ class SimServer:
         self.metrics = Metrics(self.store)
         self.waiters = Waiters()
         self.housekeeping = Housekeeping(config, self.store, self.metrics, lambda healthy: None)
-        gate = Gate(config)
-        store, pools, metrics, waiters = self.store, self.pools, self.metrics, self.waiters
-        self.ingest = IngestService(config, store, pools, metrics, waiters, gate, self.housekeeping.touch)
-        self.samples = SamplesService(config, store, pools, metrics, waiters, gate, self.housekeeping)
-        for bodies in (self.ingest._shared.bodies, self.samples._bodies):
+        parts = ServerParts(config, self.store, self.pools, self.metrics, self.waiters, Gate(config))
+        self.ingest = IngestService(parts, self.housekeeping.touch)
+        self.samples = SamplesService(parts, self.housekeeping)
+        for bodies in (self.ingest._shared.bodies, self.samples._calls.bodies):
             bodies._resident = lambda: 0  # The memory of this process is not the server's.
         self._handlers = (self.ingest.handler(), self.samples.handler())
         self.housekeeping.start()
@@ -142,15 +142,15 @@ class SimServer:
 
     def leftovers(self) -> None:
         """Everything that was taken was given back. For a server on which no call is under way."""
-        shared = self.ingest._shared
+        shared, calls = self.ingest._shared, self.samples._calls
         left = {
             "open samples": shared._open,
             "bytes held": shared._held_bytes,
             "shares of open samples": shared.open_shares._total + len(shared.open_shares._by_peer),
             "streams": len(self.ingest._streams) + self.ingest._stream_shares._total,
             "streams that wait for room": len(shared._waiting),
-            "reads": self.samples._reads + self.samples._read_shares._total + self.samples._waiting_shares._total,
-            "requests": self.samples._request_shares._total + self.samples._verify_shares._total,
+            "reads": self.samples._reads + calls.read_shares._total + self.samples._waiting_shares._total,
+            "requests": calls.request_shares._total + self.samples._admin._verify_shares._total,
             "waiters": len(self.waiters._waiting),
             "uploads": len(self.store._uploads) + self.store._opening + len(self.store._failing),
             "readers": len(self.store.lifetimes._readers),

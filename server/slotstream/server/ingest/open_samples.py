@@ -56,7 +56,6 @@ class OpenSamples:
         """
         self._shared = shared
         self._session = session
-        self._store = shared.store.of(session.name)
         self._replies = replies
         self._room = room
         self._failed = failed
@@ -278,7 +277,9 @@ class OpenSamples:
             denied = error
         except SlotStreamError:
             pass  # spec_of says the same.
-        writer = self._writers[number] = SampleWriter(self._store, self._shared.pools, number, key, self._post, line=self)
+        store, pools = self._shared.store, self._shared.pools
+        writer = SampleWriter(store, pools, number, key, self._post, line=self, peer=self._session.name)
+        self._writers[number] = writer
         self._shared.opened()
         self._hold(0)
         try:

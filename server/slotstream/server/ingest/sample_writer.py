@@ -93,21 +93,14 @@ class Done:
     ended: Ended | None = None
 
 
-class UploadStore(Protocol):
+class IngestStore(Protocol):
     """What writers need of a store; see `SampleStore`. Each call, and those of an `Upload`, may raise VerdictUnknown."""
 
-    def open_upload(self, spec: SampleSpec) -> Upload:
-        """Begin a sample."""
+    def open_upload(self, spec: SampleSpec, peer: str) -> Upload:
+        """Begin a sample of `peer`."""
 
-    def record_failed(self, record: SampleRecord, failure: Failure) -> None:
-        """Let readers of the id know why there is no sample."""
-
-
-class IngestStore(Protocol):
-    """The store that all streams share."""
-
-    def of(self, peer: str) -> UploadStore:
-        """The store as `peer` uses it."""
+    def record_failed(self, record: SampleRecord, failure: Failure, peer: str) -> None:
+        """Let readers of the id know why there is no sample of `peer`."""
 
 
 class SampleWriter:
@@ -115,20 +108,22 @@ class SampleWriter:
 
     def __init__(
         self,
-        store: UploadStore,
+        store: IngestStore,
         pools: Pools,
         number: int,
         key: SampleKey | None,
         post: Callable[[Done], None],
         line: Hashable = None,
+        peer: str = "",
     ) -> None:
-        """`line`: what shares its turns with this sample, as all of one stream do."""
+        """`line`: what shares its turns with this sample, as all of one stream do. `peer`: whose failure it may become."""
         self.number = number
         self.key = key  # None when the sample was opened under a name that cannot be.
         self._store = store
         self._pools = pools
         self._post = post
         self._line = line
+        self._peer = peer
         self._opened_at = time.monotonic()
         self._items: deque[tuple[Item, int]] = deque()
         self._lock = threading.Lock()  # Guards the items, and who has the turn.
@@ -212,13 +207,13 @@ class SampleWriter:
                     self._write(self._upload, item)
                 return None
             case Open():
-                self._upload = self._store.open_upload(item.spec)
+                self._upload = self._store.open_upload(item.spec, self._peer)
                 return None
             case Commit():
                 return None if self._abandoned or self._upload is None else self._commit(self._upload, item)
             case Refuse():
                 if item.record is not None:
-                    self._store.record_failed(item.record, item.failure)
+                    self._store.record_failed(item.record, item.failure, self._peer)
                 return Ended(item.failure)
             case Abort():
                 if self._upload is not None:

@@ -15,17 +15,13 @@ import grpc.aio
 
 from slotstream.common.logtext import log_text
 from slotstream.common.throttle import Throttle
-from slotstream.server.access.gate import Gate
 from slotstream.server.access.limits import INGEST_STREAMS
-from slotstream.server.config import ServerConfig
 from slotstream.server.ingest.sample_writer import IngestStore
 from slotstream.server.ingest.shared import Shared
 from slotstream.server.ingest.stream import Context, Stream
-from slotstream.server.metrics import Metrics
 from slotstream.server.nixl.readers import NixlReaders
-from slotstream.server.pools import Pools
+from slotstream.server.parts import ServerParts
 from slotstream.server.status import abort
-from slotstream.server.waiters import Waiters
 from slotstream.wire.errors import InternalFault, ProtocolViolation, ServerDraining, SlotStreamError
 
 _log = logging.getLogger(__name__)
@@ -36,21 +32,16 @@ class IngestService:
 
     def __init__(
         self,
-        config: ServerConfig,
-        store: IngestStore,
-        pools: Pools,
-        metrics: Metrics,
-        waiters: Waiters,
-        gate: Gate,
+        parts: ServerParts[IngestStore],
         committed: Callable[[str], None],
         readers: NixlReaders | None = None,
     ) -> None:
         """`committed` is told the namespace of every sample stored. `readers`: None where chunks come in frames only."""
-        self._metrics = metrics
-        self._gate = gate
-        self._shared = Shared(config, store, pools, metrics, waiters, committed, readers, gate.hang_up)
+        self._metrics = parts.metrics
+        self._gate = parts.gate
+        self._shared = Shared(parts, committed, readers)
         self._endings = Throttle(every_s=60.0)  # What is logged of streams that are ended, by code, or class of a fault.
-        self._stream_shares = INGEST_STREAMS.shares(config)
+        self._stream_shares = INGEST_STREAMS.shares(parts.config)
         self._streams: dict[Stream, None] = {}  # In the order in which they came.
 
     def handler(self) -> grpc.GenericRpcHandler[bytes, bytes]:

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from slotstream.common.logtext import log_text
 from slotstream.server.access.bodies import Bodies
 from slotstream.server.access.limits import OPEN_SAMPLES
-from slotstream.server.config import ServerConfig
 from slotstream.server.ingest.sample_writer import Ended, IngestStore, SampleWriter
-from slotstream.server.metrics import Metrics, code_label
+from slotstream.server.metrics import code_label
 from slotstream.server.nixl.readers import NixlReaders
-from slotstream.server.pools import Pools
-from slotstream.server.waiters import Waiters
+from slotstream.server.parts import ServerParts
 from slotstream.wire.errors import HashMismatch
 from slotstream.wire.names import CONTROL_BYTES_MAX
 
@@ -29,23 +27,13 @@ class Shared:
 
     def __init__(
         self,
-        config: ServerConfig,
-        store: IngestStore,
-        pools: Pools,
-        metrics: Metrics,
-        waiters: Waiters,
+        parts: ServerParts[IngestStore],
         committed: Callable[[str], None],
         readers: NixlReaders | None,
-        hang_up: Callable[[Iterable[str]], None] = lambda peers: None,
     ) -> None:
-        """`committed` is told the namespace of every sample stored. `readers`: None where chunks come in frames only.
-        `hang_up` gets peers whose connections must be closed.
-        """
-        self.config = config
-        self.store = store
-        self.pools = pools
-        self.metrics = metrics
-        self.waiters = waiters
+        """`committed` is told the namespace of every sample stored. `readers`: None where chunks come in frames only."""
+        self.config, self.store, self.pools = parts.config, parts.store, parts.pools
+        self.metrics, self.waiters = parts.metrics, parts.waiters
         self.readers = readers
         # Those of Hellos. A sender may take its time with that, but not make the server hold more and more meanwhile.
         self.bodies = Bodies(
@@ -53,17 +41,17 @@ class Shared:
             one_by_one=False,
             growth_bytes=_HELLO_GROWTH_BYTES,
             call_bytes=_SILENT_STREAM_BYTES,
-            hang_up=hang_up,
+            hang_up=parts.gate.hang_up,
         )
         self.draining = False  # No more samples are opened.
-        self.open_shares = OPEN_SAMPLES.shares(config)
+        self.open_shares = OPEN_SAMPLES.shares(parts.config)
         self._committed = committed
         self._open = 0
         self._idle = asyncio.Event()
         self._idle.set()
         self._held_bytes = 0
         self._waiting: dict[asyncio.Event, None] = {}  # In the order in which they came, and are woken.
-        metrics.held_bytes.set_function(lambda: self._held_bytes)
+        parts.metrics.held_bytes.set_function(lambda: self._held_bytes)
 
     @property
     def is_full(self) -> bool:

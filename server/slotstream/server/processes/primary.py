@@ -13,10 +13,8 @@ from typing import Any, TypeVar
 import grpc.aio
 
 from slotstream.server.ingest.requests import spec_of
-from slotstream.server.metrics import Metrics
-from slotstream.server.pools import Pools
+from slotstream.server.parts import ServerParts
 from slotstream.server.processes.remote_store import failure_message, failure_of
-from slotstream.server.waiters import Waiters
 from slotstream.store.records import Failure, SampleKey, SampleRecord, State
 from slotstream.store.sample.file import Content
 from slotstream.store.sample.remote import RemoteUpload
@@ -35,15 +33,11 @@ _ENDED = "a process of the server ended while the sample was arriving"
 class WorkersService(workers_pb2_grpc.WorkersServicer):
     """The Workers service. Belongs to one event loop; the store's work is done in the pools' threads."""
 
-    def __init__(
-        self, store: SampleStore, pools: Pools, metrics: Metrics, waiters: Waiters, committed: Callable[[str], None]
-    ) -> None:
+    def __init__(self, parts: ServerParts[SampleStore], committed: Callable[[str], None]) -> None:
         """`committed` is told the namespace of every sample that was stored."""
         self._committed = committed
-        self._store = store
-        self._pools = pools
-        self._metrics = metrics
-        self._waiters = waiters
+        self._store, self._pools = parts.store, parts.pools
+        self._metrics, self._waiters = parts.metrics, parts.waiters
         self._uploads: dict[int, tuple[int, RemoteUpload]] = {}  # number -> worker, upload
         self._numbers = itertools.count(1)
         self._orders: dict[int, asyncio.Queue[pb.WorkerOrder]] = {}  # of the workers that are there

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from copy import copy
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -51,21 +50,14 @@ class RemoteStore:
     def __init__(self, channel: grpc.Channel, worker: int, data_dir: Path, free_bytes_min: int) -> None:
         self._stub: Any = workers_pb2_grpc.WorkersStub(channel)  # type: ignore[no-untyped-call]
         self._worker = worker
-        self._peer = ""
         self._data_dir = data_dir.absolute()
         self._files = Files()
         self._files.confine(self._data_dir)
         self._free_bytes_min = free_bytes_min
 
-    def of(self, peer: str) -> RemoteStore:
-        """This store as `peer` uses it: what fails is counted as that peer's."""
-        mine = copy(self)
-        mine._peer = peer
-        return mine
-
-    def open_upload(self, spec: SampleSpec) -> Upload:
-        """Begin a sample. Raises StoreFull and TooLarge; the sample is then recorded as failed."""
-        begin = workers_pb2.BeginUpload(worker=self._worker, sample=_open_sample(spec), peer=self._peer)
+    def open_upload(self, spec: SampleSpec, peer: str) -> Upload:
+        """Begin a sample of `peer`. Raises StoreFull and TooLarge; the sample is then recorded as failed."""
+        begin = workers_pb2.BeginUpload(worker=self._worker, sample=_open_sample(spec), peer=peer)
         begun = self._ask(self._stub.Begin, begin)
         _raise_if_failed(begun.failure)
         try:
@@ -83,15 +75,15 @@ class RemoteStore:
             self._fail(begun.upload, Failure.of(error))
             raise
 
-    def record_failed(self, record: SampleRecord, failure: Failure) -> None:
-        """Let readers of the id know why there is no sample."""
+    def record_failed(self, record: SampleRecord, failure: Failure, peer: str) -> None:
+        """Let readers of the id know why there is no sample of `peer`."""
         refuse = workers_pb2.RefuseUpload(
             namespace=record.namespace,
             sample_id=record.sample_id,
             model=record.model,
             created_unix_ns=record.created_unix_ns,
             failure=failure_message(failure),
-            peer=self._peer,
+            peer=peer,
         )
         self._ask(self._stub.Refuse, refuse)
 

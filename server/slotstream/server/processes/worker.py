@@ -33,6 +33,7 @@ from slotstream.server.logs import configure_logging
 from slotstream.server.malloc import give_back_when_idle
 from slotstream.server.metrics import Metrics
 from slotstream.server.nixl.readers import start_readers
+from slotstream.server.parts import ServerParts
 from slotstream.server.pools import Pools
 from slotstream.server.processes.remote_store import RemoteStore
 from slotstream.server.status import abort
@@ -84,7 +85,8 @@ class Worker:
             store = RemoteStore(blocking, self._number, self._config.data_dir, self._config.free_bytes_min)
             # The primary wakes who waits for a sample, and applies retention: it hears of each one's beginning and end.
             readers = await asyncio.to_thread(start_readers, self._config, self.metrics)
-            ingest = IngestService(self._config, store, pools, self.metrics, Waiters(), gate, lambda namespace: None, readers)
+            parts = ServerParts(self._config, store, pools, self.metrics, Waiters(), gate)
+            ingest = IngestService(parts, lambda namespace: None, readers)
             health = HealthService(self._config, connections.note, connections.hang_up)
             health.serve("", *SERVICES)
             server = make_server(self._config)

@@ -9,13 +9,13 @@ from __future__ import annotations
 import logging
 import sqlite3
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from pathlib import Path
 
 from slotstream.store.catalogue import retention_sql
-from slotstream.store.catalogue.catalogue import Catalogue
 from slotstream.store.catalogue.sql import get as get_record
 from slotstream.store.disk.files import Files, store_error
+from slotstream.store.parts import StoreParts
 from slotstream.store.records import SampleKey, SampleRecord, State
 from slotstream.wire.errors import InternalFault, IoError, Leased, StoreFull
 
@@ -25,22 +25,11 @@ _log = logging.getLogger(__name__)
 class Deleter:
     """Takes samples out of the store. Thread safe."""
 
-    def __init__(
-        self,
-        files: Files,
-        data_dir: Path,
-        catalogue: Catalogue,
-        id_lock: Callable[[SampleKey], AbstractContextManager[object]],
-        is_read: Callable[[SampleKey], bool],
-        now: Callable[[], int],
-    ) -> None:
-        """`id_lock`: held while an id is published; `is_read`: whether a reader has the sample open."""
-        self._files = files
-        self._data_dir = data_dir
-        self._catalogue = catalogue
-        self._id_lock = id_lock
+    def __init__(self, parts: StoreParts, is_read: Callable[[SampleKey], bool]) -> None:
+        """`is_read`: whether a reader has the sample open."""
+        self._files, self._data_dir = parts.files, parts.data_dir
+        self._catalogue, self._id_lock, self._now = parts.catalogue, parts.id_lock, parts.clock.now
         self._is_read = is_read
-        self._now = now
 
     def delete(self, record: SampleRecord) -> None:
         """Remove what `record` says was there, its id's lock held. Raises Leased, StoreFull and InternalFault."""

@@ -8,16 +8,12 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager
-from pathlib import Path
 
 from slotstream.store.catalogue import retention_sql
-from slotstream.store.catalogue.catalogue import Catalogue
 from slotstream.store.catalogue.retention_sql import Candidate, Queue, Standing, Usage
 from slotstream.store.catalogue.sql import get as get_record
-from slotstream.store.disk.clock import Clock
-from slotstream.store.disk.directory import OpenedDirectory
-from slotstream.store.disk.files import Files, store_error
+from slotstream.store.disk.files import store_error
+from slotstream.store.parts import StoreParts
 from slotstream.store.records import SampleKey, SampleRecord, State
 from slotstream.store.upkeep import verifying
 from slotstream.store.upkeep.clock_watch import ClockWatch
@@ -35,24 +31,13 @@ _NS = 1_000_000_000
 class Lifetimes:
     """Thread safe; methods block for the disk. Raises StoreFull, InternalFault and StoreGone unless it says more."""
 
-    def __init__(
-        self,
-        files: Files,
-        data_dir: Path,
-        catalogue: Catalogue,
-        opened: OpenedDirectory,
-        id_lock: Callable[[SampleKey], AbstractContextManager[object]],
-        clock: Clock,
-    ) -> None:
-        self.clock = clock
-        self._files = files
-        self._data_dir = data_dir
-        self._catalogue = catalogue
-        self._opened = opened
-        self._id_lock = id_lock
-        self.watch = ClockWatch(clock, self.remembered, self.remember)
-        self._quarantine = Quarantine(files, data_dir, opened)
-        self._deleter = Deleter(files, data_dir, catalogue, id_lock, self.is_read, lambda: self.clock.now())
+    def __init__(self, parts: StoreParts) -> None:
+        self.clock = parts.clock
+        self._files, self._data_dir, self._opened = parts.files, parts.data_dir, parts.opened
+        self._catalogue, self._id_lock = parts.catalogue, parts.id_lock
+        self.watch = ClockWatch(parts.clock, self.remembered, self.remember)
+        self._quarantine = Quarantine(parts.files, parts.data_dir, parts.opened)
+        self._deleter = Deleter(parts, self.is_read)
         self.quarantined = 0  # Samples taken out of service by this process.
         self._readers: Counter[SampleKey] = Counter()
         self._readers_lock = threading.Lock()

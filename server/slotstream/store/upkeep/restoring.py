@@ -8,15 +8,13 @@ a whole file, which the next start adopts.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from slotstream.store.catalogue.catalogue import Catalogue
-from slotstream.store.disk.directory import OpenedDirectory
-from slotstream.store.disk.files import Files, store_error
+from slotstream.store.disk.files import store_error
 from slotstream.store.disk.retrying import retried
+from slotstream.store.parts import StoreParts
 from slotstream.store.records import SampleKey, SampleRecord, State
 from slotstream.store.sample.file import sample_file_at
 from slotstream.store.upkeep.quarantine import Quarantine
@@ -40,21 +38,10 @@ class Restored:
 class Restorer:
     """Empties the quarantine of one store as far as that can be. Thread safe."""
 
-    def __init__(
-        self,
-        files: Files,
-        data_dir: Path,
-        catalogue: Catalogue,
-        opened: OpenedDirectory,
-        id_lock: Callable[[SampleKey], AbstractContextManager[object]],
-    ) -> None:
-        """`id_lock`: held while an id is published or deleted."""
-        self._files = files
-        self._data_dir = data_dir
-        self._catalogue = catalogue
-        self._opened = opened
-        self._id_lock = id_lock
-        self._quarantine = Quarantine(files, data_dir, opened)
+    def __init__(self, parts: StoreParts) -> None:
+        self._files, self._data_dir, self._opened = parts.files, parts.data_dir, parts.opened
+        self._catalogue, self._id_lock = parts.catalogue, parts.id_lock
+        self._quarantine = Quarantine(parts.files, parts.data_dir, parts.opened)
 
     def restore(self, namespace: str = "", sample_id: str = "") -> Iterator[Restored]:
         """Look at every file (of one namespace, of one id), and put back what can be.

@@ -1,0 +1,105 @@
+"""The calls of the Samples service that look at everything stored: usage, checks, and what comes back from the quarantine."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import grpc
+
+from slotstream.server.access.gate import Gate, Session
+from slotstream.server.access.limits import VERIFICATIONS
+from slotstream.server.housekeeping import Housekeeping
+from slotstream.server.parts import ServerParts
+from slotstream.server.samples import convert
+from slotstream.server.samples.calls import Calls, Context, key_for, parsed, spaces_for, stream, unary
+from slotstream.store.samples import SampleStore
+from slotstream.store.upkeep.verifying import Verdict
+from slotstream.v1 import samples_pb2 as pb
+from slotstream.wire.names import check_namespace
+
+USAGE_PAGE = 1000
+
+
+class AdminCalls:
+    """Usage, Verify and Restore. Belongs to the event loop."""
+
+    def __init__(self, parts: ServerParts[SampleStore], calls: Calls, housekeeping: Housekeeping) -> None:
+        self._calls = calls
+        self._housekeeping = housekeeping
+        self._config, self._store, self._waiters = parts.config, parts.store, parts.waiters
+        self._verify_shares = VERIFICATIONS.shares(parts.config)
+
+    def handlers(self, gate: Gate) -> dict[str, grpc.RpcMethodHandler[Any, Any]]:
+        return {
+            "Usage": unary(self._usage, gate, pb.UsageReply),
+            "Verify": stream(self._verify, gate, pb.VerifyReply),
+            "Restore": stream(self._restore, gate, pb.RestoreReply),
+        }
+
+    async def _usage(self, gate: Gate, context: Context) -> pb.UsageReply:
+        async with self._calls.answering("Usage", gate, context) as (session, raw):
+            request = parsed(pb.UsageRequest, raw)
+            return await self._calls.check(self._usage_of, request, spaces_for(session, "read", request.namespace))
+
+    def _usage_of(self, request: pb.UsageRequest, spaces: tuple[str, ...] | None) -> pb.UsageReply:
+        """Of the namespaces that the caller may read. The disk, the quarantine and the clock only for one who may read all."""
+        policy, lifetimes = self._housekeeping.policy, self._store.lifetimes
+        if spaces is not None:
+            return pb.UsageReply(namespaces=[convert.usage_of(lifetimes.usage(space), policy) for space in spaces])
+        after = check_namespace(request.page_token) if request.page_token else ""
+        page = lifetimes.usages(after, USAGE_PAGE)
+        files, nbytes = lifetimes.quarantine_totals()
+        return pb.UsageReply(
+            namespaces=[convert.usage_of(usage, policy) for usage in page],
+            next_page_token=page[-1].namespace if len(page) == USAGE_PAGE else "",
+            free_bytes=self._store.free_bytes(),
+            free_bytes_target=policy.free_bytes_target,
+            quarantined_files=files,
+            quarantined_bytes=nbytes,
+            scrub=convert.scrub_of(self._housekeeping.scrub_progress, self._config.scrub_every_s),
+            clock=lifetimes.watch.trouble,
+            age_held=sorted(self._housekeeping.age_held),
+        )
+
+    async def _verify(self, gate: Gate, context: Context) -> None:
+        async with self._calls.answering("Verify", gate, context) as (session, raw):
+            request = parsed(pb.VerifyRequest, raw)
+            verdicts = self._verdicts(session, request)
+            with self._verify_shares.one(session.peer):
+                while (verdict := await self._calls.check(next, verdicts, None)) is not None:
+                    done = None
+                    if request.quarantine:
+                        done = await self._calls.check(self._store.lifetimes.quarantine, verdict)
+                    await self._calls.write(context, convert.reply_of(verdict, quarantined=done is not None))
+
+    async def _restore(self, gate: Gate, context: Context) -> None:
+        async with self._calls.answering("Restore", gate, context) as (session, raw):
+            request = parsed(pb.RestoreRequest, raw)
+            if request.sample_id:
+                key = key_for(session, "admin", request)
+                done = self._store.restore(key.namespace, key.sample_id)
+            else:
+                spaces = spaces_for(session, "admin", request.namespace)
+                namespaces = (request.namespace,) if spaces is None else spaces
+                done = itertools.chain.from_iterable(self._store.restore(namespace) for namespace in namespaces)
+            with self._verify_shares.one(session.peer):
+                while (one := await self._calls.check(next, done, None)) is not None:
+                    if not one.kept:
+                        self._waiters.notify(one.key)
+                    await self._calls.write(context, convert.restored_of(one))
+
+    def _verdicts(self, session: Session, request: pb.VerifyRequest) -> Iterator[Verdict]:
+        """Of one sample, with the right to read it. Of all in the namespaces in which the caller is admin."""
+        if request.sample_id:
+            # Taking a sample out of service is more than looking at it.
+            key = key_for(session, "admin" if request.quarantine else "read", request)
+            return _once(lambda: self._store.verify(key))
+        spaces = spaces_for(session, "admin", request.namespace)
+        namespaces = (request.namespace,) if spaces is None else spaces
+        return itertools.chain.from_iterable(self._store.verify_all(namespace) for namespace in namespaces)
+
+
+def _once(verify: Callable[[], Verdict]) -> Iterator[Verdict]:
+    yield verify()
