@@ -19,7 +19,7 @@ from support.server import ServerProcess, run_cli
 from support.waiting import WAIT_S, wait_until
 
 from slotstream.demo.processes import free_port
-from slotstream.server import pulse
+from slotstream.server import http, pulse
 from slotstream.server.health import probes
 from slotstream.server.health.probes import Probes, serve_probes
 from slotstream.server.pulse import Pulse
@@ -193,7 +193,7 @@ def test_a_crowd_that_asks_nothing_keeps_nobody_from_an_answer() -> None:
     host, _, port = address.rpartition(":")
     with ExitStack() as crowd:
         crowd.callback(stop)
-        for _ in range(3 * probes._CALLERS_MAX):
+        for _ in range(3 * http._CALLERS_MAX):
             crowd.enter_context(socket.create_connection((host, int(port)))).sendall(b"GET /li")
         assert ask(address, "/readyz") == (503, "starting")
         assert ask(address, "/livez") == OK

@@ -16,6 +16,7 @@ parts          what the services of one process share
 waiters        who waits for which sample
 pools, lines   the threads that wait for the disk, and whose turn it is
 malloc         glibc's settings, and what a load has left given back
+http           plain HTTP: /metrics, /livez and /readyz
 metrics        the table of what is counted
 status         how a failure travels over gRPC
 pulse          whether the event loop and the threads still move

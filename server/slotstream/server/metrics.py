@@ -7,15 +7,17 @@ from __future__ import annotations
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from wsgiref.simple_server import WSGIServer
+from email.message import Message
+from http import HTTPStatus
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, make_wsgi_app
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+from slotstream.server.http import Answer, serve_pages
 from slotstream.store.records import State
 from slotstream.store.samples import SampleStore
 from slotstream.wire import errors
-from slotstream.wire.errors import ConfigError, SlotStreamError
+from slotstream.wire.errors import SlotStreamError
 
 _LATENCY_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 _KNOWN_CODES = frozenset(
@@ -186,19 +188,13 @@ class Metrics:
 
 def serve_metrics(metrics: Metrics, address: str) -> tuple[str, Callable[[], None]]:
     """Serve /metrics on `address` (host:port); returns the real address and what stops it. Raises ConfigError."""
-    host, _, port = address.rpartition(":")
-    try:
-        server, thread = start_http_server(int(port), host.strip("[]"), registry=metrics.registry)
-    except OSError as error:
-        raise ConfigError(f"--metrics: cannot listen on {address}: {error.strerror or error}") from error
+    exposition = make_wsgi_app(metrics.registry)  # Knows which formats and encodings a scraper may ask for.
 
-    def stop() -> None:
-        _stop(server)
-        thread.join()
+    def page(asked: Message) -> Answer:
+        environ = {"REQUEST_METHOD": "GET", "PATH_INFO": "/metrics", "HTTP_ACCEPT": asked.get("Accept")}
+        environ["HTTP_ACCEPT_ENCODING"] = asked.get("Accept-Encoding")
+        headers: list[tuple[str, str]] = []
+        body = b"".join(exposition(environ, lambda status, its: headers.extend(its)))
+        return Answer(HTTPStatus.OK, body, headers)
 
-    return f"{host}:{server.server_port}", stop
-
-
-def _stop(server: WSGIServer) -> None:
-    server.shutdown()
-    server.server_close()
+    return serve_pages("metrics", address, {"/metrics": page})

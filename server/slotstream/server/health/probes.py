@@ -8,26 +8,21 @@ Anything else is 404. There is no TLS and no token: the words say nothing of wha
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import socket
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
+from email.message import Message
 from http import HTTPStatus
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
 
+from slotstream.server.http import Answer, Page, serve_pages
 from slotstream.server.pulse import Pulse
 from slotstream.store.samples import SampleStore
-from slotstream.wire.errors import ConfigError, SlotStreamError
+from slotstream.wire.errors import SlotStreamError
 
 _log = logging.getLogger(__name__)
 _LOOK_S = 1.0
 DISK_S = 5.0  # How long the data directory may take to answer.
-_ASK_S = 5.0  # How long a caller may take to ask.
-_CALLERS_MAX = 32
 
 
 class DiskWatch:
@@ -109,65 +104,12 @@ class Probes:
 
 def serve_probes(probes: Probes, address: str) -> tuple[str, Callable[[], None]]:
     """Answer on `address` (host:port); returns the real address and what stops it. Raises ConfigError."""
-    host, _, port = address.rpartition(":")
-    try:
-        server = _Server(host.strip("[]"), int(port), {"/livez": probes.livez, "/readyz": probes.readyz})
-    except OSError as error:
-        raise ConfigError(f"--probes: cannot listen on {address}: {error.strerror or error}") from error
-    thread = threading.Thread(target=server.serve_forever, name="probes", daemon=True)
-    thread.start()
-
-    def stop() -> None:
-        server.shutdown()
-        server.server_close()
-        thread.join()
-
-    return f"{host}:{server.server_address[1]}", stop
+    return serve_pages("probes", address, {"/livez": _page(probes.livez), "/readyz": _page(probes.readyz)})
 
 
-class _Server(ThreadingHTTPServer):
-    """Callers beyond _CALLERS_MAX put the oldest out: nobody can keep the kubelet waiting."""
+def _page(ask: Callable[[], tuple[bool, str]]) -> Page:
+    def page(_: Message) -> Answer:
+        good, word = ask()
+        return Answer(HTTPStatus.OK if good else HTTPStatus.SERVICE_UNAVAILABLE, word.encode())
 
-    daemon_threads = True
-    request_queue_size = 128
-    block_on_close = False
-
-    def __init__(self, host: str, port: int, answers: dict[str, Callable[[], tuple[bool, str]]]) -> None:
-        self.answers = answers
-        self._callers: deque[socket.socket] = deque(maxlen=_CALLERS_MAX)
-        self.address_family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
-        super().__init__((host, port), _Handler)
-
-    def process_request(self, request: Any, client_address: Any) -> None:
-        if len(self._callers) == _CALLERS_MAX:
-            with contextlib.suppress(OSError):  # It went by itself.
-                self._callers[0].shutdown(socket.SHUT_RDWR)
-        self._callers.append(request)
-        super().process_request(request, client_address)
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        _log.debug("a caller of the probes went away", exc_info=True)
-
-
-class _Handler(BaseHTTPRequestHandler):
-    timeout = _ASK_S
-    server: _Server
-
-    def _answer(self) -> None:
-        found = self.server.answers.get(self.path) if self.command in ("GET", "HEAD") else None
-        good, word = found() if found is not None else (False, "unknown")
-        status = HTTPStatus.OK if good else HTTPStatus.SERVICE_UNAVAILABLE if found is not None else HTTPStatus.NOT_FOUND
-        self.send_response(status)
-        self.send_header("Content-Type", "text/plain; charset=utf-8")
-        self.send_header("Content-Length", str(len(word)))
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(word.encode())
-
-    do_GET = do_HEAD = do_POST = do_PUT = do_DELETE = do_OPTIONS = do_PATCH = _answer
-
-    def version_string(self) -> str:
-        return "slotstream"
-
-    def log_message(self, format: str, *args: Any) -> None:
-        _log.debug(format, *args)
+    return page
