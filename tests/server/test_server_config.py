@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 import pytest
+import regenerate_reference
 
+from slotstream.cli import serve_arguments
 from slotstream.cli.serve_arguments import add_serve_arguments, config_from_arguments
 from slotstream.server.config import ServerConfig
 from slotstream.server.metrics import code_label
@@ -119,6 +122,38 @@ def test_the_help_shows_every_default() -> None:
     add_serve_arguments(parser)
     text = " ".join(parser.format_help().split())
     assert text.count("(default:") == len(ServerConfig.__dataclass_fields__) - 2  # DIR has none; --listen is two fields.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Longer(ServerConfig):
+    """With options that came later."""
+
+    naps_max: int = field(default=2, metadata={"flag": "--naps", "help": "naps a day", "unit": "N", "least": 1, "most": 9})
+    bed: str = field(default="hay", metadata={"flag": "--bed", "help": "where", "unit": None, "choices": ("hay", "moss")})
+    pillow: Path | None = field(default=None, metadata={"flag": "--pillow", "help": "a soft file", "unit": "FILE"})
+    snores: bool = field(default=False, metadata={"flag": "--snores", "help": "be heard", "unit": None})
+
+
+def test_a_field_is_all_that_an_option_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serve_arguments, "ServerConfig", _Longer)
+    assert _parse("--data", "d") == _Longer(data_dir=Path("d"))
+    words = ("--naps", "3", "--bed", "moss", "--pillow", "p", "--snores")
+    config = _Longer(data_dir=Path("d"), naps_max=3, bed="moss", pillow=Path("p"), snores=True)
+    assert _parse("--data", "d", *words) == config
+    with pytest.raises(ConfigError, match=r"^--naps must be a number from 1 to 9, not 10"):
+        _parse("--data", "d", "--naps", "10")
+    with pytest.raises(ConfigError, match=r"^--bed 'nails' is not one of hay, moss"):
+        _Longer(data_dir=Path("d"), bed="nails")
+    parser = argparse.ArgumentParser()
+    add_serve_arguments(parser)
+    assert "--pillow FILE a soft file (default: none)" in " ".join(parser.format_help().split())
+    assert "| `--naps N` | 2 | naps a day |\n| `--bed hay\\|moss` | hay | where |\n" in regenerate_reference.reference()
+
+
+def test_every_field_says_what_its_option_is() -> None:
+    said = {f.name: f.metadata for f in fields(ServerConfig) if f.name != "also_listen"}  # That is --listen, repeated.
+    assert {name for name, told in said.items() if not {"help", "flag", "unit"} <= told.keys()} == set()
+    assert len({told["flag"] for told in said.values()}) == len(said)
 
 
 def test_peers_cannot_invent_metric_labels() -> None:

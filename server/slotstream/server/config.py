@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
+from typing import Any
 
 from slotstream.common.checks import check_number
 from slotstream.store.samples import FREE_BYTES_MIN
@@ -16,66 +17,253 @@ from slotstream.wire.nixl import check_transport
 
 _NUMBER_MAX = (1 << 62) - 1  # What messages and the operating system take.
 _SECONDS_MAX = 365 * 86400
-LOG_FORMATS = ("text", "json")
-TRANSPORTS = ("auto", "grpc", "nixl", "shared")
-LOG_LEVELS = ("debug", "info", "warning", "error")
-_COUNTS = (
-    "open_samples_max",
-    "reads_max",
-    "connections_max",
-    "streams_max",
-    "peer_streams_max",
-    "peer_open_samples_max",
-    "peer_reads_max",
-    "requests_max",
-)
 WORKERS_MAX = 64
 NIXL_POOL_BYTES_MIN = 4 * CHUNK_BYTES_MAX
-_PATIENCES = ("hello_s", "stream_idle_s", "sample_s_max", "read_stall_s")
+
+
+def _option(flag: str, help: str, unit: str | None = None, **more: Any) -> dict[str, Any]:
+    """What is said of a field that is an option of the server; `unit`: of its value, None for a switch and for choices.
+
+    `choices`: the words it may be. `least` and `most`: bounds of a number. `octal`: how a number is written.
+    `shown`: the default in words. `more`: the field of what comes after the first, where a flag may be repeated.
+    """
+    return {"flag": flag, "help": help, "unit": unit, **more}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerConfig:
-    """Raises ConfigError, naming the option, for a value that cannot work. Sizes in bytes, times in seconds."""
+    """Raises ConfigError, naming the option, for a value that cannot work. Sizes in bytes, times in seconds.
 
-    data_dir: Path
-    listen: str = DEFAULT_ADDRESS  # host:port (0: any free port) or unix:/path.
-    also_listen: tuple[str, ...] = ()  # More of them.
-    metrics_listen: str | None = None  # host:port of the Prometheus endpoint; None: no endpoint.
-    probes_listen: str | None = None  # host:port of /livez and /readyz; None: nowhere.
-    log_format: str = "text"
-    log_level: str = "info"
-    free_bytes_min: int = FREE_BYTES_MIN  # Disk space that samples leave free.
-    window_bytes: int = WINDOW_BYTES  # Bytes of chunks a stream may have unacknowledged.
-    transport: str = "auto"  # How rows may come: grpc, or over NIXL too; nixl: only start if that works; shared: see there.
-    nixl_pool_bytes: int = 256 << 20  # What chunks are read into over NIXL; allocated when the first sender offers it.
-    nixl_readers: int = 0  # Processes that read over NIXL, in each of `workers`; 0: as many as the cores are good for.
-    ingest_bytes_max: int = 256 << 20  # Bytes of chunks that all streams together may hold in memory.
-    drain_s: float = 10.0  # How long open samples may still finish after SIGTERM.
-    appear_grace_s: float = 5.0  # How long a read waits for an id that nobody has opened yet.
-    open_samples_max: int = 4096  # Samples open at a time on one stream.
-    reads_max: int = 1024  # Reads running or waiting at a time.
-    tokens_file: Path | None = None  # Bearer tokens, their namespaces and rights; None: no token is asked for.
-    tls_cert: Path | None = None  # PEM certificate chain; None: no TLS.
-    tls_key: Path | None = None
-    tls_client_ca: Path | None = None  # PEM authorities; peers then need a certificate signed by one of them.
-    allow_anonymous: bool = False  # Serve anybody who reaches an address beyond loopback.
-    socket_mode: int = 0o600  # Of the unix socket.
-    connections_max: int = 4096  # Connections at a time; each is an open file.
-    streams_max: int = 256  # Ingest streams at a time.
-    peer_streams_max: int = 128  # Of one peer: one token, else one certificate name, else all who need neither.
-    peer_open_samples_max: int = 8192  # Samples of one peer arriving at a time, on all its streams.
-    peer_reads_max: int = 512  # Reads of one peer running or waiting at a time.
-    requests_max: int = 1024  # Stat, List, Delete and Verify calls of one peer at a time; four times as many of all.
-    hello_s: float = 10.0  # How long a new stream may take to say Hello.
-    stream_idle_s: float = 3600.0  # How long a stream with open samples may say nothing.
-    sample_s_max: float = 86400.0  # How long a sample may take from its open to its commit.
-    workers: int = 1  # Processes that take ingest streams.
-    read_stall_s: float = 300.0  # How long a reader may not take what it asked for.
-    retention: Policy = field(default_factory=Policy)  # Which samples may be deleted; by default none.
-    accept_clock: bool = False  # The clock is right, whatever the samples' times or a long stop say.
-    scrub_every_s: float = 7 * 86400.0  # How often everything stored is read and checked; 0: never.
-    scrub_bytes_per_s: float = float(32 << 20)  # How fast.
+    A field is the one place of an option: `--help`, docs/reference.md and the checks of its value are made of it, in order.
+    """
+
+    data_dir: Path = field(
+        metadata=_option(
+            "--data", "directory of the sample files and their catalogue; created if missing; one server at a time", "DIR"
+        )
+    )
+    listen: str = field(
+        default=DEFAULT_ADDRESS,
+        metadata=_option(
+            "--listen",
+            "address to serve on: host:port (port 0: any free one) or unix:/path; may be repeated",
+            "ADDRESS",
+            more="also_listen",
+        ),
+    )
+    also_listen: tuple[str, ...] = ()
+    metrics_listen: str | None = field(
+        default=None, metadata=_option("--metrics", "address of the Prometheus endpoint, /metrics", "HOST:PORT")
+    )
+    probes_listen: str | None = field(
+        default=None,
+        metadata=_option(
+            "--probes", "address of /livez and /readyz for kubelets: plain HTTP, without TLS and tokens", "HOST:PORT"
+        ),
+    )
+    log_format: str = field(
+        default="text",
+        metadata=_option("--log-format", "one JSON object a line, or text for people", choices=("text", "json")),
+    )
+    log_level: str = field(
+        default="info",
+        metadata=_option("--log-level", "least severe messages to show", choices=("debug", "info", "warning", "error")),
+    )
+    free_bytes_min: int = field(
+        default=FREE_BYTES_MIN,
+        metadata=_option(
+            "--free-bytes-min",
+            "disk space to leave free: samples that would use it are refused with STORE_FULL",
+            "BYTES",
+            least=0,
+        ),
+    )
+    window_bytes: int = field(
+        default=WINDOW_BYTES,
+        metadata=_option(
+            "--window-bytes",
+            "bytes of rows that a stream may have unacknowledged; over NIXL it is at least a quarter of the pool",
+            "BYTES",
+            least=CHUNK_BYTES_MAX,
+        ),
+    )
+    transport: str = field(
+        default="auto",
+        metadata=_option(
+            "--transport",
+            "how rows may come: over grpc only, or over NIXL too where it is installed (auto). nixl: do not start without it. "
+            "shared: over NIXL only from senders whose memory this process can read, on its own host",
+            choices=("auto", "grpc", "nixl", "shared"),
+        ),
+    )
+    nixl_pool_bytes: int = field(
+        default=256 << 20,
+        metadata=_option(
+            "--nixl-pool-bytes",
+            "memory that rows are read into over NIXL, taken when the first sender offers that",
+            "BYTES",
+            least=NIXL_POOL_BYTES_MIN,
+        ),
+    )
+    nixl_readers: int = field(
+        default=0,
+        metadata=_option(
+            "--nixl-readers",
+            "processes that read rows over NIXL and share that memory; 0: one for every four cores of a worker, up to four",
+            "N",
+        ),
+    )
+    ingest_bytes_max: int = field(
+        default=256 << 20,
+        metadata=_option(
+            "--ingest-bytes-max",
+            "bytes of rows that all streams together may hold in memory; "
+            "at this the server reads no more until some are written",
+            "BYTES",
+        ),
+    )
+    drain_s: float = field(
+        default=10.0,
+        metadata=_option(
+            "--drain-s",
+            "how long open samples may still be finished after SIGTERM; a second signal ends that at once",
+            "SECONDS",
+            least=0,
+            most=_SECONDS_MAX,
+        ),
+    )
+    appear_grace_s: float = field(
+        default=5.0,
+        metadata=_option(
+            "--appear-grace-s",
+            "how long a waiting read waits for a sample id that nobody has opened yet",
+            "SECONDS",
+            least=0,
+            most=_SECONDS_MAX,
+        ),
+    )
+
+    # Who may: docs/security.md is about these, and about the limits below.
+    tokens_file: Path | None = field(
+        default=None,
+        metadata=_option(
+            "--tokens", "bearer tokens with their namespaces and rights, TOML or JSON; read again when it changes", "FILE"
+        ),
+    )
+    tls_cert: Path | None = field(
+        default=None,
+        metadata=_option("--tls-cert", "the server's certificate chain, PEM; read again when it changes", "FILE"),
+    )
+    tls_key: Path | None = field(
+        default=None, metadata=_option("--tls-key", "its private key, PEM, without a passphrase", "FILE")
+    )
+    tls_client_ca: Path | None = field(
+        default=None,
+        metadata=_option("--tls-client-ca", "authorities, PEM: peers must show a certificate that one of them signed", "FILE"),
+    )
+    allow_anonymous: bool = field(
+        default=False,
+        metadata=_option(
+            "--allow-anonymous", "serve anybody on an address beyond loopback, without --tokens and --tls-client-ca"
+        ),
+    )
+    socket_mode: int = field(
+        default=0o600, metadata=_option("--socket-mode", "file mode of the unix socket, octal", "MODE", octal=True)
+    )
+
+    # Limits. A peer is one token, else one certificate name, else all who need neither.
+    open_samples_max: int = field(
+        default=4096, metadata=_option("--open-samples-max", "samples that one stream may have open", "N", least=1)
+    )
+    peer_open_samples_max: int = field(
+        default=8192,
+        metadata=_option("--peer-open-samples-max", "samples that one peer may have open on all its streams", "N", least=1),
+    )
+    connections_max: int = field(
+        default=4096, metadata=_option("--connections-max", "connections at a time; more are closed at once", "N", least=1)
+    )
+    streams_max: int = field(default=256, metadata=_option("--streams-max", "ingest streams at a time", "N", least=1))
+    peer_streams_max: int = field(
+        default=128, metadata=_option("--peer-streams-max", "ingest streams of one peer at a time", "N", least=1)
+    )
+    reads_max: int = field(default=1024, metadata=_option("--reads-max", "reads that may run or wait at a time", "N", least=1))
+    peer_reads_max: int = field(
+        default=512, metadata=_option("--peer-reads-max", "reads of one peer that may run or wait at a time", "N", least=1)
+    )
+    requests_max: int = field(
+        default=1024,
+        metadata=_option(
+            "--requests-max", "other requests of one peer at a time; of all peers four times as many", "N", least=1
+        ),
+    )
+    hello_s: float = field(
+        default=10.0,
+        metadata=_option("--hello-s", "how long a new stream may take to say Hello", "SECONDS", least=0.1, most=_SECONDS_MAX),
+    )
+    stream_idle_s: float = field(
+        default=3600.0,
+        metadata=_option(
+            "--stream-idle-s",
+            "how long a stream with open samples may say nothing before it is ended",
+            "SECONDS",
+            least=0.1,
+            most=_SECONDS_MAX,
+        ),
+    )
+    sample_s_max: float = field(
+        default=86400.0,
+        metadata=_option(
+            "--sample-s-max",
+            "how long a sample may take from its first message to its commit before it fails",
+            "SECONDS",
+            least=0.1,
+            most=_SECONDS_MAX,
+        ),
+    )
+    read_stall_s: float = field(
+        default=300.0,
+        metadata=_option(
+            "--read-stall-s",
+            "how long a reader may not take its rows before its read is ended",
+            "SECONDS",
+            least=0.1,
+            most=_SECONDS_MAX,
+        ),
+    )
+
+    workers: int = field(
+        default=1,
+        metadata=_option("--workers", "processes that take ingest streams; the kernel shares connections out among them", "N"),
+    )
+    retention: Policy = field(
+        default_factory=Policy,
+        metadata=_option(
+            "--retention",
+            "TOML file of the rules by which samples are deleted, see docs/storage.md",
+            "FILE",
+            shown="none, nothing is deleted",
+        ),
+    )
+    accept_clock: bool = field(
+        default=False,
+        metadata=_option(
+            "--accept-clock",
+            "the clock is right, though it leapt or samples bear times to come: delete by age again, however much that is",
+        ),
+    )
+    scrub_every_s: float = field(
+        default=7 * 86400.0,
+        metadata=_option(
+            "--scrub-every-s",
+            "how often all that is stored is read and checked in the background; 0: never",
+            "SECONDS",
+            least=0,
+            most=_SECONDS_MAX,
+        ),
+    )
+    scrub_bytes_per_s: float = field(
+        default=float(32 << 20), metadata=_option("--scrub-bytes-per-s", "how fast that reads", "BYTES", least=1)
+    )
 
     def __post_init__(self) -> None:
         for address in self.addresses:
@@ -90,12 +278,10 @@ class ServerConfig:
                 raise ConfigError(f"{option} takes host:port; {caller} cannot reach a unix socket")
             if listen is not None:
                 _check_address(option, listen)
-        if self.log_format not in LOG_FORMATS:
-            raise ConfigError(f"--log-format {self.log_format!r} is not one of {', '.join(LOG_FORMATS)}")
-        if self.log_level not in LOG_LEVELS:
-            raise ConfigError(f"--log-level {self.log_level!r} is not one of {', '.join(LOG_LEVELS)}")
-        if self.transport not in TRANSPORTS:
-            raise ConfigError(f"--transport {self.transport!r} is not one of {', '.join(TRANSPORTS)}")
+        for told in fields(self):
+            choices, value = told.metadata.get("choices"), getattr(self, told.name)
+            if choices and value not in choices:
+                raise ConfigError(f"{told.metadata['flag']} {value!r} is not one of {', '.join(choices)}")
         check_transport("--transport", self.transport)
         try:
             self._check_numbers()
@@ -106,19 +292,12 @@ class ServerConfig:
 
     def _check_numbers(self) -> None:
         """Raises ValueError."""
-        check_number("--free-bytes-min", self.free_bytes_min, 0, _NUMBER_MAX)
-        check_number("--window-bytes", self.window_bytes, CHUNK_BYTES_MAX, _NUMBER_MAX)
-        check_number("--nixl-pool-bytes", self.nixl_pool_bytes, NIXL_POOL_BYTES_MIN, _NUMBER_MAX)
+        for told in fields(self):
+            if (least := told.metadata.get("least")) is not None:
+                most = told.metadata.get("most", _NUMBER_MAX)
+                check_number(told.metadata["flag"], getattr(self, told.name), least, most)
         check_number("--nixl-readers", self.nixl_readers, 0, self.nixl_pool_bytes // NIXL_POOL_BYTES_MIN)
         check_number("--ingest-bytes-max", self.ingest_bytes_max, self.window_bytes, _NUMBER_MAX)
-        check_number("--drain-s", self.drain_s, 0, _SECONDS_MAX)
-        check_number("--appear-grace-s", self.appear_grace_s, 0, _SECONDS_MAX)
-        for name in _COUNTS:
-            check_number("--" + name.replace("_", "-"), getattr(self, name), 1, _NUMBER_MAX)
-        for name in _PATIENCES:
-            check_number("--" + name.replace("_", "-"), getattr(self, name), 0.1, _SECONDS_MAX)
-        check_number("--scrub-every-s", self.scrub_every_s, 0, _SECONDS_MAX)
-        check_number("--scrub-bytes-per-s", self.scrub_bytes_per_s, 1, _NUMBER_MAX)
 
     def _check_workers(self) -> None:
         if not 1 <= self.workers <= WORKERS_MAX:
