@@ -150,7 +150,8 @@ def _engine_options(setting: Setting) -> list[str]:
     options += ["--max-num-batched-tokens", str(setting.step_tokens), "--max-num-seqs", "128", "--no-enable-prefix-caching"]
     options += ["--kv-cache-memory-bytes", str(setting.kv_cache_bytes), "--worker-extension-cls", "online_watch.Watch"]
     options += ["--disable-uvicorn-access-log"]
-    if setting.tiny:
+    if setting.tiny:  # vLLM's CPU build would put its worker into a process of its own; on a GPU it is in the engine's.
+        options += ["--distributed-executor-backend", "vllm.v1.executor.uniproc_executor.UniProcExecutor"]
         return [*options, "--enforce-eager", "--block-size", "32", "--gpu-memory-utilization", "0.05"]
     sizes = json.dumps({"cudagraph_capture_sizes": _CAPTURE_SIZES})
     return [*options, "--gpu-memory-utilization", "0.1", "--compilation-config", sizes]
