@@ -31,25 +31,26 @@ from online_figures import BASE, Turn, report
 
 from slotstream.demo.processes import ProcessFailed
 
-_LOADS = "closed-8,closed-32,closed-64,open-10,open-16,open-22,hooks"
+_LOADS = "closed-8,closed-32,closed-64,open-10,open-16,open-22,hooks-64,hooks-1024"
 _SMALL_CACHE_GIB, _SMALL_CACHE_LOAD = 4, "open-20"
 
 
-def loads(options: argparse.Namespace) -> dict[str, list[Load]]:
-    """Name -> what the client is told, one after the other in a turn. Raises ValueError."""
-    found: dict[str, list[Load]] = {}
+def loads(options: argparse.Namespace) -> dict[str, Load]:
+    """What the client is told, by name. Raises ValueError."""
+    found: dict[str, Load] = {}
     lengths = {"tokens": options.prompt_tokens, "output": options.output_tokens}
     for name in options.loads.split(","):
         kind, _, number = name.partition("-")
         if kind == "closed":
-            found[name] = [Load(name, int(number) * options.waves, at_once=int(number), **lengths)]
+            found[name] = Load(name, int(number) * options.waves, at_once=int(number), **lengths)
         elif kind == "open":
-            found[name] = [Load(name, max(2, round(float(number) * options.open_s)), rate=float(number), **lengths)]
-        elif name == "hooks":
-            many = Load(name, 64, 32, options.output_tokens + 64, spread=0.0, at_once=64)
-            found[name] = [many, Load(name, 3 * options.waves, 1024, 4, spread=0.0, at_once=1)]
+            found[name] = Load(name, max(2, round(float(number) * options.open_s)), rate=float(number), **lengths)
+        elif name == "hooks-64":
+            found[name] = Load(name, 64, 32, options.output_tokens + 64, spread=0.0, at_once=64)
+        elif name == "hooks-1024":
+            found[name] = Load(name, 3 * options.waves, 1024, 12, spread=0.0, at_once=1)
         else:
-            raise ValueError(f"unknown load {name!r}: closed-N, open-N or hooks")
+            raise ValueError(f"unknown load {name!r}: closed-N, open-N, hooks-64 or hooks-1024")
     return found
 
 
@@ -64,17 +65,15 @@ def make_tokenizer(model: Path) -> None:
     PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w0").save_pretrained(model)
 
 
-def take_turn(contender: Contender, client: LoadClient, load: Sequence[Load], seed: int) -> Turn:
+def take_turn(contender: Contender, client: LoadClient, load: Load, seed: int) -> Turn:
     """One load on one engine; what the client and the engine say of it."""
     cpu = contender.cpu()
     contender.ask("begin_watch")
-    found: Turn = {}
-    for part in load:
-        found = client.run(contender.port, part, seed)
+    found = client.run(contender.port, load, seed)
     watch = contender.ask("end_watch")
     used = {name: round(seconds - cpu.get(name, 0.0), 3) for name, seconds in contender.cpu().items()}
     samples = contender.forget_samples()
-    wanted = sum(part.prompts for part in load) if contender.captures else 0
+    wanted = load.prompts if contender.captures else 0
     return {
         **found,
         "watch": watch,
@@ -179,7 +178,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--loads",
         default=_LOADS,
         metavar="NAMES",
-        help="closed-N: N at once; open-N: N a second; hooks (default: %(default)s)",
+        help="closed-N: N at once; open-N: N a second (default: %(default)s)",
     )
     add("--waves", type=int, default=4, metavar="N", help="closed loop: requests for each in flight (default: %(default)s)")
     add("--open-s", type=float, default=15.0, metavar="N", help="open loop: seconds of arrivals (default: %(default)s)")

@@ -8,6 +8,7 @@ import os
 import time
 import urllib.request
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +21,7 @@ from slotstream.demo.processes import Running, connector_options, free_port, sta
 
 _BENCHMARKS = Path(__file__).parent
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
-_START_S, _STORE_S, _ANSWER_S = 400.0, 60.0, 60.0
+_START_S, _STORE_S, _ANSWER_S, _STOP_S = 400.0, 60.0, 60.0, 10.0
 _CAPTURE_SIZES = [1, 2, 4, *range(8, 129, 8)]
 _BEFORE = "-before"
 _SECOND = "none2"
@@ -86,13 +87,17 @@ class Contender:
             port = free_port()
             with changed_environment(environment):
                 server = start_server(setting.data / self.name, setting.work / f"{self.name}-server.log", port)
-            self._processes.append(("server", self._stack.enter_context(server)))
+            self._keep("server", server)
             self._server = f"127.0.0.1:{port}"
             extra = {"layers": list(setting.layers), "server": self._server, "include_output_tokens": True, **self._connector}
             options = connector_options("TimedConnector", "timed_connector", **extra)
         command = [*vllm_command(setting.model, self.port), *_engine_options(setting), *options]
         log = setting.work / f"{self.name}.log"
-        self._processes.append(("engine", self._stack.enter_context(Running(f"vLLM ({self.name})", command, log, environment))))
+        self._keep("engine", Running(f"vLLM ({self.name})", command, log, environment))
+
+    def _keep(self, part: str, running: Running) -> None:
+        self._processes.append((part, running))
+        self._stack.callback(running.stop, _STOP_S)
 
     def wait_ready(self) -> None:
         """Return once it serves. Raises ProcessFailed."""
@@ -195,7 +200,13 @@ def _process_name(pid: int) -> str:
 def start(names: Sequence[str], setting: Setting, stack: ExitStack) -> dict[str, Contender]:
     """Contenders by name, started at the same time and not ready yet; `stack` will close them. Raises ProcessFailed."""
     contenders = {name: Contender(name, setting) for name in names}
+    stack.callback(_close_all, list(contenders.values()))
     for contender in contenders.values():
-        stack.callback(contender.close)
         contender.start()
     return contenders
+
+
+def _close_all(contenders: Sequence[Contender]) -> None:
+    if contenders:
+        with ThreadPoolExecutor(len(contenders)) as pool:
+            list(pool.map(Contender.close, contenders))

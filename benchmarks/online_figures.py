@@ -126,8 +126,8 @@ def report(turns: Sequence[Turn], *, keep_void: bool = False) -> str:
     parts = []
     for load in loads_of(turns):
         rounds = rounds_of(turns, load)
-        parts.append(hooks_table(rounds) if load == "hooks" else load_table(load, rounds, keep_void=keep_void))
-    parts.append(thread_table([turn for turn in turns if turn["load"] != "hooks"]))
+        parts.append(hooks_table(load, rounds) if load.startswith("hooks") else load_table(load, rounds, keep_void=keep_void))
+    parts.append(thread_table([turn for turn in turns if not turn["load"].startswith("hooks")]))
     return "\n\n".join(part for part in parts if part)
 
 
@@ -202,23 +202,32 @@ def thread_table(turns: Sequence[Turn]) -> str:
 
 
 def _middle(steps: Sequence[dict[str, Any]], what: str, cut: str) -> float:
-    values = [one[what][cut] for one in steps if one[what]]
+    return _median([one[what][cut] for one in steps if one[what]])
+
+
+def _median(values: Sequence[float]) -> float:
     return statistics.median(values) if values else math.nan
 
 
-def hooks_table(rounds: Sequence[dict[str, Turn]]) -> str:
-    """What the issue of cost is judged by: ours in a decode step of 64, and in a step that computes a prompt of 1,024."""
-    lines = ["ours on the engine's thread, wall us: mean and worst of decode steps of 64; mean more of a prompt of 1,024"]
+def hooks_table(load: str, rounds: Sequence[dict[str, Turn]]) -> str:
+    """What the cost on the engine's thread is judged by."""
+    if load == "hooks-64":
+        lines = ["ours on the engine's thread, wall us, decode steps of 64: mean, worst (steps)"]
+    else:
+        lines = ["ours on the engine's thread, wall us more for a prompt of 1,024: in its step, worst, in all steps (prompts)"]
     for name in contenders_of(turn for one in rounds for turn in one.values()):
         watches = [one[name]["watch"] for one in rounds if name in one]
-        many = [watch["decode_of_64"] for watch in watches if watch["decode_of_64"]["count"]]
-        prompts = [watch["prompt_of_1024"] for watch in watches if watch["prompt_of_1024"]["count"]]
-        alone = [watch["decode_of_1"] for watch in watches if watch["decode_of_1"]["count"]]
-        worst = max((one["ours_wall_us"]["max"] for one in many), default=math.nan)
-        more = _middle(prompts, "ours_wall_us", "mean") - _middle(alone, "ours_wall_us", "mean")
-        steps = sum(one["count"] for one in many), sum(one["count"] for one in prompts)
-        mean = _middle(many, "ours_wall_us", "mean")
-        lines.append(f"{name:14}{mean:>10.1f}{worst:>10.1f}{more:>10.1f}   ({steps[0]} and {steps[1]} steps)")
+        found = [watch["decode_of_64" if load == "hooks-64" else "prompts_of_1024"] for watch in watches]
+        found = [one for one in found if one["count"]]
+        count = sum(one["count"] for one in found)
+        if load == "hooks-64":
+            cells = [
+                _middle(found, "ours_wall_us", "mean"),
+                max((one["ours_wall_us"]["max"] for one in found), default=math.nan),
+            ]
+        else:
+            cells = [_median([one[what] for one in found]) for what in ("step_us", "step_max_us", "all_us")]
+        lines.append(f"{name:14}" + "".join(f"{cell:>10.1f}" for cell in cells) + f"   ({count})")
         hooks: dict[str, list[dict[str, Any]]] = {}
         for watch in watches:
             for hook, figures in watch["hooks"].items():

@@ -142,8 +142,7 @@ class Watch:
         return {
             "steps": {kind: _of_steps([s for s in steps if s.kind == kind]) for kind in sorted({s.kind for s in steps})},
             "decode_of_64": _ours([s for s in steps if s.kind == "decode" and s.requests == 64]),
-            "prompt_of_1024": _ours([s for s in steps if s.kind == "prompt" and s.tokens == 1024]),
-            "decode_of_1": _ours([s for s in steps if s.kind == "decode" and s.requests == 1]),
+            "prompts_of_1024": _of_prompts(steps),
             "hooks": {name: _of_hook(times) for name, times in sorted(NOTES.hooks.items())},
             "kv_used_max": NOTES.kv_used_max,
             "waiting_max": NOTES.waiting_max,
@@ -173,6 +172,26 @@ def _ours(steps: Sequence[Step]) -> dict[str, Any]:
         "count": len(steps),
         "ours_wall_us": _spread([s.ours_wall for s in steps]),
         "ours_cpu_us": _spread([s.ours_cpu for s in steps]),
+    }
+
+
+def _of_prompts(steps: Sequence[Step]) -> dict[str, float]:
+    """Of requests that ran one at a time: what is ours more than in as many decode steps, for one prompt; us.
+
+    `step`: in the step that computes the prompt. `all`: in all steps, so that a read that waited for a later step is there too,
+    and the end of the request.
+    """
+    prompts = [s.ours_wall for s in steps if s.kind == "prompt" and s.tokens == 1024]
+    decodes = sorted(s.ours_wall for s in steps if s.kind == "decode")
+    if not prompts or not decodes:
+        return {"count": 0}
+    quiet = decodes[len(decodes) // 2]
+    more = sum(s.ours_wall for s in steps) - quiet * len(steps)
+    return {
+        "count": len(prompts),
+        "step_us": (_mean(prompts) - quiet) / 1e3,
+        "step_max_us": (max(prompts) - quiet) / 1e3,
+        "all_us": more / len(prompts) / 1e3,
     }
 
 

@@ -167,11 +167,22 @@ def test_online_meets_a_target_only_if_the_interval_does(tmp_path: Path) -> None
 @pytest.mark.vllm
 @pytest.mark.extended
 def test_online(tmp_path: Path) -> None:
-    small = ["--shape", "tiny", "--layers", "1,4", "--contenders", "grpc", "--loads", "closed-2,open-4,hooks", "--rounds", "1"]
+    small = [
+        "--shape",
+        "tiny",
+        "--layers",
+        "1,4",
+        "--contenders",
+        "grpc",
+        "--loads",
+        "closed-2,open-4,hooks-1024",
+        "--rounds",
+        "1",
+    ]
     small += ["--waves", "2", "--open-s", "1", "--prompt-tokens", "64", "--output-tokens", "16"]
     figures = _figures(tmp_path, "online.py", *small)
     turns = {(turn["load"], turn["contender"]): turn for turn in figures["turns"]}
-    assert turns.keys() == {(load, who) for load in ("closed-2", "open-4", "hooks") for who in ("none", "grpc")}
+    assert turns.keys() == {(load, who) for load in ("closed-2", "open-4", "hooks-1024") for who in ("none", "grpc")}
     for (load, who), turn in turns.items():
         assert turn["failed"] == 0
         assert turn["not_stored"] == 0
@@ -183,8 +194,10 @@ def test_online(tmp_path: Path) -> None:
         assert watch["steps"]["decode"]["wall_us"]["mean"] >= watch["steps"]["decode"]["ours_wall_us"]["mean"]
         assert bool(watch["hooks"]) == (who == "grpc")
         assert any(name.startswith("engine/EngineCore/") for name in turn["cpu_s"]), turn["cpu_s"]
+        if load == "hooks-1024":
+            assert watch["prompts_of_1024"]["count"] > 0
         if who == "grpc":
             assert {"build_connector_meta", "wait_for_save", "take"} <= watch["hooks"].keys()
-            assert sum(turn["samples"].values()) == {"closed-2": 4, "open-4": 4, "hooks": 70}[load]
+            assert sum(turn["samples"].values()) == {"closed-2": 4, "open-4": 4, "hooks-1024": 6}[load]
     same = [{key: turn[key] for key in ("requests", "output_tokens")} for turn in turns.values()]
     assert same[0::2] == same[1::2]  # Equal seeds, equal requests.
