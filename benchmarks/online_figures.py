@@ -128,6 +128,7 @@ def report(turns: Sequence[Turn], *, keep_void: bool = False) -> str:
         rounds = rounds_of(turns, load)
         parts.append(hooks_table(load, rounds) if load.startswith("hooks") else load_table(load, rounds, keep_void=keep_void))
     parts.append(thread_table([turn for turn in turns if not turn["load"].startswith("hooks")]))
+    parts.append(cpu_table(turns))
     return "\n\n".join(part for part in parts if part)
 
 
@@ -199,6 +200,32 @@ def thread_table(turns: Sequence[Turn]) -> str:
                     figures = "".join(f"{cell:>10.1f}" for cell in [*cells, worst])
                     lines.append(f"{load:10} {name:14} {kind:7}{count:>8.0f} steps{figures}")
     return "\n".join(lines) if len(lines) > 1 else ""
+
+
+def cpu_table(turns: Sequence[Turn]) -> str:
+    """Processor by process: seconds for 1,000 output tokens, medians over turns. The file has them by thread."""
+    lines = ["CPU seconds for 1,000 output tokens (median of turns), by process"]
+    for load in loads_of(turns):
+        for name in contenders_of(turns):
+            here = [turn for turn in turns if (turn["load"], turn["contender"]) == (load, name)]
+            used: dict[str, list[float]] = {}
+            for turn in here:
+                for process, seconds in _by_process(turn["cpu_s"]).items():
+                    used.setdefault(process, []).append(1e3 * seconds / turn["output_tokens"])
+            middles = {process: statistics.median(found) for process, found in used.items()}
+            shown = ", ".join(f"{process} {seconds:.2f}" for process, seconds in middles.items() if seconds >= 0.005)
+            if here:
+                lines.append(f"{load:10} {name:14} {shown}")
+    return "\n".join(lines) if len(lines) > 1 else ""
+
+
+def _by_process(threads: dict[str, float]) -> dict[str, float]:
+    """CPU seconds by process, of those by part, process and thread."""
+    found: dict[str, float] = {}
+    for name, seconds in threads.items():
+        process = name.split("/")[1]
+        found[process] = found.get(process, 0.0) + seconds
+    return found
 
 
 def _middle(steps: Sequence[dict[str, Any]], what: str, cut: str) -> float:

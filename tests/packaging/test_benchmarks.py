@@ -119,6 +119,8 @@ def _turn(contender: str, number: int, ms: float, **watch: float) -> dict[str, A
         "e2e_ms": same,
         "goodput": 1.0,
         "tokens_per_s": 1000 / ms,
+        "output_tokens": 1000,
+        "cpu_s": {"engine/EngineCore/main": ms, "engine/EngineCore/python": ms},
         "failed": 0,
         "not_stored": 0,
         "watch": quiet | watch,
@@ -151,6 +153,7 @@ def test_online_compares_turns_of_the_same_round_and_leaves_void_rounds_out(tmp_
     # exp(mean of log 1.1, 1.2, 1.15), and 4.303 times the standard error around it.
     assert re.search(r"^TTFT p50 +20 ms +1\.149 \(1\.032 to 1\.280\)$", said, re.M)
     assert "grpc: NOT met: TTFT p50 1.149" in said
+    assert re.search(r"^open-10 +none +EngineCore 20.00$", said, re.M)
     assert {turn["run"] for turn in figures["turns"]} == {0, 1}
     assert len(figures["turns"]) == 12
 
