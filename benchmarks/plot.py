@@ -44,14 +44,18 @@ def _is_ours(name: str) -> bool:
     return name.startswith(("gRPC TCP", "gRPC unix", "NIXL", "slotstream", "get, ", "grpc", "nixl"))
 
 
-def lines(axes: Axes, series: dict[str, list[tuple[float, float]]], across: str, up: str) -> None:
-    """A line each through its (x, y), both axes logarithmic."""
+def lines(axes: Axes, series: dict[str, list[tuple[float, float]]], across: str, up: str, *, linear: bool = False) -> None:
+    """A line each through its (x, y), both axes logarithmic, or `linear` from 0."""
     for name, points in series.items():
         ordered = sorted(points)
         style = "-" if _is_ours(name) else "--"
         axes.plot([x for x, _ in ordered], [y for _, y in ordered], style, marker="o", label=name)
-    axes.set_xscale("log", base=10)
-    axes.set_yscale("log")
+    if linear:
+        axes.set_xlim(left=0)
+        axes.set_ylim(bottom=0)
+    else:
+        axes.set_xscale("log", base=10)
+        axes.set_yscale("log")
     axes.set_xlabel(across)
     axes.set_ylabel(up)
     axes.legend(fontsize="small")
@@ -123,8 +127,8 @@ def plots_of_online(figures: dict[str, Any]) -> list[_Plot]:
                     points = series.setdefault((what, cut), {}).setdefault(name, [])
                     points.append((float(load.removeprefix("open-")), middle))
     return [
-        (f"{what}-{cut}", _lines_of(lines, "requests a second", f"{what.upper()} {cut}, ms"))
-        for (what, cut), lines in series.items()
+        (f"{what}-{cut}", _lines_of(found, "requests a second", f"{what.upper()} {cut}, ms", linear=True))
+        for (what, cut), found in series.items()
     ]
 
 
@@ -132,8 +136,10 @@ def _bars_of(names: Sequence[str], values: Sequence[Sequence[float]], label: str
     return lambda axes: bars(axes, names, values, label)
 
 
-def _lines_of(series: dict[str, list[tuple[float, float]]], across: str, up: str) -> Callable[[Axes], None]:
-    return lambda axes: lines(axes, series, across, up)
+def _lines_of(
+    series: dict[str, list[tuple[float, float]]], across: str, up: str, *, linear: bool = False
+) -> Callable[[Axes], None]:
+    return lambda axes: lines(axes, series, across, up, linear=linear)
 
 
 def plots_of(figures: dict[str, Any]) -> list[_Plot]:
