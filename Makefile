@@ -8,7 +8,7 @@ BIN = $(VENV)/bin
 SOURCES = client connector server proto/slotstream/common proto/slotstream/wire tests benchmarks
 
 .PHONY: help demo test unit lint tools packages extended kills soak histories simulation fuzz \
-	bench bench-transport bench-worker bench-workers bench-scale bench-gpu proto clean
+	bench bench-transport bench-worker bench-workers bench-scale bench-gpu bench-online proto clean
 .NOTPARALLEL:  # Two pips at a time spoil an environment.
 
 help:  ## Say what the targets do.
@@ -125,6 +125,9 @@ bench-scale: $(VENV)/.bench  ## Sizes of samples, numbers of connectors, and of 
 
 bench-gpu: $(VENV)/.vllm  ## What capturing costs a real vLLM: make VLLM="vllm>=0.33" bench-gpu, on a machine with a GPU.
 	$(call BENCH,gpu)
+
+bench-online: $(VENV)/.vllm  ## What capturing costs those who wait for a token: vLLM's client against `vllm serve`; needs a GPU too.
+	$(call BENCH,online)
 
 proto: $(VENV)/.dev  ## Generate the code of proto/slotstream/v1 again.
 	$(BIN)/python tests/regenerate_protos.py

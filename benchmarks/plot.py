@@ -2,7 +2,7 @@
 
     python benchmarks/plot.py FILE.json ... [--out DIR] [--format svg|png]
 
-A FILE may be of ingest.py, transport.py, scale.py or gpu.py; each plot is named after it. Needs the `bench` extra.
+A FILE may be of ingest.py, transport.py, scale.py, gpu.py or online.py; each plot is named after it. Needs the `bench` extra.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ except ImportError as error:
 mpl.use("Agg")
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
+from online_figures import contenders_of, counted, loads_of, rounds_of
 
 _MIB = 1 << 20
 _Plot = tuple[str, Callable[[Axes], None]]
@@ -43,14 +44,18 @@ def _is_ours(name: str) -> bool:
     return name.startswith(("gRPC TCP", "gRPC unix", "NIXL", "slotstream", "get, ", "grpc", "nixl"))
 
 
-def lines(axes: Axes, series: dict[str, list[tuple[float, float]]], across: str, up: str) -> None:
-    """A line each through its (x, y), both axes logarithmic."""
+def lines(axes: Axes, series: dict[str, list[tuple[float, float]]], across: str, up: str, *, linear: bool = False) -> None:
+    """A line each through its (x, y), both axes logarithmic, or `linear` from 0."""
     for name, points in series.items():
         ordered = sorted(points)
         style = "-" if _is_ours(name) else "--"
         axes.plot([x for x, _ in ordered], [y for _, y in ordered], style, marker="o", label=name)
-    axes.set_xscale("log", base=10)
-    axes.set_yscale("log")
+    if linear:
+        axes.set_xlim(left=0)
+        axes.set_ylim(bottom=0)
+    else:
+        axes.set_xscale("log", base=10)
+        axes.set_yscale("log")
     axes.set_xlabel(across)
     axes.set_ylabel(up)
     axes.legend(fontsize="small")
@@ -110,12 +115,31 @@ def plots_of_gpu(figures: dict[str, Any]) -> list[_Plot]:
     return plots
 
 
+def plots_of_online(figures: dict[str, Any]) -> list[_Plot]:
+    """Latency over requests a second: the median of the rounds that count."""
+    series: dict[tuple[str, str], dict[str, list[tuple[float, float]]]] = {}
+    for load in (load for load in loads_of(figures["turns"]) if load.startswith("open-")):
+        rounds = counted(rounds_of(figures["turns"], load), keep_void=False)
+        for what in ("ttft", "itl"):
+            for cut in ("p50", "p90", "p99"):
+                for name in contenders_of(turn for one in rounds for turn in one.values()):
+                    middle = statistics.median(one[name][f"{what}_ms"][cut] for one in rounds if name in one)
+                    points = series.setdefault((what, cut), {}).setdefault(name, [])
+                    points.append((float(load.removeprefix("open-")), middle))
+    return [
+        (f"{what}-{cut}", _lines_of(found, "requests a second", f"{what.upper()} {cut}, ms", linear=True))
+        for (what, cut), found in series.items()
+    ]
+
+
 def _bars_of(names: Sequence[str], values: Sequence[Sequence[float]], label: str) -> Callable[[Axes], None]:
     return lambda axes: bars(axes, names, values, label)
 
 
-def _lines_of(series: dict[str, list[tuple[float, float]]], across: str, up: str) -> Callable[[Axes], None]:
-    return lambda axes: lines(axes, series, across, up)
+def _lines_of(
+    series: dict[str, list[tuple[float, float]]], across: str, up: str, *, linear: bool = False
+) -> Callable[[Axes], None]:
+    return lambda axes: lines(axes, series, across, up, linear=linear)
 
 
 def plots_of(figures: dict[str, Any]) -> list[_Plot]:
@@ -126,6 +150,8 @@ def plots_of(figures: dict[str, Any]) -> list[_Plot]:
         return plots_of_scale(figures)
     if "prefill" in figures:
         return plots_of_gpu(figures)
+    if "turns" in figures:
+        return plots_of_online(figures)
     if "results" in figures:
         return plots_of_ingest(figures)
     return []

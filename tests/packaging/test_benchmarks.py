@@ -21,6 +21,7 @@ _TARGETS = {
     "workers": "bench-workers",
     "scale": "bench-scale",
     "gpu": "bench-gpu",
+    "online": "bench-online",
 }
 
 
@@ -101,3 +102,105 @@ def test_workers(tmp_path: Path) -> None:
         (one,), (many,) = pair["one"], pair["many"]
         assert pair["ratios"] == [many["gb_per_s"] / one["gb_per_s"]]
     assert not list(tmp_path.glob("slotstream-bench-*"))
+
+
+def _turn(contender: str, number: int, ms: float, **watch: float) -> dict[str, Any]:
+    """A turn of online.py in which everything takes `ms`."""
+    same = dict.fromkeys(("mean", "p50", "p90", "p99"), ms)
+    quiet = {"preemptions": 0, "kv_used_max": 0.5, "steps": {}, "hooks": {}}
+    return {
+        "run": 0,
+        "group": 0,
+        "round": number,
+        "load": "open-10",
+        "contender": contender,
+        "ttft_ms": same,
+        "itl_ms": same,
+        "e2e_ms": same,
+        "goodput": 1.0,
+        "tokens_per_s": 1000 / ms,
+        "output_tokens": 1000,
+        "cpu_s": {"engine/EngineCore/main": ms, "engine/EngineCore/python": ms},
+        "failed": 0,
+        "not_stored": 0,
+        "watch": quiet | watch,
+    }
+
+
+def _merged(tmp_path: Path, *runs: list[dict[str, Any]]) -> tuple[str, dict[str, Any]]:
+    """What `online.py --merge` says of runs with these turns, and what it writes."""
+    files = []
+    for number, turns in enumerate(runs):
+        files.append(tmp_path / f"run{number}.json")
+        files[-1].write_text(json.dumps({"runs": [{"options": {"kv_cache_gib": 14}}], "turns": turns}))
+    out = tmp_path / "all.json"
+    command = [sys.executable, str(_BENCHMARKS / "online.py"), "--json", str(out), "--merge", *map(str, files)]
+    said = subprocess.run(command, check=True, capture_output=True, text=True, timeout=120).stdout
+    figures: dict[str, Any] = json.loads(out.read_text())
+    return said, figures
+
+
+def test_online_compares_turns_of_the_same_round_and_leaves_void_rounds_out(tmp_path: Path) -> None:
+    one = [_turn("none", 0, 10.0), _turn("grpc", 0, 11.0), _turn("none", 1, 20.0), _turn("grpc", 1, 24.0)]
+    two = [_turn("none", 0, 40.0), _turn("grpc", 0, 46.0)]
+    void = [
+        *(_turn("none", 2, 10.0), _turn("grpc", 2, 90.0, preemptions=1)),
+        *(_turn("none", 3, 10.0, kv_used_max=0.9), _turn("grpc", 3, 90.0)),
+        *(_turn("none", 4, 10.0), _turn("grpc", 4, 90.0) | {"not_stored": 1}),
+    ]
+    said, figures = _merged(tmp_path, [*one, *void], two)
+    assert "open-10: 3 rounds; 3 void (grpc preempted 1 times)" in said
+    # exp(mean of log 1.1, 1.2, 1.15), and 4.303 times the standard error around it.
+    assert re.search(r"^TTFT p50 +20 ms +1\.149 \(1\.032 to 1\.280\)$", said, re.M)
+    assert "grpc: NOT met: TTFT p50 1.149" in said
+    assert re.search(r"^open-10 +none +EngineCore 20.00$", said, re.M)
+    assert {turn["run"] for turn in figures["turns"]} == {0, 1}
+    assert len(figures["turns"]) == 12
+
+
+def test_online_meets_a_target_only_if_the_interval_does(tmp_path: Path) -> None:
+    def rounds(*slower: float) -> list[dict[str, Any]]:
+        pairs = [(_turn("none", at, 10.0), _turn("nixl", at, 10.0 * by)) for at, by in enumerate(slower)]
+        return [turn for pair in pairs for turn in pair]
+
+    assert "nixl: every target met" in _merged(tmp_path, rounds(1.02, 1.021, 1.019))[0]
+    assert "nixl: NOT met: TTFT p50 1.018" in _merged(tmp_path, rounds(0.95, 1.02, 1.09))[0]
+
+
+@pytest.mark.vllm
+@pytest.mark.extended
+def test_online(tmp_path: Path) -> None:
+    small = [
+        "--shape",
+        "tiny",
+        "--layers",
+        "1,4",
+        "--contenders",
+        "grpc",
+        "--loads",
+        "closed-2,open-4,hooks-1024",
+        "--rounds",
+        "1",
+    ]
+    small += ["--waves", "2", "--open-s", "1", "--prompt-tokens", "64", "--output-tokens", "16"]
+    figures = _figures(tmp_path, "online.py", *small)
+    turns = {(turn["load"], turn["contender"]): turn for turn in figures["turns"]}
+    assert turns.keys() == {(load, who) for load in ("closed-2", "open-4", "hooks-1024") for who in ("none", "grpc")}
+    for (load, who), turn in turns.items():
+        assert turn["failed"] == 0
+        assert turn["not_stored"] == 0
+        assert turn["ttft_ms"]["p50"] > 0
+        assert turn["itl_ms"]["mean"] > 0
+        watch = turn["watch"]
+        assert watch["preemptions"] == 0
+        assert 0 < watch["kv_used_max"] < 0.85
+        assert watch["steps"]["decode"]["wall_us"]["mean"] >= watch["steps"]["decode"]["ours_wall_us"]["mean"]
+        assert bool(watch["hooks"]) == (who == "grpc")
+        assert any(name.startswith("engine/EngineCore/") for name in turn["cpu_s"]), turn["cpu_s"]
+        if load == "hooks-1024":
+            assert watch["prompts_of_1024"]["count"] > 0
+        if who == "grpc":
+            assert {"build_connector_meta", "wait_for_save", "take"} <= watch["hooks"].keys()
+            assert sum(turn["samples"].values()) == {"closed-2": 4, "open-4": 4, "hooks-1024": 6}[load]
+    same = [{key: turn[key] for key in ("requests", "output_tokens")} for turn in turns.values()]
+    assert same[0::2] == same[1::2]  # Equal seeds, equal requests.

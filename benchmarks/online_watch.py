@@ -1,0 +1,216 @@
+"""What the engine's own thread does, noted inside vLLM: mixed into its worker (`worker_extension_cls`), asked over its RPC.
+
+With one GPU, vLLM's scheduler and its worker share a process and a thread, so one set of notes sees both.
+"""
+
+from __future__ import annotations
+
+import functools
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from time import perf_counter_ns, thread_time_ns
+from typing import Any
+
+import torch
+
+_ALLOCATIONS = {
+    "num_device_alloc": "device_allocations",
+    "num_device_free": "device_frees",
+    "num_alloc_retries": "allocation_retries",
+    "allocation.all.allocated": "allocator_calls",
+}
+
+
+@dataclass(slots=True)
+class Step:
+    """One step of the engine, from its scheduling to the next one's; nanoseconds."""
+
+    kind: str = "empty"
+    """decode: one token a request; prompt: prompt tokens only; mixed: both."""
+    tokens: int = 0
+    requests: int = 0
+    wall: int = 0
+    """0 where the engine waited for requests after the step."""
+    cpu: int = 0
+    ours_wall: int = 0
+    ours_cpu: int = 0
+
+
+@dataclass(slots=True)
+class Notes:
+    """Taken while `on`, by the engine's thread alone."""
+
+    on: bool = False
+    inside: bool = False
+    """In a hook of ours, which may call another."""
+    steps: list[Step] = field(default_factory=list)
+    hooks: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
+    kv_used_max: float = 0.0
+    waiting_max: int = 0
+    preemptions: int = 0
+    _began: tuple[int, int] = (0, 0)
+
+    def clear(self) -> None:
+        self.steps, self.hooks = [], {}
+        self.kv_used_max, self.waiting_max, self.preemptions = 0.0, 0, 0
+
+    def next_step(self, *, was_idle: bool) -> None:
+        now, cpu = perf_counter_ns(), thread_time_ns()
+        if self.steps:
+            last = self.steps[-1]
+            last.cpu = cpu - self._began[1]
+            last.wall = 0 if was_idle else now - self._began[0]
+        self._began = (now, cpu)
+        self.steps.append(Step())
+
+    def scheduled(self, scheduler: Any, output: Any) -> None:
+        counts = output.num_scheduled_tokens.values()
+        step = self.steps[-1]
+        step.tokens, step.requests = sum(counts), len(counts)
+        several = sum(1 for count in counts if count > 1)
+        if step.requests:
+            step.kind = "decode" if not several else "prompt" if several == step.requests else "mixed"
+        self.kv_used_max = max(self.kv_used_max, scheduler.kv_cache_manager.usage)
+        self.waiting_max = max(self.waiting_max, len(scheduler.waiting))
+        self.preemptions += len(output.preempted_req_ids or ())
+
+    def hook(self, name: str, wall: int, cpu: int) -> None:
+        self.hooks.setdefault(name, []).append((wall, cpu))
+        if self.steps:
+            self.steps[-1].ours_wall += wall
+            self.steps[-1].ours_cpu += cpu
+
+
+NOTES = Notes()
+
+
+def timed(name: str, inner: Callable[..., Any]) -> Callable[..., Any]:
+    """`inner`, whose wall and CPU time on this thread goes into the notes; a call within another is part of that one."""
+
+    @functools.wraps(inner)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not NOTES.on or NOTES.inside:
+            return inner(*args, **kwargs)
+        NOTES.inside = True
+        wall, cpu = perf_counter_ns(), thread_time_ns()
+        try:
+            return inner(*args, **kwargs)
+        finally:
+            NOTES.hook(name, perf_counter_ns() - wall, thread_time_ns() - cpu)
+            NOTES.inside = False
+
+    return call
+
+
+def _watch_scheduler() -> None:
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    schedule = Scheduler.schedule
+    if getattr(schedule, "is_watched", False):
+        return
+
+    @functools.wraps(schedule)
+    def watched(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not NOTES.on:
+            return schedule(self, *args, **kwargs)
+        NOTES.next_step(was_idle=not self.running)
+        output = schedule(self, *args, **kwargs)
+        NOTES.scheduled(self, output)
+        return output
+
+    watched.is_watched = True  # type: ignore[attr-defined]
+    setattr(Scheduler, "schedule", watched)  # noqa: B010  (mypy: a method is not assigned)
+
+
+class Watch:
+    """vLLM's worker has these methods beside its own."""
+
+    def begin_watch(self) -> dict[str, Any]:
+        """Take notes from now on."""
+        _watch_scheduler()
+        NOTES.clear()
+        self._allocations = _allocations()
+        NOTES.on = True
+        return {}
+
+    def end_watch(self) -> dict[str, Any]:
+        """Notes since `begin_watch`: steps by kind, hooks (us), cache use, preemptions, allocations."""
+        NOTES.on = False
+        steps = NOTES.steps[:-1]  # The last one has no end.
+        before = self._allocations
+        return {
+            "steps": {kind: _of_steps([s for s in steps if s.kind == kind]) for kind in sorted({s.kind for s in steps})},
+            "decode_of_64": _ours([s for s in steps if s.kind == "decode" and s.requests == 64]),
+            "prompts_of_1024": _of_prompts(steps),
+            "hooks": {name: _of_hook(times) for name, times in sorted(NOTES.hooks.items())},
+            "kv_used_max": NOTES.kv_used_max,
+            "waiting_max": NOTES.waiting_max,
+            "preemptions": NOTES.preemptions,
+            "allocations": {name: value - before[name] for name, value in _allocations().items()},
+        }
+
+
+def _allocations() -> dict[str, int]:
+    stats = torch.cuda.memory_stats() if torch.cuda.is_available() else {}
+    return {ours: int(stats.get(theirs, 0)) for theirs, ours in _ALLOCATIONS.items()}
+
+
+def _of_steps(steps: Sequence[Step]) -> dict[str, Any]:
+    return {
+        "count": len(steps),
+        "tokens": _mean([s.tokens for s in steps]),
+        "requests": _mean([s.requests for s in steps]),
+        "wall_us": _spread([s.wall for s in steps if s.wall]),
+        "cpu_us": _spread([s.cpu for s in steps]),
+        **_ours(steps),
+    }
+
+
+def _ours(steps: Sequence[Step]) -> dict[str, Any]:
+    return {
+        "count": len(steps),
+        "ours_wall_us": _spread([s.ours_wall for s in steps]),
+        "ours_cpu_us": _spread([s.ours_cpu for s in steps]),
+    }
+
+
+def _of_prompts(steps: Sequence[Step]) -> dict[str, float]:
+    """Of requests that ran one at a time: what is ours more than in as many decode steps, for one prompt; us.
+
+    `step`: in the step that computes the prompt. `all`: in all steps, so that a read that waited for a later step is there too,
+    and the end of the request.
+    """
+    prompts = [s.ours_wall for s in steps if s.kind == "prompt" and s.tokens == 1024]
+    decodes = sorted(s.ours_wall for s in steps if s.kind == "decode")
+    if not prompts or not decodes:
+        return {"count": 0}
+    quiet = decodes[len(decodes) // 2]
+    more = sum(s.ours_wall for s in steps) - quiet * len(steps)
+    return {
+        "count": len(prompts),
+        "step_us": (_mean(prompts) - quiet) / 1e3,
+        "step_max_us": (max(prompts) - quiet) / 1e3,
+        "all_us": more / len(prompts) / 1e3,
+    }
+
+
+def _of_hook(times: Sequence[tuple[int, int]]) -> dict[str, Any]:
+    return {
+        "calls": len(times),
+        "wall_us": _spread([wall for wall, _ in times]),
+        "cpu_us": _spread([cpu for _, cpu in times]),
+    }
+
+
+def _mean(values: Sequence[float]) -> float:
+    return round(statistics.fmean(values), 2) if values else 0.0
+
+
+def _spread(nanoseconds: Sequence[int]) -> dict[str, float]:
+    """In microseconds."""
+    if not nanoseconds:
+        return {}
+    ordered = sorted(nanoseconds)
+    cuts = {"p50": ordered[len(ordered) // 2], "p99": ordered[len(ordered) * 99 // 100], "max": ordered[-1]}
+    return {"mean": _mean(nanoseconds) / 1e3, **{name: value / 1e3 for name, value in cuts.items()}}
