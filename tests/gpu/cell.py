@@ -1,6 +1,6 @@
 """One cell of the GPU matrix: one vLLM engine, truth-model prompts through a running server, every row checked.
 
-usage: cell.py CELL_JSON MODEL SERVER   prints one line `CELL {json}` with what was found.
+usage: cell.py CELL_JSON MODEL SERVER   prints one line for `engines.found_in`.
 """
 
 from __future__ import annotations
@@ -9,12 +9,10 @@ import json
 import os
 import random
 import sys
-import time
-import traceback
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-import torch
+import engines
 
 from slotstream.client import Client, SampleFailed, SampleNotFound, connect
 from slotstream.truth import model as truth_model
@@ -69,63 +67,44 @@ class Found:
     problems: list[str] = field(default_factory=list)
 
 
-def make_engine(cell: Cell, model: str, server: str) -> Any:
-    from vllm import LLM
-
+def options_of(cell: Cell, server: str) -> dict[str, Any]:
+    """vLLM's arguments."""
     # Few rows a slot in half of the cells: rows for slots next to each other are copied at once. And half of them send from a
     # process of its own.
     connector: dict[str, Any] = {
-        "server": server,
         "namespace": cell.name,
         "chunk_bytes": 16 << 10 if cell.chunked else 2 << 20,
         "sender": "process" if cell.prefix_caching else "thread",
     }
-    options: dict[str, Any] = {
-        "disable_log_stats": False,  # Its preemptions are counted.
-        "enforce_eager": cell.mode == "eager",
-        "enable_prefix_caching": cell.prefix_caching,
-        "max_num_batched_tokens": 128 if cell.chunked else 4096,
-        "dtype": "bfloat16",
-        "max_model_len": 2048,
-        "max_num_seqs": 32,
-        "enable_sleep_mode": cell.special.startswith("sleep"),
-        "gpu_memory_utilization": 0.08,
-        "kv_cache_memory_bytes": 2 << 30,
-        "kv_transfer_config": {
-            "kv_connector": "SlotStreamConnector",
-            "kv_connector_module_path": "slotstream.connector",
-            "kv_role": "kv_producer",
-            "kv_connector_extra_config": connector,
-        },
-    }
+    options = engines.small(
+        disable_log_stats=False,  # Its preemptions are counted.
+        enforce_eager=cell.mode == "eager",
+        enable_prefix_caching=cell.prefix_caching,
+        max_num_batched_tokens=128 if cell.chunked else 4096,
+        max_model_len=2048,
+        enable_sleep_mode=cell.special.startswith("sleep"),
+        kv_cache_memory_bytes=2 << 30,
+        **engines.of_kind(cell.kind),
+    )
     if cell.source == "layers":
         connector["layers"] = [*cell.residual_ids, "final"]
     else:
         options["async_scheduling"] = cell.runner == 2  # With V1 it is refused: see tests/gpu/decode.py.
-        options["speculative_config"] = {
-            "method": "extract_hidden_states",
-            "num_speculative_tokens": 1,
-            "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": cell.residual_ids}},
-        }
+        options |= engines.extraction(cell.residual_ids)
     if cell.mode != "eager":
-        options["compilation_config"] = {"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64]}
-        if cell.source == "layers":
-            options["compilation_config"]["cudagraph_mode"] = "PIECEWISE" if cell.mode == "piecewise" else "FULL_AND_PIECEWISE"
+        direct = "PIECEWISE" if cell.mode == "piecewise" else "FULL_AND_PIECEWISE"
+        options |= engines.graphs(direct if cell.source == "layers" else "")
     if cell.kind == "gdn":
-        # On Hopper vLLM would take FlashInfer's kernel; Triton's is the one that every GPU has.
-        options["additional_config"] = {"gdn_prefill_backend": "triton"}
         options["mamba_cache_mode"] = "align" if cell.prefix_caching else "none"
         options["max_num_batched_tokens"] = 512 if cell.chunked else 4096  # "align" cuts steps at blocks of a few hundred.
-    if cell.kind == "mla":
-        options["attention_config"] = {"backend": "TRITON_MLA"}
     if cell.special == "ngram":
         options["speculative_config"] = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
     if cell.special == "preempted":
         options["num_gpu_blocks_override"] = 260  # Of 16 tokens: room for two of the longest requests.
-        del options["kv_cache_memory_bytes"]
+        options["kv_cache_memory_bytes"] = None
     if cell.special == "tiny pool":
         connector["row_pool_bytes"] = 12 * 32 * len(cell.layer_ids) * truth_model.HIDDEN * 2
-    return LLM(model, **options)
+    return {**options, "kv_transfer_config": engines.slotstream(server, **connector)}
 
 
 def prompts_of(rng: random.Random, count: int) -> list[list[int]]:
@@ -142,24 +121,13 @@ def prompts_of(rng: random.Random, count: int) -> list[list[int]]:
 
 def generate(engine: Any, cell: Cell, turn: int, prompts: list[list[int]]) -> list[tuple[dict[str, Any], Any]]:
     """Run the prompts: what each asked of slotstream, and vLLM's answer, None for a request that was aborted."""
-    from vllm import SamplingParams
-
     asked = []
     for i, prompt in enumerate(prompts):
         want: dict[str, Any] = {"sample_id": f"t{turn}-{i}", "include_output_tokens": i % 2 == 1}
         if cell.special == "aborts" and i % 4 == 2:
             want["tokens"] = [len(prompt) // 3, len(prompt)]
         asked.append(want)
-    params = [
-        SamplingParams(
-            max_tokens=OUTPUT_TOKENS,
-            temperature=0,
-            ignore_eos=True,
-            detokenize=False,
-            extra_args={"kv_transfer_params": {"slotstream": want}},
-        )
-        for want in asked
-    ]
+    params = [engines.sampling({"slotstream": want}, OUTPUT_TOKENS) for want in asked]
     inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
     if cell.special != "aborts":
         return list(zip(asked, engine.generate(inputs, params, use_tqdm=False), strict=True))
@@ -207,7 +175,7 @@ def check(client: Client, cell: Cell, prompt: list[int], want: dict[str, Any], a
 
 
 def run(cell: Cell, model: str, server: str) -> dict[str, Any]:
-    engine = make_engine(cell, model, server)
+    engine = engines.make(model, options_of(cell, server))
     (mode,) = engine.collective_rpc(_graph_mode)[:1]
     prompts = prompts_of(random.Random(cell.name), 48)
     found = Found()
@@ -236,18 +204,7 @@ def _graph_mode(worker: Any) -> str:
 def main() -> int:
     os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # For _graph_mode, which the worker runs.
     cell = Cell(**json.loads(sys.argv[1]))
-    began = time.monotonic()
-    try:
-        found = run(cell, sys.argv[2], sys.argv[3])
-    except Exception as error:
-        traceback.print_exc()
-        problem = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-        found = {"rows": 0, "wrong": 0, "problems": [problem]}
-    import vllm
-
-    found |= {"vllm": vllm.__version__, "torch": torch.__version__, "seconds": round(time.monotonic() - began)}
-    print("CELL " + json.dumps({**asdict(cell), "name": cell.name, **found}), flush=True)
-    return 0 if found["rows"] and not found["wrong"] and not found["problems"] else 1
+    return engines.tell({**asdict(cell), "name": cell.name}, lambda: run(cell, *sys.argv[2:4]))
 
 
 if __name__ == "__main__":

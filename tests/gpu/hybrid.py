@@ -14,12 +14,14 @@ import argparse
 import json
 import os
 import random
-import subprocess
 import sys
-import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+
+import engines
+
+from slotstream.client import connect
 
 LAYERS = 6
 LAYER_IDS = [1, 3, LAYERS - 1]  # The last layer is a mixture of experts: where a near-tie falls is not what is asked here.
@@ -69,47 +71,28 @@ def make_model(path: Path) -> Path:
 
 
 def make_engine(model: str, server: str, namespace: str, *, prefix_caching: bool) -> Any:
-    from vllm import LLM
-
-    return LLM(
-        model,
+    options = engines.small(
         enforce_eager=True,
         async_scheduling=os.environ["VLLM_USE_V2_MODEL_RUNNER"] == "1",  # With V1 it is refused: see decode.py.
         enable_prefix_caching=prefix_caching,
         mamba_cache_mode="align" if prefix_caching else "none",
         max_num_batched_tokens=512,
-        dtype="bfloat16",
         max_model_len=4096,
         max_num_seqs=16,
         gpu_memory_utilization=0.1,
         kv_cache_memory_bytes=4 << 30,
-        additional_config={"gdn_prefill_backend": "triton"},
-        speculative_config={
-            "method": "extract_hidden_states",
-            "num_speculative_tokens": 1,
-            "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": LAYER_IDS}},
-        },
-        kv_transfer_config={
-            "kv_connector": "SlotStreamConnector",
-            "kv_connector_module_path": "slotstream.connector",
-            "kv_role": "kv_producer",
-            "kv_connector_extra_config": {"server": server, "namespace": namespace},
-        },
+        kv_transfer_config=engines.slotstream(server, namespace=namespace),
+        **engines.of_kind("gdn"),
+        **engines.extraction(LAYER_IDS),
     )
+    return engines.make(model, options)
 
 
 def generate(engine: Any, asks: dict[str, list[int]], *, outputs: bool, max_tokens: int) -> dict[str, list[int]]:
     """Capture each prompt under its name; returns prompt and text of each."""
-    from vllm import SamplingParams
-
+    # Greedy text of random weights soon repeats itself: drafts are accepted. Sampled text rarely.
     params = [
-        SamplingParams(
-            max_tokens=max_tokens,
-            temperature=i % 2,  # Greedy text of random weights soon repeats itself: drafts are accepted. Sampled text rarely.
-            ignore_eos=True,
-            detokenize=False,
-            extra_args={"kv_transfer_params": {"slotstream": {"sample_id": name, "include_output_tokens": outputs}}},
-        )
+        engines.sampling({"slotstream": {"sample_id": name, "include_output_tokens": outputs}}, max_tokens, i % 2)
         for i, name in enumerate(asks)
     ]
     answers = engine.generate([{"prompt_token_ids": p} for p in asks.values()], params, use_tqdm=False)
@@ -134,8 +117,6 @@ def converse(model: str, server: str, namespace: str) -> None:
 
 def recompute(model: str, server: str, namespace: str, of: str) -> None:
     """Every sample of namespace `of` again, as a prompt, without prefix caching; and the last 200 tokens of each alone."""
-    from slotstream.client import connect
-
     engine = make_engine(model, server, namespace, prefix_caching=False)
     with connect(server) as client:
         whole = {i.sample_id: client.get(i.sample_id, namespace=of).token_ids.tolist() for i in client.list(namespace=of)}
@@ -168,8 +149,6 @@ def by_transformers(model: Path, token_ids: Any) -> Any:
 def compare(server: str, model: Path, runner: int) -> bool:
     """Print what was found for one runner; whether all is well."""
     import torch
-
-    from slotstream.client import connect
 
     hit, fresh = f"hit-v{runner}", f"fresh-v{runner}"
     after: list[torch.Tensor] = []
@@ -217,42 +196,30 @@ def compare(server: str, model: Path, runner: int) -> bool:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--logs", type=Path, default=None, help="keep the engines' logs here")
+    parser = engines.command_line(__doc__)
     parser.add_argument("--child", default=None, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.child is not None:
         what, *rest = json.loads(arguments.child)
         (converse if what == "converse" else recompute)(*rest)
         return 0
-    import torch
-
-    if not torch.cuda.is_available():
-        print("no GPU here: nothing to run")
+    if not engines.has_gpus():
         return 0
-    from slotstream.demo.processes import free_port, start_server
-
-    with tempfile.TemporaryDirectory(prefix="slotstream-gpu-") as scratch:
-        work = Path(scratch)
-        logs = arguments.logs or work
-        logs.mkdir(parents=True, exist_ok=True)
-        model = make_model(work / "model")
-        port = free_port()
-        server = f"127.0.0.1:{port}"
+    with engines.place(arguments.logs) as here:
+        model = make_model(here.work / "model")
 
         def child(runner: int, what: str, *rest: str) -> None:
-            command = [sys.executable, __file__, "--child", json.dumps([what, str(model), server, *rest])]
-            env = {**os.environ, "VLLM_USE_V2_MODEL_RUNNER": str(runner - 1)}
-            with (logs / f"{what}-v{runner}.log").open("w") as out:
-                subprocess.run(command, stdout=out, stderr=subprocess.STDOUT, env=env, timeout=400, check=True)
+            asked, log = json.dumps([what, str(model), here.server, *rest]), here.logs / f"{what}-v{runner}.log"
+            if engines.run_script(__file__, "--child", asked, log=log, runner=runner, timeout_s=400) != 0:
+                raise RuntimeError(f"{what} with runner V{runner} failed ({log})")
 
         def both(runner: int) -> None:
             child(runner, "converse", f"hit-v{runner}")
             child(runner, "recompute", f"fresh-v{runner}", f"hit-v{runner}")
 
-        with start_server(work / "data", logs / "server.log", port), ThreadPoolExecutor(2) as pool:
+        with ThreadPoolExecutor(2) as pool:
             list(pool.map(both, (1, 2)))
-            verdicts = [compare(server, model, runner) for runner in (1, 2)]
+        verdicts = [compare(here.server, model, runner) for runner in (1, 2)]
     return 0 if all(verdicts) else 1
 
 

@@ -6,24 +6,19 @@ Needs a GPU and vLLM; says so and exits 0 where there is none.
 
 from __future__ import annotations
 
-import argparse
-import contextlib
 import datetime
 import itertools
 import json
 import os
 import queue
-import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))
-
+import engines
 import page
 from cell import SPECIALS, Cell
 
@@ -54,7 +49,7 @@ def cells(only: Sequence[str]) -> list[Cell]:
         Cell("extract_hidden_states", runner, mode, "dense", True, True, "sleep1")
         for runner, mode in itertools.product((2, 1), ("graphs", "eager"))
     ]
-    return [c for c in every if not only or any(text in c.name for text in only)]
+    return [cell for cell in every if engines.is_chosen(cell.name, only)]
 
 
 def visible_gpus() -> list[str]:
@@ -76,22 +71,14 @@ def run_cell(cell: Cell, model: Path, server: str, logs: Path, free: queue.Simpl
 
 def _run_cell(cell: Cell, model: Path, server: str, logs: Path, gpu: str) -> dict[str, Any]:
     log = logs / f"{cell.name}.log"
-    command = [sys.executable, str(Path(__file__).with_name("cell.py")), json.dumps(asdict(cell)), str(model), server]
-    env = {**os.environ, "VLLM_USE_V2_MODEL_RUNNER": str(cell.runner - 1), "CUDA_VISIBLE_DEVICES": gpu}
-    with log.open("w") as out, contextlib.suppress(subprocess.TimeoutExpired):
-        subprocess.run(command, stdout=out, stderr=subprocess.STDOUT, env=env, timeout=CELL_TIMEOUT_S, check=False)
-    said = [line for line in log.read_text(errors="replace").splitlines() if line.startswith("CELL ")]
-    if said:
-        found: dict[str, Any] = json.loads(said[-1][5:])
-    else:
-        found = {**asdict(cell), "name": cell.name, "rows": 0, "wrong": 0, "problems": ["the engine did not finish"]}
-    verdict = "ok " if is_green(found) else "BAD"
+    script = str(Path(__file__).with_name("cell.py"))
+    asked = (json.dumps(asdict(cell)), str(model), server)
+    how: dict[str, Any] = {"log": log, "runner": cell.runner, "timeout_s": CELL_TIMEOUT_S, "CUDA_VISIBLE_DEVICES": gpu}
+    engines.run_script(script, *asked, **how)
+    found = engines.found_in(log, {**asdict(cell), "name": cell.name})
+    verdict = "ok " if engines.is_green(found) else "BAD"
     print(f"{verdict} {found['name']}: {found['rows']} rows, {found['wrong']} wrong, {found['problems']}", flush=True)
     return found
-
-
-def is_green(found: dict[str, Any]) -> bool:
-    return bool(found["rows"] and not found["wrong"] and not found["problems"])
 
 
 def key_of(cell: Cell) -> tuple[str, ...]:
@@ -102,7 +89,7 @@ def key_of(cell: Cell) -> tuple[str, ...]:
 
 def row_of(found: dict[str, Any], device: str) -> list[str]:
     """The other columns."""
-    verdict = "right" if is_green(found) else "; ".join(found["problems"]) or "wrong rows"
+    verdict = "right" if engines.is_green(found) else "; ".join(found["problems"]) or "wrong rows"
     if found.get("explained"):
         verdict += f", {found['explained']} samples explained"
     run = f"{datetime.date.today().isoformat()}, {device}, vLLM {found.get('vllm', '?')}, torch {found.get('torch', '?')}"
@@ -152,41 +139,30 @@ def as_markdown(rows: page.Rows) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--at-once", type=int, default=6, help="engines that share a GPU at a time (default: %(default)s)")
-    parser.add_argument("--only", action="append", default=[], metavar="TEXT", help="only cells whose name contains TEXT")
+    parser = engines.command_line(__doc__, only="cells", at_once=6)
     parser.add_argument("--missing", action="store_true", help="only cells that the table of --write has no row of")
-    parser.add_argument("--logs", type=Path, default=None, help="keep the engines' logs here")
     parser.add_argument("--write", type=Path, default=None, help="write the table here, over the rows that are run")
     arguments = parser.parse_args()
+    if not engines.has_gpus():
+        return 0
     import torch
 
-    if not torch.cuda.is_available():
-        print("no GPU here: nothing to run")
-        return 0
-    from slotstream.demo.processes import free_port, start_server
-    from slotstream.truth import model as truth_model
-
-    with tempfile.TemporaryDirectory(prefix="slotstream-gpu-") as scratch:
-        work = Path(scratch)
-        logs = arguments.logs or work
-        logs.mkdir(parents=True, exist_ok=True)
-        one_gpu, several = page.read(arguments.write)
-        table = rows_in(one_gpu)
-        chosen = [cell for cell in cells(arguments.only) if not (arguments.missing and key_of(cell) in table)]
-        models = {kind: truth_model.make(work / kind, kind) for kind in {c.kind for c in chosen}}
-        port = free_port()
-        free: queue.SimpleQueue[str] = queue.SimpleQueue()
-        places = visible_gpus() * arguments.at_once
-        for gpu in places:
-            free.put(gpu)
-        with start_server(work / "data", logs / "server.log", port), ThreadPoolExecutor(len(places)) as pool:
-            runs = [pool.submit(run_cell, c, models[c.kind], f"127.0.0.1:{port}", logs, free) for c in chosen]
-            green = True
+    one_gpu, several = page.read(arguments.write)
+    table = rows_in(one_gpu)
+    chosen = [cell for cell in cells(arguments.only) if not (arguments.missing and key_of(cell) in table)]
+    free: queue.SimpleQueue[str] = queue.SimpleQueue()
+    places = visible_gpus() * arguments.at_once
+    for gpu in places:
+        free.put(gpu)
+    green = True
+    with engines.place(arguments.logs) as here:
+        models = {kind: truth_model.make(here.work / kind, kind) for kind in {c.kind for c in chosen}}
+        with ThreadPoolExecutor(len(places)) as pool:
+            runs = [pool.submit(run_cell, c, models[c.kind], here.server, here.logs, free) for c in chosen]
             try:
                 for run in as_completed(runs):
                     cell, found = run.result()
-                    green &= is_green(found)
+                    green &= engines.is_green(found)
                     table[key_of(cell)] = row_of(found, torch.cuda.get_device_name())
                     if arguments.write is not None:  # Each time: a run that is cut short leaves what it found.
                         arguments.write.write_text(page.joined(as_markdown(table), several))

@@ -7,7 +7,6 @@ alone on the GPU, and is stopped as soon as its log says "KV cache size". --on-c
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import os
@@ -15,11 +14,13 @@ import re
 import signal
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+import engines
+
+from slotstream.demo.processes import SMALL_ENGINE_ENV, free_port, vllm_command
 
 LEAST = 0.97  # Of no capture.
 ENGINE_TIMEOUT_S = 240
@@ -83,32 +84,9 @@ def layers_of(model: dict[str, Any]) -> list[int | str]:
     return [2, count // 2, count - 3, "final"] if count > 5 else [1, 2, 3, "final"]
 
 
-def tokens_in_cache(
-    directory: Path, model: dict[str, Any], log: Path, more: Sequence[str], *, capture: bool, server: str
-) -> int:
+def tokens_in_cache(directory: Path, log: Path, options: dict[str, Any]) -> int:
     """What one engine's log says. Raises RuntimeError with the log's end when it says nothing."""
-    from slotstream.demo.processes import free_port
-
-    command = [
-        sys.executable,
-        "-m",
-        "vllm.entrypoints.openai.api_server",
-        "--model",
-        str(directory),
-        "--port",
-        str(free_port()),
-    ]
-    if model is _MLA:
-        command += ["--attention-backend", "TRITON_MLA"]  # The one that every GPU has.
-    command += ["--load-format", "dummy", "--dtype", "bfloat16", "--skip-tokenizer-init", *more]
-    if capture:
-        transfer = {
-            "kv_connector": "SlotStreamConnector",
-            "kv_connector_module_path": "slotstream.connector",
-            "kv_role": "kv_producer",
-            "kv_connector_extra_config": {"server": server, "layers": layers_of(model)},
-        }
-        command += ["--kv-transfer-config", json.dumps(transfer)]
+    command = [*vllm_command(directory, free_port()), *engines.flags(options)]
     with log.open("w") as out:
         engine = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
     try:
@@ -125,52 +103,35 @@ def tokens_in_cache(
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", action="append", default=[], metavar="TEXT", help="only models whose name contains TEXT")
-    parser.add_argument("--logs", type=Path, default=None, help="keep the engines' logs here")
-    parser.add_argument("--on-cpu", action="store_true", help="a small model, where there is no GPU")
-    arguments = parser.parse_args()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # As Ctrl-C: no process stays behind.
-    import torch
-
-    from slotstream.demo.processes import SMALL_ENGINE_ENV, free_port, start_server
-
-    if not torch.cuda.is_available() and not arguments.on_cpu:
-        print("no GPU here: nothing to run")
+    arguments = engines.command_line(__doc__, only="models", on_cpu="a small model, where there is no GPU").parse_args()
+    if not arguments.on_cpu and not engines.has_gpus():
         return 0
     if arguments.on_cpu:
         os.environ.update(SMALL_ENGINE_ENV)
     models = {"small": _SMALL} if arguments.on_cpu else _MODELS
     green = True
-    with tempfile.TemporaryDirectory(prefix="slotstream-gpu-") as scratch:
-        work = Path(scratch)
-        logs = arguments.logs or work
-        logs.mkdir(parents=True, exist_ok=True)
-        port = free_port()
-        with start_server(work / "data", logs / "server.log", port):
-            for name, model in models.items():
-                if arguments.only and not any(text in name for text in arguments.only):
-                    continue
-                directory = work / name.replace(" ", "-")
-                directory.mkdir()
-                (directory / "config.json").write_text(json.dumps({**model, "torch_dtype": "bfloat16"}))
-                found = {
-                    capture: tokens_in_cache(
-                        directory,
-                        model,
-                        logs / f"{directory.name}-{capture}.log",
-                        ["--enforce-eager", "--block-size=32"] if arguments.on_cpu else [],
-                        capture=capture,
-                        server=f"127.0.0.1:{port}",
-                    )
-                    for capture in (False, True)
-                }
-                ratio = found[True] / found[False]
-                green &= ratio >= LEAST
-                verdict = "ok " if ratio >= LEAST else "BAD"
-                print(
-                    f"{verdict} {name}: {found[False]:,} tokens without capture, {found[True]:,} with: {ratio:.3f}", flush=True
+    with engines.place(arguments.logs) as here:
+        for name, model in models.items():
+            if not engines.is_chosen(name, arguments.only):
+                continue
+            directory = here.work / name.replace(" ", "-")
+            directory.mkdir()
+            (directory / "config.json").write_text(json.dumps({**model, "torch_dtype": "bfloat16"}))
+            options = {"load_format": "dummy", "dtype": "bfloat16", "skip_tokenizer_init": True}
+            options |= engines.of_kind("mla" if model is _MLA else "dense")
+            if arguments.on_cpu:
+                options |= {"enforce_eager": True, "block_size": 32}
+            ours = {"kv_transfer_config": engines.slotstream(here.server, layers=layers_of(model))}
+            found = {
+                capture: tokens_in_cache(
+                    directory, here.logs / f"{directory.name}-{capture}.log", options | (ours if capture else {})
                 )
+                for capture in (False, True)
+            }
+            ratio = found[True] / found[False]
+            green &= ratio >= LEAST
+            verdict = "ok " if ratio >= LEAST else "BAD"
+            print(f"{verdict} {name}: {found[False]:,} tokens without capture, {found[True]:,} with: {ratio:.3f}", flush=True)
     return 0 if green else 1
 
 

@@ -7,7 +7,6 @@ a time. --on-cpu runs the cells that two cores can, one by one: tensor and data 
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import datetime
 import itertools
@@ -17,7 +16,6 @@ import re
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections import Counter
@@ -26,22 +24,13 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
+import engines
 import page
 from support.descendants import descendants
 from support.workload import FINAL_ID, LAYER_IDS, MODEL_NAME, Ask, random_prompts, send
 
 from slotstream.client import Client, SampleFailed, SampleState, connect
-from slotstream.demo.processes import (
-    SMALL_ENGINE,
-    ProcessFailed,
-    Running,
-    connector_options,
-    free_port,
-    start_server,
-    start_vllm,
-)
+from slotstream.demo.processes import SMALL_ENGINE, ProcessFailed, Running, free_port, start_vllm
 from slotstream.truth import model as truth_model
 
 _HOW = {
@@ -115,25 +104,24 @@ def cells(only: Sequence[str], *, on_cpu: bool = False) -> list[Cell]:
         every += [Cell("pipeline-final", 2, "gdn")]
         every += [Cell("tensor", runner, "dense", killed=rank) for runner, rank in itertools.product((2, 1), (0, 1))]
         every += [Cell("pipeline", 2, "dense", killed=0), Cell("sequence", 2, "dense")]
-    return [cell for cell in every if not only or any(text in cell.name for text in only)]
+    return [cell for cell in every if engines.is_chosen(cell.name, only)]
 
 
 @contextlib.contextmanager
 def engine(cell: Cell, model: Path, server: str, log: Path, *, on_cpu: bool) -> Iterator[tuple[Running, int]]:
     """A `vllm serve` and its port, up. Raises ProcessFailed with the log's end when it does not start."""
     port = free_port()
-    options = [f"--served-model-name={MODEL_NAME}", *_HOW[cell.how]]
-    options += connector_options(server=server, layers=[*cell.layers[:-1], "final"], namespace=cell.name, wait_s_max=30)
-    env = {"VLLM_USE_V2_MODEL_RUNNER": str(cell.runner - 1)}
+    layers = [*cell.layers[:-1], "final"]
+    ours = engines.slotstream(server, layers=layers, namespace=cell.name, wait_s_max=30)
+    options = [f"--served-model-name={MODEL_NAME}", *_HOW[cell.how], *engines.flags({"kv_transfer_config": ours})]
+    env = engines.runner_env(cell.runner)
     if on_cpu:
         options += SMALL_ENGINE
         env = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
     else:
-        options += ["--dtype=bfloat16", "--max-model-len=2048", "--max-num-seqs=32", "--max-num-batched-tokens=512"]
-        # Profiling would take what another engine frees meanwhile for its own.
-        options += ["--gpu-memory-utilization=0.08", f"--kv-cache-memory-bytes={2 << 30}"]
-        if cell.kind == "gdn":
-            options += ['--additional-config={"gdn_prefill_backend": "triton"}', "--mamba-cache-mode=align"]
+        shared = {"max_model_len": 2048, "max_num_batched_tokens": 512, "kv_cache_memory_bytes": 2 << 30}
+        align = {"mamba_cache_mode": "align"} if cell.kind == "gdn" else {}
+        options += engines.flags(engines.small(**shared, **align, **engines.of_kind(cell.kind)))
     with start_vllm(model, log, port, *options, env=env, timeout_s=START_S) as running:
         links = 2 if cell.how == "data" else 1
         running.wait_until(lambda: log.read_text(errors="replace").count("slotstream: connected to") >= links, LINK_S)
@@ -278,37 +266,26 @@ def as_markdown(rows: page.Rows) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--at-once", type=int, default=6, help="engines that share the GPUs at a time (default: %(default)s)")
-    parser.add_argument("--only", action="append", default=[], metavar="TEXT", help="only cells whose name contains TEXT")
-    parser.add_argument("--logs", type=Path, default=None, help="keep the engines' logs here")
+    parser = engines.command_line(__doc__, only="cells", on_cpu="the cells that two cores can run", at_once=6)
     parser.add_argument("--write", type=Path, default=None, help="write the table here, over the rows that are run")
-    parser.add_argument("--on-cpu", action="store_true", help="the cells that two cores can run")
     arguments = parser.parse_args()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # As Ctrl-C: no process stays behind.
+    if not arguments.on_cpu and not engines.has_gpus(2):
+        return 0
     import torch
     import vllm
 
-    if torch.cuda.device_count() < 2 and not arguments.on_cpu:
-        print("no two GPUs here: nothing to run")
-        return 0
     device = "CPU" if arguments.on_cpu else f"2 x {torch.cuda.get_device_name()}"
     stamp = f"{datetime.date.today().isoformat()}, {device}, vLLM {vllm.__version__}, torch {torch.__version__}"
     chosen = cells(arguments.only, on_cpu=arguments.on_cpu)
     results: list[Found] = []
-    with tempfile.TemporaryDirectory(prefix="slotstream-gpu-") as scratch:
-        work = Path(scratch)
-        logs = arguments.logs or work
-        logs.mkdir(parents=True, exist_ok=True)
-        models = {kind: truth_model.make(work / kind, kind) for kind in {cell.kind for cell in chosen}}
-        port = free_port()
+    with engines.place(arguments.logs) as here:
+        models = {kind: truth_model.make(here.work / kind, kind) for kind in {cell.kind for cell in chosen}}
 
         def found_in(cell: Cell) -> tuple[Cell, Found]:
-            log = logs / f"{cell.name}.log"
-            return cell, run(cell, models[cell.kind], f"127.0.0.1:{port}", log, on_cpu=arguments.on_cpu)
+            log = here.logs / f"{cell.name}.log"
+            return cell, run(cell, models[cell.kind], here.server, log, on_cpu=arguments.on_cpu)
 
-        places = 1 if arguments.on_cpu else arguments.at_once
-        with start_server(work / "data", logs / "server.log", port), ThreadPoolExecutor(places) as pool:
+        with ThreadPoolExecutor(1 if arguments.on_cpu else arguments.at_once) as pool:
             try:
                 for done in as_completed([pool.submit(found_in, cell) for cell in chosen]):
                     cell, found = done.result()

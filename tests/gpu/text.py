@@ -7,38 +7,28 @@ vLLM's own; a third captures. All three share the GPU. --on-cpu tries this scrip
 
 from __future__ import annotations
 
-import argparse
 import random
-import signal
 import sys
-import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
+import engines
 from support import tiny_qwen3
 from support.offline import capture, generate
 
 from slotstream.client import connect
-from slotstream.demo.processes import free_port, start_server
 
 PROMPTS, MAX_TOKENS = 256, 400  # 102,400 tokens.
-_GPU: dict[str, Any] = {
-    "load_format": "dummy",
-    "dtype": "bfloat16",
-    "skip_tokenizer_init": True,
-    "enforce_eager": False,
-    "compilation_config": {"cudagraph_mode": "FULL_AND_PIECEWISE", "cudagraph_capture_sizes": [1, 8, 64, 128]},
-    "block_size": 16,
-    "max_model_len": 2048,
-    "max_num_batched_tokens": 4096,
-    "max_num_seqs": 128,
-    "num_gpu_blocks_override": 12000,
-    "gpu_memory_utilization": 0.28,
-}
+
+
+def gpu_options() -> dict[str, Any]:
+    """vLLM's arguments over `support.offline`'s: three engines of a large model share a GPU."""
+    options = engines.small(max_model_len=2048, max_num_seqs=128, gpu_memory_utilization=0.28, kv_cache_memory_bytes=None)
+    options |= {"load_format": "dummy", "skip_tokenizer_init": True, "enforce_eager": False, "block_size": 16}
+    options |= {"max_num_batched_tokens": 4096, "num_gpu_blocks_override": 12000}
+    return options | engines.graphs("FULL_AND_PIECEWISE", sizes=(1, 8, 64, 128))
 
 
 def make_8b(directory: Path) -> Path:
@@ -72,40 +62,29 @@ def differences(one: Sequence[list[int]], other: Sequence[list[int]]) -> tuple[i
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--logs", type=Path, default=None, help="work here, and keep the engines' logs")
-    parser.add_argument("--on-cpu", action="store_true", help="a small model, where there is no GPU")
-    arguments = parser.parse_args()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # As Ctrl-C: no process stays behind.
-    import torch
-
-    if not torch.cuda.is_available() and not arguments.on_cpu:
-        print("no GPU here: nothing to run")
+    arguments = engines.command_line(__doc__, on_cpu="a small model, where there is no GPU").parse_args()
+    if not arguments.on_cpu and not engines.has_gpus():
         return 0
-    with tempfile.TemporaryDirectory(prefix="slotstream-gpu-") as scratch:
-        work = Path(scratch) if arguments.logs is None else arguments.logs.absolute()
-        work.mkdir(parents=True, exist_ok=True)
+    with engines.place(arguments.logs) as here:
         rng = random.Random(1)
         if arguments.on_cpu:
-            model, prompts, tokens = tiny_qwen3.make(work / "model"), 4, 20
+            model, prompts, tokens = tiny_qwen3.make(here.work / "model"), 4, 20
             engine: dict[str, Any] = {}
             layers: list[int | str] = [1, tiny_qwen3.LAYERS, "final"]
         else:
-            model, engine, prompts, tokens = make_8b(work / "model"), _GPU, PROMPTS, MAX_TOKENS
+            model, engine, prompts, tokens = make_8b(here.work / "model"), gpu_options(), PROMPTS, MAX_TOKENS
             layers = [2, 18, 33, "final"]
         inputs = [[rng.randrange(1, 60) for _ in range(rng.choice([1, 17, 64, 255, 700]))] for _ in range(prompts)]
-        port = free_port()
-        address = f"127.0.0.1:{port}"
-        env = None if arguments.on_cpu else {"VLLM_USE_V2_MODEL_RUNNER": "1"}
-        with start_server(work / "data", work / "server.log", port), ThreadPoolExecutor(1 if arguments.on_cpu else 3) as pool:
+        env = None if arguments.on_cpu else engines.runner_env(2)
+        with ThreadPoolExecutor(1 if arguments.on_cpu else 3) as pool:
             params = [{"sample_id": f"p{i}", "include_output_tokens": True} for i in range(prompts)]
-            more: dict[str, dict[str, Any]] = {"captured": {"params": params, **capture(address, layers)}}
+            more: dict[str, dict[str, Any]] = {"captured": {"params": params, **capture(here.server, layers)}}
             runs = {
-                name: pool.submit(generate, work / name, model, inputs, tokens, env=env, **engine, **more.get(name, {}))
+                name: pool.submit(generate, here.logs / name, model, inputs, tokens, env=env, **engine, **more.get(name, {}))
                 for name in ("first", "again", "captured")
             }
             first, again, captured = (run.result().texts for run in runs.values())
-            with connect(address) as client:
+            with connect(here.server) as client:
                 stored = [client.get(f"p{i}", wait_s=30).token_ids.tolist() for i in range(prompts)]
     assert stored == [prompt + text[:-1] for prompt, text in zip(inputs, first, strict=True)] or captured != first
     total = sum(map(len, first))
