@@ -145,8 +145,8 @@ def as_table(found: Sequence[dict[str, Any]]) -> str:
 
 def main() -> int:
     if sys.argv[1:2] == ["--cell"]:
-        cell, model, server, theirs = Cell(**json.loads(sys.argv[2])), *sys.argv[3:6]
-        return engines.tell({"name": cell.name}, lambda: compare(cell, model, server, Path(theirs)))
+        cell, (of, server, theirs) = Cell(**json.loads(sys.argv[2])), sys.argv[3:6]
+        return engines.tell({"name": cell.name}, lambda: compare(cell, of, server, Path(theirs)))
     parser = engines.command_line(__doc__, only="engines", on_cpu="try this script where there is no GPU", at_once=4)
     arguments = parser.parse_args()
     if not arguments.on_cpu and not engines.has_gpus():
