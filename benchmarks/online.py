@@ -32,6 +32,7 @@ from online_figures import BASE, Turn, report
 from slotstream.demo.processes import ProcessFailed
 
 _LOADS = "closed-8,closed-32,closed-64,open-10,open-16,open-22,hooks-64,hooks-1024"
+_NOT_NOTED = ("json", "logs", "merge", "merge_before", "before")  # Where files lay says nothing of a run.
 _SMALL_CACHE_GIB, _SMALL_CACHE_LOAD = 4, "open-20"
 
 
@@ -273,7 +274,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.merge:
         figures = merged(options.merge, options.merge_before)
     else:
-        run = {"date": f"{datetime.now(UTC):%Y-%m-%d}", "options": plain(options), "machine": machine()}
+        chosen = {name: value for name, value in plain(options).items() if name not in _NOT_NOTED}
+        run = {"date": f"{datetime.now(UTC):%Y-%m-%d}", "options": chosen, "machine": machine()}
         figures = {"benchmark": "online", "runs": [run], "turns": []}
         status = measure(options, figures)
     write(options.json, figures)
