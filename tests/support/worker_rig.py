@@ -21,18 +21,20 @@ from slotstream.connector.vllm_config import ConnectorConfig, RowKind
 from slotstream.transport.base import Committed, Failed, SampleSink, SinkEvent
 from slotstream.transport.loopback import LoopbackSample, LoopbackSink
 from slotstream.v1 import ingest_pb2
+from slotstream.wire.columns import RowFormat
 
 LAYER_IDS = (1, 2, 5)
 HIDDEN = 8
 BLOCK_SIZE = 4
 BLOCKS = 64
-ROW_BYTES = len(LAYER_IDS) * HIDDEN * 2
+ROW_FORMAT = RowFormat.of("BF16", len(LAYER_IDS), HIDDEN)
+ROW_BYTES = ROW_FORMAT.row_bytes
 
 
 def config(**options: object) -> ConnectorConfig:
     """A connector's configuration as vLLM would have given it."""
     chosen = {"staging_bytes": 4 << 20, "chunk_bytes": 4096, **options}
-    return ConnectorConfig(ConnectorOptions.from_extra(chosen), "engine", "model", LAYER_IDS, HIDDEN, "BF16", {})
+    return ConnectorConfig(ConnectorOptions.from_extra(chosen), "engine", "model", LAYER_IDS, ROW_FORMAT, {})
 
 
 def row_kind(layers: int) -> RowKind:

@@ -25,7 +25,7 @@ from slotstream.connector.sending.outbox import Outbox
 from slotstream.connector.sending.phases import Phase
 from slotstream.connector.sending.row_check import count_bad_rows
 from slotstream.connector.sending.row_hashes import Digests
-from slotstream.connector.sending.sample_state import ChunkState, NotAllowed, SampleState
+from slotstream.connector.sending.sample_state import ChunkState, NotAllowed, SampleState, format_of
 from slotstream.connector.sending.spool.disk_thread import Adopted, Appended, DiskThread, Loaded, ReadBack, SpoolEvent
 from slotstream.connector.sending.spool.reader import SpoolReader
 from slotstream.connector.sending.spool.writer import SpoolWriter
@@ -35,6 +35,7 @@ from slotstream.transport.base import Acked, Committed, Failed, FellBack, LinkDo
 from slotstream.transport.logs import connector_logger
 from slotstream.v1 import ingest_pb2
 from slotstream.wire.errors import (
+    BadParams,
     BadRows,
     CaptureAborted,
     InternalFault,
@@ -59,7 +60,6 @@ class Pump:
         config: ConnectorConfig,
         pool: StagingPool,
         sink: SampleSink,
-        row_bytes: int,
         counters: Counters,
         on_end: Callable[[str], None] = lambda req_id: None,
     ) -> None:
@@ -69,7 +69,7 @@ class Pump:
         self._server = options.server
         self._pool = pool
         self._sink = sink
-        self._row_bytes = row_bytes
+        self._row_bytes = config.row_bytes
         self._counters = counters
         self._inbox: Inbox[_Event] = Inbox()
         self._disk: DiskThread | None = None
@@ -245,7 +245,7 @@ class Pump:
                 outbox.read_back(item)
             case LinkUp():
                 logger.info("slotstream: connected to %s (server %s)", self._server, item.server_version)
-                outbox.link_is_up()
+                outbox.link_is_up(item.columns)
                 self._refused = False
             case LinkDown():
                 # A server that refuses our token says so at every try.
@@ -326,11 +326,19 @@ class Pump:
         sample = self._outbox.sample(item.req_id)
         if sample is None:
             return
+        if sample.opened.columns or item.columns.values:
+            try:
+                item.columns.check(format_of(sample.opened), len(item.token_ids))
+            except BadParams as error:
+                self._give_up(item.req_id, error)
+                return
         metadata = {**item.metadata, **(sample.bad_rows.metadata if sample.bad_rows is not None else {})}
         metadata["last_rows_unix_ns"] = str(sample.rows_unix_ns)  # By this host's clock.
         self._outbox.finish(
             sample,
-            ingest_pb2.CommitSample(row_count=len(item.token_ids), token_ids=item.token_ids, metadata=metadata),
+            ingest_pb2.CommitSample(
+                row_count=len(item.token_ids), token_ids=item.token_ids, metadata=metadata, columns=item.columns.to_wire()
+            ),
         )
 
     def _give_up(self, req_id: str, error: SlotStreamError) -> None:

@@ -57,6 +57,6 @@ def in_thread(config: ConnectorConfig, sink: SampleSink) -> SenderMaker:
 
     def make(memory: HostMemory, shape: StagingShape, counters: Counters) -> Sender:
         sink.use_staging(memory.view, shape.slot_bytes)
-        return Pump(config, StagingPool(memory.view, shape), sink, shape.row_bytes, counters)
+        return Pump(config, StagingPool(memory.view, shape), sink, counters)
 
     return make

@@ -57,7 +57,7 @@ def main(items_fd: int, leases_fd: int, memory_fd: int) -> int:
         sink.use_staging(memory, setup.shape.slot_bytes)
         pool = StagingPool(memory, setup.shape)
         ended: queue.SimpleQueue[str] = queue.SimpleQueue()
-        pump = Pump(setup.config, pool, sink, setup.shape.row_bytes, counters, ended.put)
+        pump = Pump(setup.config, pool, sink, counters, ended.put)
         pump.start()
     except (ConfigError, OSError) as error:
         say(items, Refused(str(error)))
