@@ -22,15 +22,13 @@ from support.ports import free_port
 from support.server import ServerProcess
 from support.synthetic import SyntheticSample
 from support.waiting import WAIT_S, wait_until
-from support.worker_rig import Rig, cached_rows
 
 from slotstream.cli.main import main
 from slotstream.client import Client, Damaged, SampleState, UnsupportedFormat, connect
 from slotstream.client import client as client_module
-from slotstream.connector.plan import SampleFinish, SampleOpen, StepPlan
 from slotstream.v1 import ingest_pb2 as pb
 from slotstream.wire import columns
-from slotstream.wire.columns import Column, LateColumns
+from slotstream.wire.columns import Column
 from slotstream.wire.layout import file_path
 
 _TOKENS = 50
@@ -52,19 +50,6 @@ def later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     monkeypatch.syspath_prepend(str(tmp_path / "later"))
     monkeypatch.setitem(columns.COLUMNS, "weights", Column("weights", "F32", late=True, optional=True))
     return {"PYTHONPATH": str(tmp_path / "later")}
-
-
-def _capture(rig: Rig, sample_id: str, late: dict[str, bytes], rows_max: int = _TOKENS) -> bytes:
-    """A prompt whose plan carries these columns; its rows."""
-    table = rig.table(sample_id, _TOKENS)
-    slots = rig.slots(sample_id, 0, _TOKENS)
-    rig.write(slots)
-    opened = SampleOpen(sample_id, "default", sample_id, 0, rows_max, rows_max == _TOKENS, columns=tuple(late))
-    finish = SampleFinish(sample_id, tuple(range(_TOKENS)), columns=LateColumns(late))
-    rig.step(StepPlan((opened,), (cached_rows(sample_id, 0, _TOKENS, 0, table),), (finish,)), slots)
-    rows = rig.rows(sample_id, 0, _TOKENS)
-    rig.free(sample_id)
-    return rows
 
 
 def _check(client: Client, sample_id: str, rows: bytes) -> None:
@@ -96,15 +81,15 @@ def test_a_column_of_the_table_goes_all_the_way(
         if sender == "spool":
             options["spool_dir"] = str(tmp_path / "spool")
             dead = Engine.start(server.address, **options)
-            rows["a"] = _capture(dead.rig, "a", _COLUMNS)
+            rows["a"] = dead.rig.capture_with("a", _TOKENS, _COLUMNS)
             dead.close()
             assert len(list((tmp_path / "spool").rglob("*~a.columns"))) == 1
         server.start()
         engine = Engine.start(server.address, **options)
         wait_until(lambda: engine.rig.worker._sender.gauges()["link_up"] > 0, "the link")
         if sender != "spool":
-            rows["a"] = _capture(engine.rig, "a", _COLUMNS)
-        rows["b"] = _capture(engine.rig, "b", _COLUMNS)
+            rows["a"] = engine.rig.capture_with("a", _TOKENS, _COLUMNS)
+        rows["b"] = engine.rig.capture_with("b", _TOKENS, _COLUMNS)
         with connect(server.address) as client, connect(server.address, data_dir=data_dir) as beside:
             for sample_id in rows:
                 wait_until(lambda sample_id=sample_id: _is_stored(client, sample_id), sample_id)  # type: ignore[misc]
@@ -160,7 +145,7 @@ def test_a_server_that_does_not_take_the_column_is_sent_no_row(
     sent: list[object] = []
     monkeypatch.setattr(engine.rig.sink, "submit", sent.append)
     wait_until(lambda: engine.rig.worker._sender._outbox.link_up)
-    _capture(engine.rig, "columns-refused", _COLUMNS)
+    engine.rig.capture_with("columns-refused", _TOKENS, _COLUMNS)
     wait_until(lambda: "columns-refused" in engine.failed())
     assert engine.failed() == {"columns-refused": "UNSUPPORTED_FORMAT"}
     assert "upgrade servers before connectors" in engine.faults["columns-refused"].message
@@ -190,12 +175,12 @@ def _opened(sample_id: str, namespace: str, names: list[str], rows_max: int = 4)
 def test_a_commit_that_could_not_be_sent_is_refused_at_the_open(ingest: IngestClient, namespace: str, engine: Engine) -> None:
     ingest.send(_opened("long", namespace, ["positions"], rows_max=1_300_000))
     assert ingest.next_reply("failed").failed.code == "TOO_LARGE"
-    _capture(engine.rig, "columns-too-long", {"positions": _POSITIONS}, rows_max=1_300_000)
+    engine.rig.capture_with("columns-too-long", _TOKENS, {"positions": _POSITIONS}, rows_max=1_300_000)
     wait_until(lambda: engine.failed() == {"columns-too-long": "TOO_LARGE"})
 
 
 def test_a_plan_whose_columns_do_not_fit_fails_its_own_sample(engine: Engine) -> None:
-    _capture(engine.rig, "columns-short", {"loss_mask": _MASK[:-1]})
+    engine.rig.capture_with("columns-short", _TOKENS, {"loss_mask": _MASK[:-1]})
     wait_until(lambda: engine.failed() == {"columns-short": "BAD_PARAMS"})
 
 
@@ -204,8 +189,8 @@ def test_an_older_reader_gets_the_sample_without_optional_columns(
     server: ServerProcess, engine: Engine, in_place: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     masked, placed = f"columns-masked-{in_place}", f"columns-placed-{in_place}"
-    rows = _capture(engine.rig, masked, {"loss_mask": _MASK})
-    _capture(engine.rig, placed, {"loss_mask": _MASK, "positions": _POSITIONS})
+    rows = engine.rig.capture_with(masked, _TOKENS, {"loss_mask": _MASK})
+    engine.rig.capture_with(placed, _TOKENS, {"loss_mask": _MASK, "positions": _POSITIONS})
     with connect(server.address, data_dir=server.data_dir if in_place else None) as client:
         found = client.get(placed, wait_s=60.0)
         assert found.columns["positions"].tolist() == list(range(0, 2 * _TOKENS, 2))
@@ -224,7 +209,7 @@ def test_a_reader_in_any_language_says_what_it_knows(server: ServerProcess, engi
     from slotstream.v1 import samples_pb2 as read_pb
     from slotstream.v1 import samples_pb2_grpc
 
-    _capture(engine.rig, "columns-plain", {"loss_mask": _MASK})
+    engine.rig.capture_with("columns-plain", _TOKENS, {"loss_mask": _MASK})
     with grpc.insecure_channel(server.address) as channel:
         stub: Any = samples_pb2_grpc.SamplesStub(channel)  # type: ignore[no-untyped-call]
         for known, named in (([], []), (["loss_mask", "unheard-of"], ["loss_mask"])):
