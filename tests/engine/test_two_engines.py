@@ -5,13 +5,19 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from prometheus_client import REGISTRY, Counter, Gauge, Histogram
 from support import offline, two_engines
+from support.worker_rig import opened
 from support.workload import assert_rows_are_true, text_tokens
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 
 from slotstream.client import Client, SampleState, connect
+from slotstream.connector.plan import StepPlan
 from slotstream.demo.processes import free_port, start_server
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
@@ -58,6 +64,37 @@ def _assert_stored(client: Client, turns: list[dict[str, Any]], said: list[Any],
         outputs = tokens[:-1] if asked["include_output_tokens"] else []
         assert sample.token_ids.tolist() == turn["prompt"] + outputs
         assert_rows_are_true(sample)
+
+
+def test_a_step_of_an_engine_that_is_unknown_here_fails_its_samples_and_frees_its_blocks() -> None:
+    from slotstream.connector.facade import SlotStreamConnector, SlotStreamMetadata, SlotStreamWorkerMetadata
+
+    connector = object.__new__(SlotStreamConnector)
+    connector._sides, connector._scheduler = {}, None
+    connector.bind_connector_metadata(SlotStreamMetadata(StepPlan((opened("a", 3),), releases=("b",)), "unknown"))
+    connector.save_kv_layer("layer", torch.zeros(1), None)
+    connector.wait_for_save()
+    assert connector.get_finished(set()) == ({"b"}, None)
+    told = connector.build_connector_worker_meta()
+    assert isinstance(told, SlotStreamWorkerMetadata)
+    assert [(fault.req_id, fault.code) for fault in told.faults] == [("a", "INTERNAL")]
+    assert connector.get_kv_connector_stats() is None
+    connector.bind_connector_metadata(KVConnectorMetadata())  # An engine with another connector.
+    assert connector.get_finished(set()) == (None, None)
+    assert connector.build_connector_worker_meta() is None
+
+
+def test_engines_of_one_process_count_together() -> None:
+    """Prometheus takes a name once a process: the second engine did not start."""
+    from slotstream.connector.metrics import SlotStreamPromMetrics
+
+    kinds: Any = {Counter: Counter, Gauge: Gauge, Histogram: Histogram}
+    transfer: Any = SimpleNamespace(kv_transfer_config=None)
+    engines = [SlotStreamPromMetrics(transfer, kinds, ["model_name", "engine"], {0: ["m", name]}) for name in ("0", "1", "1")]
+    for engine in engines:
+        engine.observe({"rows": 5})
+    found = [REGISTRY.get_sample_value("slotstream_connector_rows_total", {"model_name": "m", "engine": n}) for n in ("0", "1")]
+    assert found == [5, 10]
 
 
 def test_two_engines_in_one_process_each_read_their_own_pages(
