@@ -216,11 +216,13 @@ def on_cpu() -> bool:
 
 @contextlib.contextmanager
 def logged_refusal() -> Iterator[None]:
-    """Log a ConfigError that passes, in one line: vLLM buries it in a page of traceback. Also a decorator; not to be nested."""
+    """Log a ConfigError that passes, in one line, once: vLLM buries it in a page of traceback. Also a decorator."""
     try:
         yield
     except ConfigError as error:
-        logger.error("slotstream cannot start: %s", error)
+        if not hasattr(error, "logged"):
+            logger.error("slotstream cannot start: %s", error)
+            error.logged = True  # type: ignore[attr-defined]
         raise
 
 
