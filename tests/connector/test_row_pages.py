@@ -35,7 +35,7 @@ def make_pages(rows: int = 64, layers: int = 2, hidden: int = 4, block_size: int
 
 
 def give(pages: RowPages, step: int, entries: dict[int, int], *, clear: bool = False) -> None:
-    pages.begin_step(StepPlan(table=TableUpdate(step, entries, clear)))
+    pages.begin_step(StepPlan(table=TableUpdate(step, entries, clear, live=sum(page >= 0 for page in entries.values()))))
 
 
 def hidden_of(count: int, layers: int = 2, hidden: int = 4, seed: int = 0) -> list[torch.Tensor]:
@@ -99,7 +99,7 @@ def test_once_capture_is_off_no_page_is_given_and_no_row_is_read() -> None:
     pages = make_pages()
     give(pages, 1, {3: 2})
     write_rows(pages, hidden_of(8), torch.arange(24, 32))
-    plan = RowPlan("r", 0, 8, 0, PagePlace((2,), (24,), (1,)))
+    plan = RowPlan("r", 0, 8, 0, PagePlace((2,), (3,), (1,)))
     assert len(pages.locate(plan)) == 8
     pages.switch_off()
     with pytest.raises(InternalFault, match="capture is off until vLLM restarts"):
@@ -134,8 +134,8 @@ def test_a_row_is_right_only_if_the_device_wrote_it_for_its_slot_since_the_page_
     "place",
     [
         pytest.param(PagePlace((1,), (0,), (1,)), id="too few pages"),
-        pytest.param(PagePlace((1, 8), (0, 8), (1, 1)), id="a page that does not exist"),
-        pytest.param(PagePlace((1, -1), (0, 8), (1, 1)), id="no page"),
+        pytest.param(PagePlace((1, 8), (0, 1), (1, 1)), id="a page that does not exist"),
+        pytest.param(PagePlace((1, -1), (0, 1), (1, 1)), id="no page"),
         pytest.param(BlockPlace((1, 2), 0), id="blocks"),
     ],
 )
@@ -164,8 +164,8 @@ class _Rig:
 def test_rows_go_from_the_forward_pass_to_the_sender_byte_for_byte() -> None:
     rig = _Rig(chunk_bytes=4096)
     try:
-        table = TableUpdate(1, {10: 4, 3: 0}, clear=True)
-        place = PagePlace((4, 0), (80, 24), (1, 1))
+        table = TableUpdate(1, {10: 4, 3: 0}, clear=True, live=2)
+        place = PagePlace((4, 0), (10, 3), (1, 1))
         plan = StepPlan(
             (opened("a", 13),), (RowPlan("a", 0, 13, 0, place),), (SampleFinish("a", tuple(range(13))),), table=table
         )
@@ -180,10 +180,10 @@ def test_rows_go_from_the_forward_pass_to_the_sender_byte_for_byte() -> None:
 def test_a_row_that_the_device_did_not_write_fails_its_sample_and_no_other() -> None:
     rig = _Rig()
     try:
-        table = TableUpdate(1, {0: 0, 1: 1})
+        table = TableUpdate(1, {0: 0, 1: 1}, clear=False, live=2)
         plan = StepPlan(
             (opened("short", 8), opened("whole", 8)),
-            (RowPlan("short", 0, 8, 0, PagePlace((0,), (0,), (1,))), RowPlan("whole", 0, 8, 0, PagePlace((1,), (8,), (1,)))),
+            (RowPlan("short", 0, 8, 0, PagePlace((0,), (0,), (1,))), RowPlan("whole", 0, 8, 0, PagePlace((1,), (1,), (1,)))),
             (SampleFinish("short", tuple(range(8))), SampleFinish("whole", tuple(range(8)))),
             table=table,
         )

@@ -9,9 +9,11 @@ SLOTSTREAM_MACHINE_EXAMPLES=2000 gives it a long run.
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -26,6 +28,7 @@ from slotstream.connector.faults import SampleFault
 from slotstream.connector.plan import RowPlan, StepPlan
 from slotstream.connector.planning.page_allocator import NULL_BLOCK, PageAllocator
 from slotstream.connector.planning.row_places import PagePlaces
+from slotstream.connector.planning.row_planner import STEPS_MAX
 from slotstream.connector.planning.scheduler import SchedulerHalf
 from slotstream.connector.reading.row_pages import RowPages
 from slotstream.connector.reading.row_write import write_rows
@@ -81,6 +84,18 @@ class _Request:
         return "length"
 
 
+class _WatchedPlaces(PagePlaces):
+    """`were_short`: whether the plan that is being made was told that pages are."""
+
+    were_short = False
+
+    @property
+    def reads_early(self) -> bool:
+        available = self._pages.free + len(self._pages._let_go)
+        self.were_short |= available < max(self._pages.shape.pages / 4, self._pages._step_pages)
+        return super().reads_early
+
+
 class _Engine:
     """`asynchronous`: what is sampled in a step is known to the scheduler only after the next one was planned.
 
@@ -96,6 +111,7 @@ class _Engine:
         blocks: int,
         block_size: int,
         pages: int,
+        step_pages: int = 0,
         window: int = 0,
     ) -> None:
         self.rng = rng
@@ -104,11 +120,15 @@ class _Engine:
         self.block_size = block_size
         self.free_blocks = list(range(1, blocks))
         shape = RowPoolShape(pages, page_rows_of(block_size))
-        self.allocator = PageAllocator(shape, block_size)
-        options = config(layers=[0], output_rows_per_chunk=rng.choice([1, 3, 32]))
+        self.allocator = PageAllocator(shape, block_size, step_pages)
+        self.output_rows = rng.choice([1, 3, 32])
+        options = config(layers=[0], output_rows_per_chunk=self.output_rows)
         self.window = window
-        places = PagePlaces(self.allocator, row_bytes=16, keeps_blocks=not window)
-        self.half = SchedulerHalf(options, 1, block_size, _MODEL_LEN, lambda _: None, places)
+        self.places = _WatchedPlaces(self.allocator, row_bytes=16, keeps_blocks=not window)
+        self.seconds = itertools.count()
+        self.half = SchedulerHalf(
+            options, 1, block_size, _MODEL_LEN, lambda _: None, self.places, lambda: float(next(self.seconds))
+        )
         self.device = RowPages(shape.rows, 1, 4, torch.float32, torch.device("cpu"))
         self.device.cut(shape, blocks * block_size)
         self.waiting: list[_Request] = []
@@ -122,6 +142,11 @@ class _Engine:
         self.ended: dict[str, str] = {}
         self.failed: Counter[str] = Counter()
         self.gauges: dict[str, float] = {}  # As the connector told them last.
+        self.steps = 0
+        self.ripe: dict[str, int] = {}  # Whose rows are worth reading, since which step.
+        self.worth: dict[str, int] = {}  # As far as the planner sees it.
+        self.urgent: set[str] = set()  # Who ended or lost its blocks since the last step.
+        self.read_late = self.read_at_once = 0
         self.numbers = 0
 
     # What a user does.
@@ -158,24 +183,32 @@ class _Engine:
                 req_ids=list(scheduled),
                 num_computed_tokens=[self._by_id(r).num_computed_tokens for r in scheduled],
                 new_block_ids=[((), tuple(self.got[r])) if r in self.got else None for r in scheduled],
+                num_output_tokens=[self._known(self._by_id(r)) - self._by_id(r).num_prompt_tokens for r in scheduled],
             ),
             scheduled_new_reqs=[],
+            total_num_scheduled_tokens=sum(scheduled.values()),
+            scheduled_spec_decode_tokens={r: [-1] * count for r, count in self.drafted.items() if r in scheduled},
             preempted_req_ids=set(self.preempted),
             has_sync_kv_loads=False,
             kv_cache_block_copies=None,
             kv_connector_block_state=SimpleNamespace(get_block_ids=lambda r: ((), tuple(self._by_id(r).table))),
         )
+        self.urgent |= self.preempted
         self.preempted.clear()
         self.got.clear()
+        self.steps += 1
+        self.places.were_short = False
         if broken:  # The hook guard's way: nothing is known of a plan that was not made.
             self.half.fail_all()
             plan = StepPlan()
         else:
             plan = self.half.plan(output)
             self.half.delivered()
+            self._check_reasons(plan, scheduled)
+        self.urgent.clear()
         self._check_pages()
         self.gauges |= self.half.take_stats()
-        used = sum(map(len, self.allocator._held.values()))
+        used = len(self._held())
         pages = self.allocator.shape.pages
         assert (self.gauges["row_pool_pages_in_use"], self.gauges["row_pool_pages_free"]) == (used, pages - used)
         assert self.gauges["row_pool_bytes"] == self.device.pool.nbytes
@@ -200,16 +233,18 @@ class _Engine:
             self.allocated.append(request)
             self._hit(request)
         scheduled: dict[str, int] = {}
+        self.drafted: dict[str, int] = {}
         for request in list(self.running):
             if request not in self.running or (self.rng.random() < 0.1 and request.num_computed_tokens):
                 continue  # Preempted for another, or left out this time.
-            known = len(request.all_token_ids) + sum(map(len, request.late))
+            known = self._known(request)
             left = known - request.num_computed_tokens
             if left <= 0 or known >= len(request.prompt) + request.max_tokens + (1 if self.asynchronous else 0):
                 continue
             count = min(left, self.rng.choice([1, 5, 8, 16, 64]))
             if count == left and not request.late and request.num_output_tokens:
-                count += self.rng.randint(0, self.drafts)
+                self.drafted[request.request_id] = self.rng.randint(0, self.drafts)
+                count += self.drafted[request.request_id]
             if not self._blocks_for(request, request.num_computed_tokens + count, scheduled):
                 continue
             scheduled[request.request_id] = count
@@ -219,6 +254,10 @@ class _Engine:
                 self.half.on_alloc(request, blocks)
         self.allocated.clear()
         return {r: n for r, n in scheduled.items() if any(r == one.request_id for one in self.running)}
+
+    def _known(self, request: _Request) -> int:
+        """Tokens that it has, those included that the scheduler has not heard of."""
+        return len(request.all_token_ids) + sum(map(len, request.late))
 
     def _hit(self, request: _Request) -> None:
         """Some of its tokens are in the prefix cache: nobody computes their rows."""
@@ -295,6 +334,7 @@ class _Engine:
             if request in queue:
                 queue.remove(request)
         request.say(status)
+        self.urgent.add(request.request_id)
         hold, answer = self.half.on_finished(request, request.table)
         assert not hold, "row pages hold no blocks of vLLM's"
         self._free(request)
@@ -332,9 +372,35 @@ class _Engine:
             assert row not in self.stored[plan.req_id], "a row is read twice"
             self.stored[plan.req_id][row] = tuple(values)
 
+    def _check_reasons(self, plan: StepPlan, scheduled: Mapping[str, int]) -> None:
+        """A step with prompt tokens reads only for a reason; a step without leaves nothing that is worth reading."""
+        ripe, worth = {}, {}  # What a step has sampled may be known sooner than it is looked at.
+        for req_id, capture in self.half._live.items():
+            unread, in_output = capture.readable - capture.next, capture.next >= capture.request.num_prompt_tokens
+            seen = req_id in scheduled or req_id in self.ripe  # Who waits for its turn is not looked at.
+            if seen and unread > 0 and (not in_output or unread > self.output_rows + self.drafts):
+                ripe[req_id] = self.ripe.get(req_id, self.steps)
+            if unread > 0 and (not in_output or unread >= self.output_rows):
+                worth[req_id] = self.worth.get(req_id, self.steps)
+        prompt = any(count > 1 + self.drafted.get(r, 0) for r, count in scheduled.items())
+        prompt |= any(self._known(self._by_id(r)) == self._by_id(r).num_prompt_tokens for r in scheduled)
+        read = {rows.req_id for rows in plan.rows} - self.urgent
+        if prompt and read and not self.places.were_short:
+            waited = {req_id for req_id, since in self.worth.items() if self.steps - since >= STEPS_MAX}
+            assert read & waited, "rows are read beside prompt tokens without a reason"
+        if not prompt or self.places.were_short:
+            assert not ripe, "rows wait though nothing speaks against reading them"
+        assert all(self.steps - since < STEPS_MAX for since in ripe.values()), "rows wait for too long"
+        self.read_late += len(read & self.ripe.keys())
+        self.read_at_once += len(read - self.ripe.keys())
+        self.ripe, self.worth = ripe, worth
+
+    def _held(self) -> list[int]:
+        return [page for held in self.allocator._held.values() for page in held.pages if page >= 0]
+
     def _check_pages(self) -> None:
-        held = [page.page for pages in self.allocator._held.values() for page in pages.values()]
-        everywhere = held + self.allocator._free
+        held = self._held()
+        everywhere = [*held, *self.allocator._free]
         assert len(set(everywhere)) == len(everywhere) == self.allocator.shape.pages, "a page is lost, or somebody else's too"
 
     def drain(self) -> None:
@@ -363,6 +429,7 @@ def test_every_row_that_is_read_is_its_own_and_every_page_comes_back(seed: int, 
         blocks=rng.choice([200, 500]) // block_size + 10,
         block_size=block_size,
         pages=rng.choice([8, 16, 200]),
+        step_pages=rng.choice([0, 5, 50]),
         window=rng.choice([0, 0, 1, 20, 90]),
     )
     for _ in range(rng.randint(5, 60)):

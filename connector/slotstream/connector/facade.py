@@ -87,7 +87,7 @@ class SlotStreamConnector(KVConnectorBase_V1, SupportsHMA):
         self._watch: ServerHealth | None = None
         self._capture_layer = ""
         self._bound: StepPlan = EMPTY_PLAN
-        self._told_off: dict[str, float] = {}  # Of `capture_off`, as vLLM heard it last.
+        self._told_off: str | None = ""  # Why nothing is captured, as vLLM heard it last; "" while it heard nothing.
         self._group = row_group(self._config, vllm_config, kv_cache_config)
         if role is KVConnectorRole.SCHEDULER:
             self._watch = ServerHealth(
@@ -262,20 +262,20 @@ class SlotStreamConnector(KVConnectorBase_V1, SupportsHMA):
         if half is None:
             return None
         data = self._guard.run(half.take_stats, {})
-        off = self._guard.run(self._capture_off, self._told_off)
-        if data or off != self._told_off:
-            self._told_off = off
-            return SlotStreamStats({**data, **off})
-        return None
+        reason = self._guard.run(self._why_off, self._told_off)
+        if reason != self._told_off:
+            self._told_off = reason
+            data = {**data, **capture_off(SCHEDULER_REASONS if self._scheduler is not None else WORKER_REASONS, reason)}
+        return SlotStreamStats(data) if data else None
 
-    def _capture_off(self) -> dict[str, float]:
-        """Whether this half captures nothing now, and why."""
+    def _why_off(self) -> str | None:
+        """Why this half captures nothing now, if so."""
         if self._scheduler is None:
             lost = "ROWS_NOT_WRITTEN" if rows_are_lost() else None
-            return capture_off(WORKER_REASONS, "WORKER_FAULTS" if self._guard.disabled else lost)
+            return "WORKER_FAULTS" if self._guard.disabled else lost
         problem = self._scheduler.why_off()
         code = None if problem is None else problem.code
-        return capture_off(SCHEDULER_REASONS, "SCHEDULER_FAULTS" if self._guard.disabled else code)
+        return "SCHEDULER_FAULTS" if self._guard.disabled else code
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> SlotStreamStats:

@@ -51,6 +51,12 @@ def pool_rows(config: ConnectorConfig, vllm_config: VllmConfig) -> int:
     return rows
 
 
+def step_pages(vllm_config: VllmConfig, page_rows: int) -> int:
+    """The most pages that one step can want: those of its tokens, where each request begins a page with its last one."""
+    scheduler = vllm_config.scheduler_config
+    return int(-(-(scheduler.max_num_batched_tokens + scheduler.max_num_seqs * (page_rows - 1)) // page_rows))
+
+
 def page_rows_of(block_size: int) -> int:
     """Rows of a page, for blocks of `block_size` tokens: its largest divisor that is no larger than PAGE_ROWS_MAX."""
     return max(rows for rows in range(1, min(block_size, PAGE_ROWS_MAX) + 1) if block_size % rows == 0)

@@ -23,7 +23,8 @@ class CapturedRequest:
     stop: int
     next: int
     covered: int = 0  # Positions [0, covered) have been scheduled: their rows exist, or are about to.
-    quiet_until: int = 0  # Steps that compute no position from here on neither need a place nor have rows read.
+    placed_until: int = 0  # Steps that compute no position from here on need no place for its row.
+    quiet_until: int = 0  # Nor are there rows worth reading while none is computed from here on.
     opened: bool = False
     hit_tokens: int = 0
     rows: int = 0  # Of the sample, once all of them are planned, and the commit too.
@@ -80,8 +81,8 @@ class CapturedRequest:
     def sample_finish(self, stop: int) -> SampleFinish:
         """The sample ends with the row before `stop`."""
         request = self.request
-        # A prompt's capture ends with its last row, while the text is still being written.
-        metadata = {"finish_reason": _finish_reason(request) if request.is_finished() else "prompt"}
+        # A prompt's capture ends with its last row, however much of the text is written by then.
+        metadata = {"finish_reason": _finish_reason(request) if self.params.include_output_tokens else "prompt"}
         if self.resets:
             metadata["cache_resets"] = ",".join(map(str, self.resets))
         return SampleFinish(request.request_id, tuple(request.all_token_ids[self.start : stop]), metadata)

@@ -33,22 +33,22 @@ class RowPlaces(Protocol):
     def reads_early(self) -> bool:
         """Whether confirmed rows should be read now instead of waiting for more of their kind: room is short."""
 
+    @property
+    def rows_can_wait(self) -> bool:
+        """Whether rows that are worth reading can stay where they are until the next plan, and leave room for its step."""
+
     def cover(self, capture: CapturedRequest, start: int, stop: int, table: Table) -> None:
         """This step computes positions [start, stop). Raises SlotStreamError when there is no room for their rows."""
 
     def covered_until(self, capture: CapturedRequest) -> int:
         """Positions below this need no `cover` before they are computed, for as long as the request gets no other blocks."""
 
-    def place(
-        self, capture: CapturedRequest, start: int, stop: int, computed_from: int, table: Table
-    ) -> BlockPlace | PagePlace:
-        """Where the rows of positions [start, stop) are; those from `computed_from` on are computed in this step.
+    def read(self, capture: CapturedRequest, start: int, stop: int, computed_from: int, table: Table) -> BlockPlace | PagePlace:
+        """Where the rows of positions [start, stop) are, which this plan reads; nobody wants those below any more.
 
-        Raises RowsNotComputed where some have none.
+        `computed_from`: from which position on this step computes the request's tokens; NO_STEP where it does not.
+        `table` is asked for only where `holds_blocks`. Raises RowsNotComputed where some rows have no place.
         """
-
-    def has_read(self, capture: CapturedRequest) -> None:
-        """Every row below `capture.next` is read in this plan."""
 
     def preempted(self, capture: CapturedRequest) -> None:
         """The request lost its blocks; what it computes next goes elsewhere."""
@@ -72,6 +72,7 @@ class BlockPlaces:
     computes_all = False
     holds_blocks = True
     reads_early = False
+    rows_can_wait = False
 
     def cover(self, capture: CapturedRequest, start: int, stop: int, table: Table) -> None:
         """vLLM gave the blocks."""
@@ -80,15 +81,12 @@ class BlockPlaces:
         """See `RowPlaces`."""
         return ROWS_MAX
 
-    def place(self, capture: CapturedRequest, start: int, stop: int, computed_from: int, table: Table) -> BlockPlace:
+    def read(self, capture: CapturedRequest, start: int, stop: int, computed_from: int, table: Table) -> BlockPlace:
         """See `RowPlaces`."""
         if not table:
             # Preempted: its blocks are gone, or hold again only a part of what they held.
             raise RowsNotComputed("the request's blocks were gone before its last rows could be read")
         return BlockPlace(tuple(table), computed_from)
-
-    def has_read(self, capture: CapturedRequest) -> None:
-        """Nothing to do: the blocks are vLLM's."""
 
     def preempted(self, capture: CapturedRequest) -> None:
         """Nothing to do: rows that were not read are computed again."""
@@ -123,33 +121,33 @@ class PagePlaces:
         """Whether pages are short."""
         return self._pages.is_short
 
+    @property
+    def rows_can_wait(self) -> bool:
+        """Whether the next step finds its pages all the same."""
+        return self._pages.has_room
+
     def cover(self, capture: CapturedRequest, start: int, stop: int, table: Table) -> None:
         """Raises RowPoolFull."""
-        req_id = capture.request.request_id
-        self._pages.check_entries(req_id, table)
-        start, stop = max(start, capture.next), min(stop, capture.stop)
-        if start < stop:
-            self._pages.cover(req_id, start, stop, table)
+        self._pages.cover(capture.request.request_id, max(start, capture.next), min(stop, capture.stop), table)
 
     def covered_until(self, capture: CapturedRequest) -> int:
         """See `RowPlaces`. Behind a sliding window vLLM takes blocks away without a word: each step has to look."""
         if not self._keeps_blocks:
             return 0
+        if capture.covered >= capture.stop:
+            return ROWS_MAX
         return capture.next if capture.covered <= capture.next else self._pages.page_end(capture.covered)
 
-    def place(self, capture: CapturedRequest, start: int, stop: int, computed_from: int, table: Table) -> PagePlace:
+    def read(self, capture: CapturedRequest, start: int, stop: int, computed_from: int, table: Table) -> PagePlace:
         """See `RowPlaces`."""
         if stop > capture.covered:
             raise RowsNotComputed("the request ended before its last rows were computed")
-        return self._pages.place(capture.request.request_id, start, stop)
-
-    def has_read(self, capture: CapturedRequest) -> None:
-        """Pages without unread rows go back."""
-        self._pages.has_read(capture.request.request_id, capture.next)
+        return self._pages.read(capture.request.request_id, start, stop, computed_from)
 
     def preempted(self, capture: CapturedRequest) -> None:
         """Its pages go back; confirmed rows were read before, the others are computed again."""
         self._pages.end(capture.request.request_id)
+        capture.covered = capture.next
 
     def end(self, req_id: str) -> None:
         """Its pages go back."""

@@ -109,8 +109,8 @@ class RowPages:
         at, offset = positions // size - plan.start // size, positions % size
         if at[-1] >= len(place.pages) or not all(0 <= page < self.shape.pages for page in place.pages):
             raise SlotMismatch("the plan names too few pages for its rows, or some that do not exist")
-        pages, kv_slots, steps = (np.asarray(values, dtype=np.int64) for values in (place.pages, place.kv_slots, place.steps))
-        return Located(pages[at] * size + offset, kv_slots[at] + offset, steps[at])
+        pages, entries, steps = (np.asarray(values, dtype=np.int64) for values in (place.pages, place.entries, place.steps))
+        return Located(pages[at] * size + offset, entries[at] * size + offset, steps[at])
 
     def scratch_slots(self) -> int:
         """See `RowSource`."""
