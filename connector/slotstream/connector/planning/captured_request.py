@@ -42,7 +42,12 @@ class CapturedRequest:
     @property
     def readable(self) -> int:
         """Positions [next, n) are wanted, and their rows exist and are final."""
-        return min(self.stop, self.final_rows, self.covered)
+        final = len(self.request.all_token_ids) - 1  # As `final_rows`, with fewer calls: this is asked for often.
+        prompt: int = self.request.num_prompt_tokens
+        stop = self.stop if self.stop < self.covered else self.covered
+        if final < prompt:
+            final = prompt
+        return final if final < stop else stop
 
     @property
     def is_in_output(self) -> bool:

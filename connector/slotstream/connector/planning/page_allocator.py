@@ -123,27 +123,26 @@ class PageAllocator:
         """
         first, end = start // self._page_rows, -(-stop // self._page_rows)
         held = self._held.get(req_id)
-        if held is not None and held.pages:
-            self._check(held, table)
-        if start >= stop:
-            return
-        if held is None:
+        if held is None or not held.pages:
+            if start >= stop:
+                return
             held = self._held[req_id] = _Held(first)
-        elif not held.pages:
-            held.first = first
-        wanted, has = self._entries(table, first, end), held.end
-        new = wanted[max(has - first, 0) :]
-        is_next = held.first <= first <= has and -1 not in new
-        if is_next and held.live[first - held.first : end - held.first] == wanted[: len(wanted) - len(new)]:
-            self._extend(held, new)
-        else:
-            self._cover_each(held, first, wanted)
+        has = len(held.pages)
+        mine = self._entries(table, held.first, max(end, held.first + has))
+        new = mine[has:]
+        if held.first <= first <= held.first + has and -1 not in new and mine[:has] == held.live:
+            if new:
+                self._extend(held, new)
+            return
+        for at in range(has):
+            if held.live[at] != mine[at]:  # Another's now: behind a sliding window, or since a preemption.
+                self._end_entries(held, at, at + 1)
+        if start < stop:
+            self._cover_each(held, first, self._entries(table, first, end))
 
     def _extend(self, held: _Held, entries: array[int]) -> None:
         """Give a request the next pages. Raises RowPoolFull."""
         count = len(entries)
-        if not count:
-            return
         self._check_free(count)
         pages = self._free[-count:]
         del self._free[-count:]
@@ -151,9 +150,8 @@ class PageAllocator:
         held.entries += entries
         held.live += entries
         held.steps += _ints([self._step]) * count
-        given = dict(zip(entries, pages, strict=True))
-        self._table |= given
-        self._changes |= given
+        for entry, page in zip(entries, pages, strict=True):
+            self._table[entry] = self._changes[entry] = page
 
     def _cover_each(self, held: _Held, first: int, wanted: array[int]) -> None:
         """The same where some have pages and some do not, or their blocks are others now. Raises RowPoolFull."""
@@ -222,14 +220,6 @@ class PageAllocator:
             self._ending += self._owned(held, kept, count)
         self._let_go += [page for page in held.pages[:count] if page >= 0]
         held.drop(count)
-
-    def _check(self, held: _Held, table: Sequence[int]) -> None:
-        """End the entries of pages whose slots are not their request's any more, by its present block table."""
-        mine = self._entries(table, held.first, held.end)
-        if mine != held.live:
-            for at, entry in enumerate(mine):
-                if held.live[at] != entry:
-                    self._end_entries(held, at, at + 1)
 
     def _end_entries(self, held: _Held, start: int, stop: int) -> None:
         """End the entries of some pages of a request."""

@@ -73,37 +73,38 @@ class RowPlanner:
 
     # -- a step
 
-    def due(self, live: Live, output: SchedulerOutput, computed: Mapping[str, int]) -> list[tuple[CapturedRequest, int]]:
-        """The captures that `advance` has to look at in this step, with how far they are computed then.
+    def due(self, live: Live, output: SchedulerOutput) -> list[tuple[CapturedRequest, int, int]]:
+        """The captures that `advance` has to look at in this step, with how far they are computed before and after it.
 
         A decode step computes a row or two of each request. Nearly always these have a page, and too few rows wait to be read:
         with 64 requests, looking at each in every step cost a decode step some percent. So the loop calls nothing.
         """
-        scheduled = output.num_scheduled_tokens
-        cached = output.scheduled_cached_reqs
-        moved = {req_id for req_id, blocks in zip(cached.req_ids, cached.new_block_ids, strict=True) if blocks}
+        scheduled, cached = output.num_scheduled_tokens, output.scheduled_cached_reqs
         due = []
-        for req_id, capture in live.items():
-            if req_id not in scheduled:
+        for req_id, start, blocks in zip(cached.req_ids, cached.num_computed_tokens, cached.new_block_ids, strict=True):
+            if req_id not in live:
                 continue
-            covered = computed[req_id] + scheduled[req_id]
-            if covered > capture.placed_until or req_id in moved:
-                due.append((capture, covered))
+            capture, covered = live[req_id], start + scheduled[req_id]
+            if blocks or covered > capture.placed_until:
+                due.append((capture, start, covered))
                 continue
             capture.covered = covered
             if covered > capture.quiet_until:
                 self._rest(capture)
+        for new in output.scheduled_new_reqs:
+            if new.req_id in live:
+                start = new.num_computed_tokens
+                due.append((live[new.req_id], start, start + scheduled[new.req_id]))
         return due
 
-    def advance(self, capture: CapturedRequest, covered: int, output: SchedulerOutput, computed: Mapping[str, int]) -> None:
-        """This step computes a request's positions up to `covered`: see that they have a place.
+    def advance(self, capture: CapturedRequest, start: int, covered: int, output: SchedulerOutput) -> None:
+        """This step computes a request's positions [start, covered): see that they have a place.
 
         Raises SlotStreamError when there is no room.
         """
-        req_id = capture.request.request_id
         capture.placed_until = capture.quiet_until = 0
         capture.covered = covered
-        self._places.cover(capture, computed[req_id], covered, self._table(req_id, output))
+        self._places.cover(capture, start, covered, self._table(capture.request.request_id, output))
         self._rest(capture)
 
     def _rest(self, capture: CapturedRequest) -> None:

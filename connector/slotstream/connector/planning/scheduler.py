@@ -9,8 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ParamSpec
 
 from slotstream.common.logtext import log_text
 from slotstream.common.throttle import Throttle
@@ -42,6 +41,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 logger = connector_logger(__name__)
+P = ParamSpec("P")
 
 _RESETS_MAX = 100
 _GAUGES_EVERY_S = 1.0
@@ -306,38 +306,35 @@ class SchedulerHalf:
 
     # -- planning
 
-    def _or_refuse(self, capture: CapturedRequest, planned: Callable[[], None]) -> None:
+    def _or_refuse(self, capture: CapturedRequest, plan: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
         try:
-            planned()
+            plan(*args, **kwargs)
         except SlotStreamError as error:
             self._refuse(capture.request.request_id, error)
 
     def _plan_step(self, output: SchedulerOutput, opens: list[SampleOpen]) -> None:
         """See that what the step computes has places, and plan the rows to be read."""
-        computed = _computed_tokens(output)
         if not self._external_loads.idle:
+            computed = _computed_tokens(output)
             self._refuse_loaded(self._external_loads.on_step(output, computed), computed)
         for req_id in output.preempted_req_ids or ():
             if (capture := self._live.get(req_id)) is not None:
-                self._or_refuse(capture, partial(self._preempted, capture))
-        for capture, covered in self._rows.due(self._live, output, computed):
-            self._or_refuse(capture, partial(self._advance, capture, covered, output, computed, opens))
+                self._or_refuse(capture, self._preempted, capture)
+        for capture, start, covered in self._rows.due(self._live, output):
+            self._or_refuse(capture, self._advance, capture, start, covered, output, opens)
+        known: Mapping[str, int] | None = None
         for capture in self._rows.to_read(self._live, output):
-            self._or_refuse(capture, partial(self._read, capture, output, computed))
+            known = _computed_tokens(output) if known is None else known
+            self._or_refuse(capture, self._read, capture, output, known)
 
     def _advance(
-        self,
-        capture: CapturedRequest,
-        covered: int,
-        output: SchedulerOutput,
-        computed: Mapping[str, int],
-        opens: list[SampleOpen],
+        self, capture: CapturedRequest, start: int, covered: int, output: SchedulerOutput, opens: list[SampleOpen]
     ) -> None:
         if not capture.opened:
             capture.opened = True
-            capture.hit_tokens = computed[capture.request.request_id]
+            capture.hit_tokens = start
             opens.append(capture.sample_open())
-        self._rows.advance(capture, covered, output, computed)
+        self._rows.advance(capture, start, covered, output)
 
     def _preempted(self, capture: CapturedRequest) -> None:
         self._rows.preempted(capture)
