@@ -72,7 +72,7 @@ class PageAllocator:
         self._block_pages = block_size // shape.page_rows
         self._step_pages = step_pages
         self.shape = shape
-        self._free = _ints(range(shape.pages - 1, -1, -1))
+        self._free = _ints(range(shape.pages))  # The longest free first: a read of it is over by then.
         self._let_go: list[int] = []  # Read in the plan that is being made, which may begin between two steps.
         self._held: dict[str, _Held] = {}
         self._table: dict[int, int] = {}  # As the device has it after this plan's update: entry -> page.
@@ -144,8 +144,8 @@ class PageAllocator:
         """Give a request the next pages. Raises RowPoolFull."""
         count = len(entries)
         self._check_free(count)
-        pages = self._free[-count:]
-        del self._free[-count:]
+        pages = self._free[:count]
+        del self._free[:count]
         held.pages += pages
         held.entries += entries
         held.live += entries
@@ -163,7 +163,7 @@ class PageAllocator:
                 continue
             self._end_entries(held, at, at + 1)
             if held.pages[at] < 0:
-                held.pages[at] = self._free.pop()
+                held.pages[at] = self._free.pop(0)
             held.entries[at] = held.live[at] = entry
             held.steps[at] = self._step
             self._table[entry] = self._changes[entry] = held.pages[at]
@@ -207,7 +207,7 @@ class PageAllocator:
         self._changes.clear()
         self._ending.clear()
         self._let_go.clear()
-        self._free = _ints(range(self.shape.pages - 1, -1, -1))
+        self._free = _ints(range(self.shape.pages))
         self._clear = True
 
     def _give_back(self, held: _Held, count: int) -> None:

@@ -8,13 +8,14 @@ the same.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 
 from slotstream.connector.plan import PagePlace, RowPlan, StepPlan, TableUpdate
 from slotstream.connector.reading.gather import Destination, RowGather
+from slotstream.connector.reading.page_table import TableWriter
 from slotstream.connector.reading.row_source import Located
 from slotstream.connector.reading.staging_plan import PAGED_WORDS
 from slotstream.connector.row_pool import RowPoolShape
@@ -46,8 +47,10 @@ class RowPages:
         self.stamps = torch.full((rows, 2), -1, dtype=torch.int64, device=device)
         self.step = torch.zeros(1, dtype=torch.int64, device=device)
         self.table = torch.full((1,), -1, dtype=torch.int32, device=device)
+        self.live = 0  # Entries of the table that are not -1.
         self.shape = RowPoolShape(0, 1)
         self._off = False
+        self._writer: TableWriter | None = None  # There with the KV cache.
 
     @property
     def nbytes(self) -> int:
@@ -58,12 +61,14 @@ class RowPages:
         """Make the table for a KV cache of `slots` slots."""
         self.shape = shape
         self.table = torch.full((-(-slots // shape.page_rows),), -1, dtype=torch.int32, device=self.device)
+        self._writer = TableWriter(self.table, self.step)
         self.forget()
 
     def forget(self) -> None:
         """Every page is nobody's, and no row counts that was written before."""
         self.table.fill_(-1)
         self.stamps.fill_(-1)
+        self.live = 0
 
     def switch_off(self) -> None:
         """After a fault in the forward pass: no page is given any more, and no row is read. A graph keeps its write."""
@@ -78,20 +83,9 @@ class RowPages:
     def _update(self, update: TableUpdate) -> None:
         if update.clear:
             self.forget()
-        entries: Mapping[int, int] = update.entries
-        # One copy: the step, then entries and pages. Pinned memory is not used again before the copy is over: torch sees to it.
-        packed = np.empty(1 + 2 * len(entries), dtype=np.int64)
-        packed[0] = update.step
-        packed[1 : 1 + len(entries)] = list(entries)
-        packed[1 + len(entries) :] = list(entries.values())
-        host = torch.from_numpy(packed)
-        if self.device.type != "cpu":
-            host = host.pin_memory()
-        sent = host.to(self.device, non_blocking=True)
-        self.step.copy_(sent[:1])
-        if entries:
-            index, pages = sent[1:].view(2, -1)
-            self.table.index_copy_(0, index, pages.to(torch.int32))
+        assert self._writer is not None, "the table was made with the KV cache"
+        self._writer.write(update)
+        self.live = update.live
 
     # What the worker half reads.
 
