@@ -142,12 +142,14 @@ class _Engine:
         self.ended: dict[str, str] = {}
         self.failed: Counter[str] = Counter()
         self.gauges: dict[str, float] = {}  # As the connector told them last.
+        self.lost: set[str] = set()  # Who was preempted, and has not run since.
         self.steps = 0
         self.ripe: dict[str, int] = {}  # Whose rows are worth reading, since which step.
         self.worth: dict[str, int] = {}  # As far as the planner sees it.
         self.urgent: set[str] = set()  # Who ended or lost its blocks since the last step.
         self.read_late = self.read_at_once = 0
         self.numbers = 0
+        self.weights = 1
 
     # What a user does.
 
@@ -173,14 +175,26 @@ class _Engine:
         if self.half._live:
             self.half.on_faults([SampleFault(self.rng.choice(list(self.half._live)), "STAGING_FULL", "no room")])
 
+    def reset(self) -> None:
+        """The caches are dropped for new weights: every request starts over, and what it has sampled unheard is lost."""
+        for request in reversed(self.running[:]):
+            self._preempt(request)
+            request.late.clear()
+        self.weights += 1
+        self.half.on_cache_reset()
+
     # One step of vLLM's.
 
     def step(self, *, broken: bool = False) -> None:
         scheduled = self._schedule()
+        self.lost |= self.preempted
+        resumed = self.lost & scheduled.keys()
+        self.lost -= resumed
         output: Any = SimpleNamespace(
             num_scheduled_tokens=dict(scheduled),
             scheduled_cached_reqs=SimpleNamespace(
                 req_ids=list(scheduled),
+                resumed_req_ids=resumed,
                 num_computed_tokens=[self._by_id(r).num_computed_tokens for r in scheduled],
                 new_block_ids=[((), tuple(self.got[r])) if r in self.got else None for r in scheduled],
                 num_output_tokens=[self._known(self._by_id(r)) - self._by_id(r).num_prompt_tokens for r in scheduled],
@@ -305,7 +319,7 @@ class _Engine:
             known = request.all_token_ids + [token for tokens in request.late for token in tokens]
             drafts = [self.rng.randrange(1000) for _ in range(first + count - len(known))]
             for position, token in enumerate([*known, *drafts][first : first + count], first):
-                rows.append([request.number, position, token, 1.0])
+                rows.append([request.number, position, token, float(self.weights)])
                 slots.append(request.table[position // self.block_size] * self.block_size + position % self.block_size)
             if first + count >= len(known):  # Each draft that holds is a token, and then one more is sampled.
                 accepted = self.rng.randint(0, len(drafts)) if drafts else 0
@@ -358,8 +372,10 @@ class _Engine:
             assert sorted(kept) == list(range(len(finish.token_ids))), "a row is missing, or one too many"
             first = self.first_positions[finish.req_id]
             number = int(finish.req_id[1:])
-            wanted = {row: (number, first + row, token, 1.0) for row, token in enumerate(finish.token_ids)}
-            assert kept == wanted
+            assert [kept[row][:3] for row in sorted(kept)] == [(number, first + r, t) for r, t in enumerate(finish.token_ids)]
+            weights = [kept[row][3] for row in sorted(kept)]
+            changes = [row for row in range(1, len(weights)) if weights[row] != weights[row - 1]]
+            assert ",".join(map(str, changes)) == finish.metadata.get("cache_resets", "")
         for abort in plan.aborts:
             self.ended.setdefault(abort.req_id, abort.code)
 
@@ -375,6 +391,9 @@ class _Engine:
     def _check_reasons(self, plan: StepPlan, scheduled: Mapping[str, int]) -> None:
         """A step with prompt tokens reads only for a reason; a step without leaves nothing that is worth reading."""
         ripe, worth = {}, {}  # What a step has sampled may be known sooner than it is looked at.
+        for req_id in self.urgent:  # All of theirs is read, and what is computed again counts anew.
+            self.ripe.pop(req_id, None)
+            self.worth.pop(req_id, None)
         for req_id, capture in self.half._live.items():
             unread, in_output = capture.readable - capture.next, capture.next >= capture.request.num_prompt_tokens
             seen = req_id in scheduled or req_id in self.ripe  # Who waits for its turn is not looked at.
@@ -390,7 +409,7 @@ class _Engine:
             assert read & waited, "rows are read beside prompt tokens without a reason"
         if not prompt or self.places.were_short:
             assert not ripe, "rows wait though nothing speaks against reading them"
-        assert all(self.steps - since < STEPS_MAX for since in ripe.values()), "rows wait for too long"
+        assert all(self.steps - since < STEPS_MAX + self.drafts for since in ripe.values()), "rows wait for too long"
         self.read_late += len(read & self.ripe.keys())
         self.read_at_once += len(read - self.ripe.keys())
         self.ripe, self.worth = ripe, worth
@@ -402,6 +421,9 @@ class _Engine:
         held = self._held()
         everywhere = [*held, *self.allocator._free]
         assert len(set(everywhere)) == len(everywhere) == self.allocator.shape.pages, "a page is lost, or somebody else's too"
+        for request in self.running:
+            capture = self.half._live.get(request.request_id)
+            assert capture is None or capture.table in (None, request.table), "a block table that is not vLLM's"
 
     def drain(self) -> None:
         """To the end of every request, and one step more: what the last ones gave back."""
@@ -440,6 +462,8 @@ def test_every_row_that_is_read_is_its_own_and_every_page_comes_back(seed: int, 
             engine.abort()
         elif move < 0.36:
             engine.fault()
+        elif move < 0.38:
+            engine.reset()
         else:
             engine.step(broken=rng.random() < 0.01)
     engine.drain()
@@ -461,6 +485,7 @@ def test_a_pool_with_room_fails_nobody() -> None:
         for _ in range(8):
             engine.add()
             engine.step()
+        engine.reset()
         engine.drain()
         assert not engine.failed, engine.failed
         captured = [r for r in engine.truth.values() if r.kv_transfer_params["slotstream"].get("capture", True)]

@@ -23,6 +23,7 @@ class CapturedRequest:
     stop: int
     next: int
     covered: int = 0  # Positions [0, covered) have been scheduled: their rows exist, or are about to.
+    table: list[int] | None = None  # Its blocks in our group, where that can be known without asking.
     placed_until: int = 0  # Steps that compute no position from here on need no place for its row.
     quiet_until: int = 0  # Nor are there rows worth reading while none is computed from here on.
     opened: bool = False

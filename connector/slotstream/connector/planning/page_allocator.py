@@ -140,6 +140,31 @@ class PageAllocator:
         if start < stop:
             self._cover_each(held, first, self._entries(table, first, end))
 
+    def grow(self, req_id: str, start: int, stop: int, table: Sequence[int]) -> bool:
+        """What `cover` does, where positions follow those that have pages and the request lost no block; False where not.
+
+        Raises RowPoolFull.
+        """
+        held = self._held.get(req_id)
+        if held is None or not held.pages:
+            return False
+        has, end = held.first + len(held.pages), -(-stop // self._page_rows)
+        if end <= has:
+            return start >= held.first * self._page_rows
+        if end > has + 1 or start < (has - 1) * self._page_rows or has >= len(table) * self._block_pages:
+            return False
+        block = table[has // self._block_pages]
+        if block == NULL_BLOCK:
+            return False
+        self._check_free(1)
+        entry, page = block * self._block_pages + has % self._block_pages, self._free.pop(0)
+        held.pages.append(page)
+        held.entries.append(entry)
+        held.live.append(entry)
+        held.steps.append(self._step)
+        self._table[entry] = self._changes[entry] = page
+        return True
+
     def _extend(self, held: _Held, entries: array[int]) -> None:
         """Give a request the next pages. Raises RowPoolFull."""
         count = len(entries)

@@ -30,6 +30,10 @@ class RowPlaces(Protocol):
         """Whether a finished request's blocks must be held until its last rows are read."""
 
     @property
+    def tables_grow(self) -> bool:
+        """Whether nothing but a preemption changes what a request's block table holds: blocks are added at its end."""
+
+    @property
     def reads_early(self) -> bool:
         """Whether confirmed rows should be read now instead of waiting for more of their kind: room is short."""
 
@@ -71,6 +75,7 @@ class BlockPlaces:
 
     computes_all = False
     holds_blocks = True
+    tables_grow = False
     reads_early = False
     rows_can_wait = False
 
@@ -114,7 +119,7 @@ class PagePlaces:
     def __init__(self, pages: PageAllocator, *, row_bytes: int, keeps_blocks: bool) -> None:
         self._pages = pages
         self._row_bytes = row_bytes
-        self._keeps_blocks = keeps_blocks
+        self.tables_grow = keeps_blocks
 
     @property
     def reads_early(self) -> bool:
@@ -128,11 +133,13 @@ class PagePlaces:
 
     def cover(self, capture: CapturedRequest, start: int, stop: int, table: Table) -> None:
         """Raises RowPoolFull."""
-        self._pages.cover(capture.request.request_id, max(start, capture.next), min(stop, capture.stop), table)
+        req_id, start, stop = capture.request.request_id, max(start, capture.next), min(stop, capture.stop)
+        if not (self.tables_grow and self._pages.grow(req_id, start, stop, table)):
+            self._pages.cover(req_id, start, stop, table)
 
     def covered_until(self, capture: CapturedRequest) -> int:
         """See `RowPlaces`. Behind a sliding window vLLM takes blocks away without a word: each step has to look."""
-        if not self._keeps_blocks:
+        if not self.tables_grow:
             return 0
         if capture.covered >= capture.stop:
             return ROWS_MAX

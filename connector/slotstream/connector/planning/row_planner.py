@@ -79,13 +79,18 @@ class RowPlanner:
         A decode step computes a row or two of each request. Nearly always these have a page, and too few rows wait to be read:
         with 64 requests, looking at each in every step cost a decode step some percent. So the loop calls nothing.
         """
-        scheduled, cached = output.num_scheduled_tokens, output.scheduled_cached_reqs
+        scheduled, cached, group = output.num_scheduled_tokens, output.scheduled_cached_reqs, self._group
+        if cached.resumed_req_ids or output.kv_cache_block_copies:
+            for capture in live.values():
+                capture.table = None
         due = []
         for req_id, start, blocks in zip(cached.req_ids, cached.num_computed_tokens, cached.new_block_ids, strict=True):
             if req_id not in live:
                 continue
             capture, covered = live[req_id], start + scheduled[req_id]
-            if blocks or covered > capture.placed_until:
+            if blocks and capture.table is not None:
+                capture.table += blocks[group]
+            if covered > capture.placed_until:
                 due.append((capture, start, covered))
                 continue
             capture.covered = covered
@@ -93,6 +98,7 @@ class RowPlanner:
                 self._rest(capture)
         for new in output.scheduled_new_reqs:
             if new.req_id in live:
+                live[new.req_id].table = None
                 start = new.num_computed_tokens
                 due.append((live[new.req_id], start, start + scheduled[new.req_id]))
         return due
@@ -104,7 +110,12 @@ class RowPlanner:
         """
         capture.placed_until = capture.quiet_until = 0
         capture.covered = covered
-        self._places.cover(capture, start, covered, self._table(capture.request.request_id, output))
+        table: Sequence[int] | None = capture.table
+        if table is None:
+            table = self._table(capture.request.request_id, output)
+            if self._places.tables_grow:
+                capture.table = list(table)
+        self._places.cover(capture, start, covered, table)
         self._rest(capture)
 
     def _rest(self, capture: CapturedRequest) -> None:
@@ -194,11 +205,12 @@ class RowPlanner:
 
     def first_row_after_reset(self, capture: CapturedRequest) -> int:
         """The first row of the sample that is computed after vLLM has dropped its caches, and every request its blocks."""
-        return (capture.readable if self._places.computes_all else capture.next) - capture.start
+        return max(capture.next, capture.readable if self._places.computes_all else 0) - capture.start
 
     def preempted(self, capture: CapturedRequest) -> None:
         """A request lost its blocks, and will compute all its tokens again: confirmed rows that wait are read before that."""
         capture.placed_until = capture.quiet_until = 0
+        capture.table = None
         self._waiting.pop(capture.request.request_id, None)
         if not self._places.computes_all:
             return

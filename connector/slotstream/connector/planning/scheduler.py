@@ -55,6 +55,9 @@ class _Pending:
     aborts: list[SampleAbort] = field(default_factory=list)
     releases: list[str] = field(default_factory=list)
 
+    def __bool__(self) -> bool:
+        return bool(self.finishes or self.aborts or self.releases)
+
 
 class SchedulerHalf:
     """Runs in the engine core's process. `server_problem` says why the server has taken no samples for longer than so many
@@ -128,14 +131,14 @@ class SchedulerHalf:
         if self._live or not self._external_loads.idle:
             self._plan_step(output, opens)
         rows, table = self._rows.end_plan()
-        pending = self._pending
-        plan = StepPlan(tuple(opens), rows, tuple(pending.finishes), tuple(pending.aborts), tuple(pending.releases), table)
-        if not plan:
+        if not (opens or rows or table or self._pending):
             return EMPTY_PLAN
         # Only now: had anything raised, the blocks that vLLM holds for us would never be released.
-        self._pending = _Pending()
-        self._undelivered = plan
-        return plan
+        pending, self._pending = self._pending, _Pending()
+        self._undelivered = StepPlan(
+            tuple(opens), rows, tuple(pending.finishes), tuple(pending.aborts), tuple(pending.releases), table
+        )
+        return self._undelivered
 
     def delivered(self) -> None:
         """The last plan went out."""

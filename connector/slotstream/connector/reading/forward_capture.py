@@ -115,8 +115,8 @@ class ForwardCapture:
         pages = self.pages
         if pages is None or not self.layer:
             return
-        if not pages.live and not _is_recorded():
-            return  # Nobody's rows. A graph that is recorded runs again when somebody's are.
+        if not pages.live and not (pages.device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+            return  # Nobody's rows. But a graph that is recorded now runs when somebody's are.
         from vllm.forward_context import get_forward_context
 
         mapping = get_forward_context().slot_mapping
@@ -134,11 +134,6 @@ class ForwardCapture:
         if self.pages is not None:
             with contextlib.suppress(Exception):  # The device may take no work any more.
                 self.pages.switch_off()
-
-
-def _is_recorded() -> bool:
-    """Whether this pass is recorded into a CUDA graph."""
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 current: ForwardCapture | None = None

@@ -314,7 +314,8 @@ def lay_out(capture: ForwardCapture, kv_cache_config: Any, vllm_config: VllmConf
     padding = torch.full((1,), -1, dtype=torch.int64, device=pages.device)
     row = pages.pool[0, 0].new_zeros((1, pages.pool.shape[2]))
     try:
-        write_rows(pages, [row] * pages.pool.shape[1], padding)
-        pages.begin_step(StepPlan(table=TableUpdate(0, {}, clear=True, live=0)))
+        for _ in range(2):  # Once compiled, a kernel is launched in another way.
+            write_rows(pages, [row] * pages.pool.shape[1], padding)
+            pages.begin_step(StepPlan(table=TableUpdate(0, {}, clear=True, live=0)))
     except Exception as error:
         raise ConfigError(f"the kernels that write rows do not run here: {type(error).__name__}: {error}") from error
