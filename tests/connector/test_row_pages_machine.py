@@ -419,7 +419,7 @@ class _Engine:
 
     def _check_pages(self) -> None:
         held = self._held()
-        everywhere = [*held, *self.allocator._free]
+        everywhere = [*held, *self.allocator._free[self.allocator._given :]]
         assert len(set(everywhere)) == len(everywhere) == self.allocator.shape.pages, "a page is lost, or somebody else's too"
         for request in self.running:
             capture = self.half._live.get(request.request_id)

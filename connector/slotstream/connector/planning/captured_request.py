@@ -98,3 +98,7 @@ def _finish_reason(request: Request) -> str:
     finished = request.get_finished_reason()  # Compared with None: the first of its values, a stop, counts as false.
     reason = "" if finished is None else str(finished)
     return "stop_or_abort" if reason == "abort" else reason
+
+
+Due = tuple[str, CapturedRequest, int, int]
+"""A request's id and capture, and how far its tokens are computed before and after the step that is planned."""

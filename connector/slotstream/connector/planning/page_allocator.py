@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from slotstream.connector.plan import PagePlace, TableUpdate
+from slotstream.connector.planning.captured_request import CapturedRequest, Due
 from slotstream.connector.row_pool import RowPoolShape
 from slotstream.wire.errors import RowPoolFull, RowsNotComputed
 
@@ -72,7 +73,9 @@ class PageAllocator:
         self._block_pages = block_size // shape.page_rows
         self._step_pages = step_pages
         self.shape = shape
-        self._free = _ints(range(shape.pages))  # The longest free first: a read of it is over by then.
+        # The longest free first: what was read last may still be on its way. The first `_given` are given by now.
+        self._free = _ints(range(shape.pages))
+        self._given = 0
         self._let_go: list[int] = []  # Read in the plan that is being made, which may begin between two steps.
         self._held: dict[str, _Held] = {}
         self._table: dict[int, int] = {}  # As the device has it after this plan's update: entry -> page.
@@ -84,22 +87,22 @@ class PageAllocator:
     @property
     def free(self) -> int:
         """Pages that can be given now."""
-        return len(self._free)
+        return len(self._free) - self._given
 
     @property
     def in_use(self) -> int:
         """Pages that hold rows, or are about to."""
-        return self.shape.pages - len(self._free) - len(self._let_go)
+        return self.shape.pages - self.free - len(self._let_go)
 
     @property
     def is_short(self) -> bool:
         """Whether so few pages will be free that all rows should be read now."""
-        return (len(self._free) + len(self._let_go)) * 4 < self.shape.pages
+        return (len(self._free) - self._given + len(self._let_go)) * 4 < self.shape.pages
 
     @property
     def has_room(self) -> bool:
         """Whether the next step finds its pages even if no more rows are read in this plan."""
-        return len(self._free) + len(self._let_go) >= self._step_pages
+        return self.free + len(self._let_go) >= self._step_pages
 
     def end_plan(self) -> TableUpdate | None:
         """The plan is made: what it has to change in the table, None for nothing. What it let go of, the next may give."""
@@ -107,6 +110,9 @@ class PageAllocator:
         if self._let_go:
             self._free.extend(self._let_go)
             self._let_go.clear()
+            if self._given > self.shape.pages:
+                del self._free[: self._given]
+                self._given = 0
         if not self._changes and not self._ending and not self._clear:
             return None
         changes, clear, live = self._changes, self._clear, len(self._table)
@@ -140,37 +146,44 @@ class PageAllocator:
         if start < stop:
             self._cover_each(held, first, self._entries(table, first, end))
 
-    def grow(self, req_id: str, start: int, stop: int, table: Sequence[int]) -> bool:
-        """What `cover` does, where positions follow those that have pages and the request lost no block; False where not.
+    def grow(self, due: list[Due]) -> tuple[list[Due], list[CapturedRequest]]:
+        """What `cover` does, for all who only need the next page for output; returns the others, and who may have rows to read.
 
-        Raises RowPoolFull.
+        Their block tables must have changed at the end only. Nothing raises: where no page is free, `cover` will say so.
         """
-        held = self._held.get(req_id)
-        if held is None or not held.pages:
-            return False
-        has, end = held.first + len(held.pages), -(-stop // self._page_rows)
-        if end <= has:
-            return start >= held.first * self._page_rows
-        if end > has + 1 or start < (has - 1) * self._page_rows or has >= len(table) * self._block_pages:
-            return False
-        block = table[has // self._block_pages]
-        if block == NULL_BLOCK:
-            return False
-        self._check_free(1)
-        entry, page = block * self._block_pages + has % self._block_pages, self._free.pop(0)
-        held.pages.append(page)
-        held.entries.append(entry)
-        held.live.append(entry)
-        held.steps.append(self._step)
-        self._table[entry] = self._changes[entry] = page
-        return True
+        others: list[Due] = []
+        ripe: list[CapturedRequest] = []
+        all_held, table, changes, free, given = self._held, self._table, self._changes, self._free, self._given
+        rows, pages = self._page_rows, self._block_pages
+        for one in due:
+            req_id, capture, start, covered = one
+            blocks = capture.table
+            if blocks is None or req_id not in all_held or start < capture.request.num_prompt_tokens or given == len(free):
+                others.append(one)
+                continue
+            held = all_held[req_id]
+            at = held.first + len(held.pages)
+            begin, end, block = at * rows, (at + 1) * rows, at // pages
+            if not (capture.next <= start <= begin < covered <= end and covered <= capture.stop and block < len(blocks)):
+                others.append(one)
+                continue
+            entry, page = blocks[block] * pages + at % pages, free[given]
+            given += 1
+            held.pages.append(page)
+            held.entries.append(entry)
+            held.live.append(entry)
+            held.steps.append(self._step)
+            table[entry] = changes[entry] = page
+            capture.covered, capture.placed_until = covered, end
+            if covered > capture.quiet_until:
+                ripe.append(capture)
+        self._given = given
+        return others, ripe
 
     def _extend(self, held: _Held, entries: array[int]) -> None:
         """Give a request the next pages. Raises RowPoolFull."""
         count = len(entries)
-        self._check_free(count)
-        pages = self._free[:count]
-        del self._free[:count]
+        pages = self._take(count)
         held.pages += pages
         held.entries += entries
         held.live += entries
@@ -182,20 +195,23 @@ class PageAllocator:
         """The same where some have pages and some do not, or their blocks are others now. Raises RowPoolFull."""
         held.pad(first, first + len(wanted))
         places = [(at, entry) for at, entry in enumerate(wanted, first - held.first) if entry >= 0]
-        self._check_free(sum(held.pages[at] < 0 for at, _ in places))
+        pages = iter(self._take(sum(held.pages[at] < 0 for at, _ in places)))
         for at, entry in places:
             if held.live[at] == entry:
                 continue
             self._end_entries(held, at, at + 1)
             if held.pages[at] < 0:
-                held.pages[at] = self._free.pop(0)
+                held.pages[at] = next(pages)
             held.entries[at] = held.live[at] = entry
             held.steps[at] = self._step
             self._table[entry] = self._changes[entry] = held.pages[at]
 
-    def _check_free(self, count: int) -> None:
-        if count > len(self._free):
-            raise RowPoolFull(f"{count} pages are wanted, and {len(self._free)} of the row pool are free")
+    def _take(self, count: int) -> array[int]:
+        """Raises RowPoolFull."""
+        if count > self.free:
+            raise RowPoolFull(f"{count} pages are wanted, and {self.free} of the row pool are free")
+        self._given += count
+        return self._free[self._given - count : self._given]
 
     def page_end(self, stop: int) -> int:
         """Where the page ends that holds the position before `stop`."""
@@ -216,7 +232,9 @@ class PageAllocator:
             raise _not_computed()
         place = PagePlace(pages, held.entries[first:end], held.steps[first:end])
         held.written_from, held.read_in = computed_from // self._page_rows, self._step
-        self._give_back(held, stop // self._page_rows - held.first)
+        read = stop // self._page_rows - held.first
+        if read > 0:
+            self._give_back(held, read)
         return place
 
     def end(self, req_id: str) -> None:
@@ -233,17 +251,20 @@ class PageAllocator:
         self._ending.clear()
         self._let_go.clear()
         self._free = _ints(range(self.shape.pages))
+        self._given = 0
         self._clear = True
 
     def _give_back(self, held: _Held, count: int) -> None:
         """The first `count` pages of a request hold no row that a later plan wants."""
         kept = count
-        if held.read_in == self._step:  # Some of the rows that this plan reads may be computed in its very step.
-            kept = min(max(held.written_from - held.first, 0), count)
-        self._end_entries(held, 0, kept)
-        if kept < count:
+        if held.read_in == self._step and held.written_from - held.first < count:
+            # Some of the rows that this plan reads are computed in its very step.
+            kept = max(held.written_from - held.first, 0)
             self._ending += self._owned(held, kept, count)
         self._let_go += [page for page in held.pages[:count] if page >= 0]
+        for entry in self._owned(held, 0, kept):
+            del self._table[entry]
+            self._changes[entry] = -1
         held.drop(count)
 
     def _end_entries(self, held: _Held, start: int, stop: int) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from slotstream.connector.plan import BlockPlace, PagePlace, TableUpdate
-from slotstream.connector.planning.captured_request import CapturedRequest
+from slotstream.connector.planning.captured_request import CapturedRequest, Due
 from slotstream.connector.planning.page_allocator import PageAllocator
 from slotstream.wire.errors import RowsNotComputed
 from slotstream.wire.names import ROWS_MAX
@@ -40,6 +40,9 @@ class RowPlaces(Protocol):
     @property
     def rows_can_wait(self) -> bool:
         """Whether rows that are worth reading can stay where they are until the next plan, and leave room for its step."""
+
+    def grow(self, due: list[Due]) -> tuple[list[Due], list[CapturedRequest]]:
+        """What `cover` and `covered_until` do, where that is simple: at once for many. See `PageAllocator`."""
 
     def cover(self, capture: CapturedRequest, start: int, stop: int, table: Table) -> None:
         """This step computes positions [start, stop). Raises SlotStreamError when there is no room for their rows."""
@@ -78,6 +81,10 @@ class BlockPlaces:
     tables_grow = False
     reads_early = False
     rows_can_wait = False
+
+    def grow(self, due: list[Due]) -> tuple[list[Due], list[CapturedRequest]]:
+        """See `RowPlaces`."""
+        return due, []
 
     def cover(self, capture: CapturedRequest, start: int, stop: int, table: Table) -> None:
         """vLLM gave the blocks."""
@@ -131,11 +138,13 @@ class PagePlaces:
         """Whether the next step finds its pages all the same."""
         return self._pages.has_room
 
+    def grow(self, due: list[Due]) -> tuple[list[Due], list[CapturedRequest]]:
+        """See `RowPlaces`."""
+        return self._pages.grow(due) if self.tables_grow else (due, [])
+
     def cover(self, capture: CapturedRequest, start: int, stop: int, table: Table) -> None:
         """Raises RowPoolFull."""
-        req_id, start, stop = capture.request.request_id, max(start, capture.next), min(stop, capture.stop)
-        if not (self.tables_grow and self._pages.grow(req_id, start, stop, table)):
-            self._pages.cover(req_id, start, stop, table)
+        self._pages.cover(capture.request.request_id, max(start, capture.next), min(stop, capture.stop), table)
 
     def covered_until(self, capture: CapturedRequest) -> int:
         """See `RowPlaces`. Behind a sliding window vLLM takes blocks away without a word: each step has to look."""

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from slotstream.connector.plan import RowPlan, TableUpdate
-from slotstream.connector.planning.captured_request import CapturedRequest
+from slotstream.connector.planning.captured_request import CapturedRequest, Due
 from slotstream.connector.planning.page_allocator import NO_STEP
 from slotstream.connector.planning.row_places import RowPlaces
 from slotstream.wire.names import ROWS_MAX
@@ -73,8 +73,8 @@ class RowPlanner:
 
     # -- a step
 
-    def due(self, live: Live, output: SchedulerOutput) -> list[tuple[CapturedRequest, int, int]]:
-        """The captures that `advance` has to look at in this step, with how far they are computed before and after it.
+    def due(self, live: Live, output: SchedulerOutput) -> list[Due]:
+        """The captures that `advance` has to look at in this step.
 
         A decode step computes a row or two of each request. Nearly always these have a page, and too few rows wait to be read:
         with 64 requests, looking at each in every step cost a decode step some percent. So the loop calls nothing.
@@ -83,7 +83,7 @@ class RowPlanner:
         if cached.resumed_req_ids or output.kv_cache_block_copies:
             for capture in live.values():
                 capture.table = None
-        due = []
+        due: list[Due] = []
         for req_id, start, blocks in zip(cached.req_ids, cached.num_computed_tokens, cached.new_block_ids, strict=True):
             if req_id not in live:
                 continue
@@ -91,16 +91,20 @@ class RowPlanner:
             if blocks and capture.table is not None:
                 capture.table += blocks[group]
             if covered > capture.placed_until:
-                due.append((capture, start, covered))
+                due.append((req_id, capture, start, covered))
                 continue
             capture.covered = covered
             if covered > capture.quiet_until:
                 self._rest(capture)
+        if due:
+            due, ripe = self._places.grow(due)
+            for capture in ripe:
+                self._rest(capture)
         for new in output.scheduled_new_reqs:
             if new.req_id in live:
-                live[new.req_id].table = None
-                start = new.num_computed_tokens
-                due.append((live[new.req_id], start, start + scheduled[new.req_id]))
+                capture, start = live[new.req_id], new.num_computed_tokens
+                capture.table = None
+                due.append((new.req_id, capture, start, start + scheduled[new.req_id]))
         return due
 
     def advance(self, capture: CapturedRequest, start: int, covered: int, output: SchedulerOutput) -> None:
@@ -184,7 +188,8 @@ class RowPlanner:
         if stop > capture.next:
             table = self._table(req_id, output) if self._places.holds_blocks else ()
             self._plan_rows(capture, stop, computed.get(req_id, NO_STEP), table)
-        self._rest(capture)
+        is_quiet = stop < capture.request.num_prompt_tokens or stop >= capture.stop
+        capture.quiet_until = ROWS_MAX if is_quiet else capture.covered + self._output_rows - 1
 
     def _table(self, req_id: str, output: SchedulerOutput) -> Sequence[int]:
         """The block table of a request that this step runs."""

@@ -323,7 +323,7 @@ class SchedulerHalf:
         for req_id in output.preempted_req_ids or ():
             if (capture := self._live.get(req_id)) is not None:
                 self._or_refuse(capture, self._preempted, capture)
-        for capture, start, covered in self._rows.due(self._live, output):
+        for _, capture, start, covered in self._rows.due(self._live, output):
             self._or_refuse(capture, self._advance, capture, start, covered, output, opens)
         known: Mapping[str, int] | None = None
         for capture in self._rows.to_read(self._live, output):
