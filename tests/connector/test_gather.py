@@ -8,6 +8,7 @@ import random
 import numpy as np
 import pytest
 import torch
+from support.worker_rig import row_kind
 
 from slotstream.connector.reading import gather
 from slotstream.connector.reading.gather import Destination, Index, RowGather
@@ -25,7 +26,7 @@ def _bits(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
 
 
 def _gather(cache: torch.Tensor, memory: StagingMemory, index: Index, into: list[Destination]) -> Gathered:
-    source = CachedRows(cache, cache.shape[1], cache.shape[3])
+    source = CachedRows(cache, row_kind(cache.shape[1]), cache.shape[3])
     row_bytes = cache.shape[1] * cache.shape[3] * cache.element_size()
     return RowGather(cache.device, row_bytes, memory).gather(source._select, index, into, None)[0]
 

@@ -16,6 +16,7 @@ from slotstream.connector.plan import BlockPlace, RowPlan, StepPlan
 from slotstream.connector.reading.gather import Destination, Index, RowGather
 from slotstream.connector.sending.copies import Gathered, KvSlots
 from slotstream.connector.sending.row_check import MappingEvidence, RowEvidence, StepMapping
+from slotstream.connector.vllm_config import RowKind
 from slotstream.wire.errors import ConfigError, SlotMismatch
 
 
@@ -49,6 +50,8 @@ class RowSource(Protocol):
     device: torch.device
     words_per_row: int
     """How many words of 8 bytes a gather needs in scratch for each row."""
+    made_for: RowKind
+    """What the rows are. Who reads them compares."""
 
     def begin_step(self, plan: StepPlan) -> None:
         """Before the forward pass: do what the plan asks of the device."""
@@ -79,13 +82,15 @@ class CachedRows:
 
     words_per_row = 1
 
-    def __init__(self, cache: torch.Tensor, layers: int, hidden: int) -> None:
+    def __init__(self, cache: torch.Tensor, made_for: RowKind, hidden: int) -> None:
         """Raises ConfigError for a cache of another shape."""
+        layers = len(made_for.layer_ids)
         if cache.ndim != 4 or (cache.shape[1], cache.shape[3]) != (layers, hidden):
             raise ConfigError(
                 f"the hidden-state cache has shape {list(cache.shape)}, not [blocks, {layers}, block size, {hidden}]"
             )
         self.device = cache.device
+        self.made_for = made_for
         self.block_size = int(cache.shape[2])
         self._words = _words(cache)
         self._dtype = cache.dtype
