@@ -114,7 +114,7 @@ class RowPages:
         size = self.shape.page_rows
         good: list[RowPlan] = []
         failed: list[tuple[str, SlotStreamError]] = []
-        columns: list[tuple[Words, ...]] = []
+        columns: tuple[list[Sequence[int]], ...] = ([], [], [])
         for plan in plans:
             place = plan.place
             needed = (plan.stop - 1) // size - plan.start // size + 1
@@ -124,21 +124,18 @@ class RowPages:
                 failed.append((plan.req_id, SlotMismatch("the plan names too few pages for its rows")))
             else:
                 good.append(plan)
-                columns.append(
-                    tuple(np.asarray(values, np.int64)[:needed] for values in (place.pages, place.entries, place.steps))
-                )
+                for column, values in zip(columns, (place.pages, place.entries, place.steps), strict=True):
+                    column.append(values if len(values) == needed else values[:needed])
         if not good:
             return Located(_NONE, (), failed)
-        pages, entries, steps = (np.concatenate(column) for column in zip(*columns, strict=True))
+        pages, entries, steps = (np.concatenate(column, dtype=np.int64) for column in columns)
         if pages.min() < 0 or pages.max() >= self.shape.pages:
-            wrong = [plan for plan, (of_plan, *_) in zip(good, columns, strict=True) if not self._exist(of_plan)]
+            exist = [min(named) >= 0 and max(named) < self.shape.pages for named in columns[0]]
+            wrong = [plan for plan, is_right in zip(good, exist, strict=True) if not is_right]
             failed += [(plan.req_id, SlotMismatch("the plan names pages that do not exist")) for plan in wrong]
-            rest = self.locate([plan for plan in good if plan not in wrong], rows_per_slot)
+            rest = self.locate([plan for plan, is_right in zip(good, exist, strict=True) if is_right], rows_per_slot)
             return Located(rest.runs, rest.parts, failed)
         return replace(cut_pages(good, (pages, entries, steps), size, rows_per_slot), failed=failed)
-
-    def _exist(self, pages: Words) -> bool:
-        return bool(pages.min() >= 0 and pages.max() < self.shape.pages)
 
     def scratch_slots(self) -> int:
         """See `RowSource`."""

@@ -27,6 +27,7 @@ from slotstream.wire.errors import InternalFault, SlotStreamError
 logger = connector_logger(__name__)
 
 _CLOSE_S = 5.0
+_ASKED_S = 0.0001  # A lease that takes longer was waited for. Slots that are there already take a few microseconds.
 _LINK_GAUGES = {"link_up", *capture_off(SENDER_REASONS, None)}  # Told when they change, also where nothing is captured.
 
 
@@ -182,7 +183,7 @@ class WorkerHalf:
         began = time.monotonic()
         leased = self._sender.lease(count, deadline)
         waited = time.monotonic() - began
-        if waited > 0.001:
+        if waited > _ASKED_S:
             self._counters.add("stall_seconds", waited)
         return leased
 

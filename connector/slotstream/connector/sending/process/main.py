@@ -142,6 +142,7 @@ class _Desk:
                     self._lend(slots or [])
                     self._asked = False
                 say(self._connection, Lent(None if slots else self._pump.why_full()))
+                self._lend_ahead()
         except (EOFError, OSError):  # The worker is gone, and with it whoever would use them.
             return
 
