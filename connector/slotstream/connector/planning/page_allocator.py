@@ -54,12 +54,6 @@ class _Held:
         self.steps, self.live = before + self.steps + behind, before + self.live + behind
         self.first -= len(before)
 
-    def drop(self, count: int) -> None:
-        """Forget the first `count` pages."""
-        for column in (self.pages, self.entries, self.steps, self.live):
-            del column[:count]
-        self.first += count
-
 
 class PageAllocator:
     """Pages of one pool. A request's pages are named by position // page rows, which is where they begin.
@@ -226,13 +220,13 @@ class PageAllocator:
         held = self._held.get(req_id)
         if held is None:
             raise _not_computed()
-        first, end = start // self._page_rows - held.first, -(-stop // self._page_rows) - held.first
+        rows = self._page_rows
+        first, end, read = start // rows - held.first, -(-stop // rows) - held.first, stop // rows - held.first
         pages = held.pages[first:end] if first >= 0 else _ints()
         if len(pages) != end - first or -1 in pages:
             raise _not_computed()
         place = PagePlace(pages, held.entries[first:end], held.steps[first:end])
-        held.written_from, held.read_in = computed_from // self._page_rows, self._step
-        read = stop // self._page_rows - held.first
+        held.written_from, held.read_in = computed_from // rows, self._step
         if read > 0:
             self._give_back(held, read)
         return place
@@ -261,11 +255,13 @@ class PageAllocator:
             # Some of the rows that this plan reads are computed in its very step.
             kept = max(held.written_from - held.first, 0)
             self._ending += self._owned(held, kept, count)
-        self._let_go += [page for page in held.pages[:count] if page >= 0]
+        pages = held.pages[:count]
+        self._let_go += pages if -1 not in pages else [page for page in pages if page >= 0]
         for entry in self._owned(held, 0, kept):
             del self._table[entry]
             self._changes[entry] = -1
-        held.drop(count)
+        del held.pages[:count], held.entries[:count], held.steps[:count], held.live[:count]
+        held.first += count
 
     def _end_entries(self, held: _Held, start: int, stop: int) -> None:
         """End the entries of some pages of a request."""

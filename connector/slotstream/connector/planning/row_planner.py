@@ -201,9 +201,9 @@ class RowPlanner:
 
     def _plan_rows(self, capture: CapturedRequest, stop: int, computed: int, table: Sequence[int]) -> None:
         """Have the rows up to `stop` read in the next plan. Raises RowsNotComputed."""
-        place = self._places.read(capture, capture.next, stop, computed, table)
-        first_row = capture.next - capture.start
-        self._rows.append(RowPlan(capture.request.request_id, capture.next, stop, first_row, place))
+        start = capture.next
+        place = self._places.read(capture, start, stop, computed, table)
+        self._rows.append(RowPlan(capture.request.request_id, start, stop, start - capture.start, place))
         capture.next = stop
 
     # -- between steps

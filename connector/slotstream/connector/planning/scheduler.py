@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ParamSpec
+from typing import TYPE_CHECKING, Any
 
 from slotstream.common.logtext import log_text
 from slotstream.common.throttle import Throttle
@@ -41,7 +41,6 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 logger = connector_logger(__name__)
-P = ParamSpec("P")
 
 _RESETS_MAX = 100
 _GAUGES_EVERY_S = 1.0
@@ -309,12 +308,6 @@ class SchedulerHalf:
 
     # -- planning
 
-    def _or_refuse(self, capture: CapturedRequest, plan: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
-        try:
-            plan(*args, **kwargs)
-        except SlotStreamError as error:
-            self._refuse(capture.request.request_id, error)
-
     def _plan_step(self, output: SchedulerOutput, opens: list[SampleOpen]) -> None:
         """See that what the step computes has places, and plan the rows to be read."""
         if not self._external_loads.idle:
@@ -322,30 +315,28 @@ class SchedulerHalf:
             self._refuse_loaded(self._external_loads.on_step(output, computed), computed)
         for req_id in output.preempted_req_ids or ():
             if (capture := self._live.get(req_id)) is not None:
-                self._or_refuse(capture, self._preempted, capture)
-        for _, capture, start, covered in self._rows.due(self._live, output):
-            self._or_refuse(capture, self._advance, capture, start, covered, output, opens)
+                try:
+                    self._rows.preempted(capture)
+                    self._complete_prompt(capture)
+                except SlotStreamError as error:
+                    self._refuse(req_id, error)
+        for req_id, capture, start, covered in self._rows.due(self._live, output):
+            if not capture.opened:
+                capture.opened = True
+                capture.hit_tokens = start
+                opens.append(capture.sample_open())
+            try:
+                self._rows.advance(capture, start, covered, output)
+            except SlotStreamError as error:
+                self._refuse(req_id, error)
         known: Mapping[str, int] | None = None
         for capture in self._rows.to_read(self._live, output):
             known = _computed_tokens(output) if known is None else known
-            self._or_refuse(capture, self._read, capture, output, known)
-
-    def _advance(
-        self, capture: CapturedRequest, start: int, covered: int, output: SchedulerOutput, opens: list[SampleOpen]
-    ) -> None:
-        if not capture.opened:
-            capture.opened = True
-            capture.hit_tokens = start
-            opens.append(capture.sample_open())
-        self._rows.advance(capture, start, covered, output)
-
-    def _preempted(self, capture: CapturedRequest) -> None:
-        self._rows.preempted(capture)
-        self._complete_prompt(capture)
-
-    def _read(self, capture: CapturedRequest, output: SchedulerOutput, computed: Mapping[str, int]) -> None:
-        self._rows.read(capture, output, computed)
-        self._complete_prompt(capture)
+            try:
+                self._rows.read(capture, output, known)
+                self._complete_prompt(capture)
+            except SlotStreamError as error:
+                self._refuse(capture.request.request_id, error)
 
     def _complete_prompt(self, capture: CapturedRequest) -> None:
         if capture.next == capture.stop and not capture.params.include_output_tokens:
