@@ -27,8 +27,9 @@ from support.worker_rig import ROW_BYTES, cached_rows, opened
 from slotstream.client import SampleState, connect
 from slotstream.connector.counters import SENDER_GAUGES, Counters
 from slotstream.connector.plan import StepPlan
+from slotstream.connector.sending.process import handle
 from slotstream.connector.sending.process.main import _News
-from slotstream.connector.sending.process.messages import hear
+from slotstream.connector.sending.process.messages import Want, hear
 from slotstream.wire import nixl
 from slotstream.wire.errors import ConfigError
 
@@ -299,6 +300,26 @@ def test_rows_that_the_device_reads_late_are_waited_for_by_the_process(
     reads.release(2)
     engine.settle()
     assert _account(server.address, engine.promised) == {}
+
+
+def test_slots_are_leased_without_a_word_to_the_process_while_it_keeps_up(
+    start: Callable[..., _Engine], server: Restarting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+
+    def want(count: int, deadline: float) -> Want:
+        asked.append(count)
+        return Want(count, deadline)
+
+    monkeypatch.setattr(handle, "Want", want)
+    engine = start(**SMALL)
+    for number in range(25):  # More than there are slots.
+        engine.rig.capture(f"s{number}", 8)
+        engine.rig.free(f"s{number}")
+        wait_until(lambda number=number: engine.ended == number + 1)  # type: ignore[misc]
+    assert not asked
+    assert engine.counts["samples_committed"] == 25
+    wait_until(lambda: engine.rig.worker._sender.gauges()["staging_bytes_in_use"] == 0)
 
 
 def test_a_copy_that_never_ends_does_not_keep_the_engine_from_stopping(
