@@ -35,8 +35,8 @@ class StagingMemory:
                 f"{-(-shape.nbytes >> 20)} MiB of host memory for staging cannot be had: {why}; "
                 "set connector option staging_bytes lower"
             ) from error
-        control.zero_()
         self.area = StagingArea(_view(self.memory), _view(control), shape)
+        self.area.done_word[0] = 0
 
     def tensor(self, slot: int, nbytes: int) -> torch.Tensor:
         """The first `nbytes` of a slot, uint8 [nbytes]; or of several, as far as they are next to each other."""

@@ -49,7 +49,7 @@ class HostMemory(Protocol):
 
 
 class StagingArea:
-    """Slots of `shape` in `slots`, and `control_bytes` beside them in `control`, zeroed at first.
+    """Slots of `shape` in `slots`, and `control_bytes` beside them in `control`.
 
     `notes`: int64 [slots, rows of a slot, NOTE_WORDS]. The device writes a row's notes behind the row.
     """
