@@ -1,11 +1,11 @@
 """What capture costs those who wait for a token: vLLM's own client against `vllm serve`, with capture and without, in turns.
 
-    python benchmarks/online.py [--contenders nixl,grpc,none2] [--seconds N] [--json FILE]
+    python benchmarks/online.py [--contenders nixl,grpc,again] [--seconds N] [--json FILE]
     python benchmarks/online.py --merge A.json B.json [--json FILE]
 
 Engines without capture ("none") and with it share the GPU, two at a time, and take turns under the same load: the same
 prompts, lengths and arrivals, forwards and backwards (ABBA). A round counts only if every engine's KV cache had room: none
-preempted a request or used over 85% of it. "none2" is a second engine without capture: what the others differ by anyway.
+preempted a request or used over 85% of it. "again" is no capture against itself: what a ratio of 1 looks like.
 benchmarks/README.md says more. Needs vLLM and a GPU (or `--shape tiny`, which a CPU can do).
 """
 
@@ -26,12 +26,13 @@ from typing import Any
 from gpu import make_model
 from machine import machine, plain, progress
 from online_client import Load, LoadClient
-from online_engine import NAMES, Contender, Setting, known, needs_before, start
+from online_engine import AGAIN, BEFORE, NAMES, Contender, Setting, known, needs_before, start
 from online_figures import BASE, Turn, report
 
 from slotstream.demo.processes import ProcessFailed
 
 _LOADS = "closed-8,closed-32,closed-64,open-10,open-16,open-22,hooks-64,hooks-1024"
+_NOT_NOTED = ("json", "logs", "merge", "merge_before", "before")  # Where files lay says nothing of a run.
 _SMALL_CACHE_GIB, _SMALL_CACHE_LOAD = 4, "open-20"
 
 
@@ -96,7 +97,7 @@ class Run:
 
     def run(self, setting: Setting) -> None:
         """Raises ProcessFailed."""
-        others = [name for name in self._options.contenders if name != BASE]
+        others = [name for name in self._options.contenders if name not in (BASE, AGAIN)]
         each = self._options.at_once - 1
         groups = [others[at : at + each] for at in range(0, len(others), each)] or [[]]
         client = LoadClient(setting.model, setting.work / "client.log")
@@ -121,14 +122,18 @@ class Run:
             client.run(contender.port, warm, seed=1)
             contender.forget_samples()
         for number in range(self._options.rounds):
-            order = list(contenders) if number % 2 == 0 else list(contenders)[::-1]
+            order = list(contenders)
+            if AGAIN in self._options.contenders and number % 4 in (0, 3):  # Once forwards, once backwards.
+                order.append(AGAIN)
+            if number % 2:
+                order.reverse()
             for at, (name, load) in enumerate(self._loads.items()):
                 if time.monotonic() + self._took.get(name, 0.0) > deadline:
                     continue
                 began = time.monotonic()
                 seed = self._options.seed + 100 * number + at
                 for who in order:
-                    turn = take_turn(contenders[who], client, load, seed)
+                    turn = take_turn(contenders[BASE if who == AGAIN else who], client, load, seed)
                     told = {"run": 0, "group": group, "round": number, "seed": seed, "load": name, "contender": who}
                     self._turns.append({**told, **turn})
                 self._took[name] = max(self._took.get(name, 0.0), time.monotonic() - began)
@@ -150,13 +155,16 @@ def write(file: Path | None, figures: dict[str, Any]) -> None:
         new.replace(file)
 
 
-def merged(files: Sequence[Path]) -> dict[str, Any]:
-    """The figures of several runs as those of one; each keeps its rounds to itself."""
-    parts = [json.loads(file.read_text()) for file in files]
+def merged(files: Sequence[Path], before: Sequence[Path] = ()) -> dict[str, Any]:
+    """The figures of several runs as those of one; each keeps its rounds to itself. `before`: runs of an older slotstream."""
+    parts = [json.loads(file.read_text()) for file in [*files, *before]]
     turns: list[Turn] = []
-    for part in parts:
+    for number, part in enumerate(parts):
         first = 1 + max((turn["run"] for turn in turns), default=-1)
-        turns += [{**turn, "run": first + turn["run"]} for turn in part["turns"]]
+        for turn in part["turns"]:
+            older = number >= len(files) and turn["contender"] not in (BASE, AGAIN)
+            name = turn["contender"] + (BEFORE if older else "")
+            turns.append({**turn, "run": first + turn["run"], "contender": name})
     return {"benchmark": "online", "runs": [run for part in parts for run in part["runs"]], "turns": turns}
 
 
@@ -168,9 +176,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add(
         "--contenders",
         type=lambda text: text.split(","),
-        default=["nixl", "grpc", "none2"],
+        default=["nixl", "grpc", AGAIN],
         metavar="NAMES",
-        help=f"beside none: of {', '.join(NAMES[1:])}, or one of them with -before (default: nixl,grpc,none2)",
+        help=f"beside none: of {', '.join(NAMES[1:])}, or one of them with -before; {AGAIN}: none itself, in every other round "
+        f"(default: nixl,grpc,{AGAIN})",
     )
     add("--before", type=Path, metavar="DIR", help="an older slotstream, checked out or exported, for contenders NAME-before")
     add("--at-once", type=int, default=2, metavar="N", help="engines that are there at a time (default: %(default)s)")
@@ -197,6 +206,14 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--work-dir", type=Path, default=Path("/dev/shm"), metavar="DIR", help="samples go here (default: %(default)s)")
     add("--logs", type=Path, metavar="DIR", help="keep the logs there")
     add("--merge", type=Path, nargs="+", metavar="FILE", help="measure nothing: the tables of these runs together")
+    add(
+        "--merge-before",
+        type=Path,
+        nargs="+",
+        default=[],
+        metavar="FILE",
+        help="runs of an older slotstream beside them",
+    )
     add("--json", type=Path, metavar="FILE", help="also write every figure there, after each load")
     options = parser.parse_args(arguments)
     if options.small_cache:
@@ -226,8 +243,9 @@ def measure(options: argparse.Namespace, figures: dict[str, Any]) -> int:
     ):
         work = (options.logs or Path(scratch)).absolute()
         work.mkdir(parents=True, exist_ok=True)
-        (work / "model").mkdir(exist_ok=True)
-        model = make_model(work / "model", options.shape)
+        place = Path(tempfile.gettempdir()) / f"slotstream-online-{options.shape}"  # vLLM's compile cache knows it by its path.
+        place.mkdir(exist_ok=True)
+        model = make_model(place, options.shape)
         make_tokenizer(model)
         setting = Setting(
             model=model,
@@ -254,9 +272,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # As Ctrl-C: no process and no sample stays behind.
     status = 0
     if options.merge:
-        figures = merged(options.merge)
+        figures = merged(options.merge, options.merge_before)
     else:
-        run = {"date": f"{datetime.now(UTC):%Y-%m-%d}", "options": plain(options), "machine": machine()}
+        chosen = {name: value for name, value in plain(options).items() if name not in _NOT_NOTED}
+        run = {"date": f"{datetime.now(UTC):%Y-%m-%d}", "options": chosen, "machine": machine()}
         figures = {"benchmark": "online", "runs": [run], "turns": []}
         status = measure(options, figures)
     write(options.json, figures)

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+import functools
+import random
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 GOOD_TTFT_MS, GOOD_ITL_MS = 200.0, 30.0
 
@@ -32,6 +36,9 @@ class LoadClient:
         from vllm.benchmarks import serve
         from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+        # The client would read the tokenizer for each load, and make the prompts again for each engine.
+        serve.get_tokenizer = functools.cache(serve.get_tokenizer)
+        serve.get_samples = _kept(serve.get_samples)
         self._main = serve.main
         self._parser = FlexibleArgumentParser()
         serve.add_cli_args(self._parser)
@@ -42,7 +49,6 @@ class LoadClient:
         chosen = {
             "base-url": f"http://127.0.0.1:{port}",
             "model": self._model,
-            "served-model-name": "model",
             "dataset-name": "random",
             "random-input-len": load.tokens,
             "random-output-len": load.output,
@@ -59,6 +65,22 @@ class LoadClient:
         with self._log.open("a") as log, contextlib.redirect_stdout(log):
             found = self._main(arguments)
         return figures(found)
+
+
+def _kept(get_samples: Callable[..., Any]) -> Callable[..., Any]:
+    """`get_samples`, which makes the requests of a load once. Arrivals come from the same seed either way."""
+    kept: dict[str, Any] = {}
+
+    def get(args: Any, tokenizer: Any) -> Any:
+        named = (args.seed, args.num_prompts, args.random_input_len, args.random_output_len, args.random_range_ratio)
+        if str(named) not in kept:
+            kept.clear()  # Engines take turns with one load.
+            kept[str(named)] = get_samples(args, tokenizer)
+        random.seed(args.seed)
+        np.random.seed(args.seed)
+        return kept[str(named)]
+
+    return get
 
 
 def figures(found: dict[str, Any]) -> dict[str, Any]:

@@ -119,9 +119,8 @@ class Engine:
         hello = ingest_pb2.Hello(protocol=PROTOCOL_VERSION, engine_id="benchmark")
         make = _nowhere if address is None else sender_for(config, hello)
         cache = torch.randn(self._samples * blocks, LAYERS, BLOCK, HIDDEN).to(torch.bfloat16)
-        self._worker = WorkerHalf(
-            config, CachedRows(cache, LAYERS, HIDDEN), make, StagingPlan.of(config, self._samples * self._rows)
-        )
+        source = CachedRows(cache, config.row_kind, HIDDEN)
+        self._worker = WorkerHalf(config, source, make, StagingPlan.of(config, self._samples * self._rows))
         if address is not None:
             self._committed(self._step(), time.monotonic() + _LINK_S)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -13,6 +14,31 @@ if TYPE_CHECKING:
     from support.ingest_client import IngestClient
     from support.server import ServerProcess
 
+TESTS = Path(__file__).parent
+# Files that take longer than ten seconds, the longest first.
+LONGEST = (
+    "engine/test_direct.py",
+    "engine/test_reference.py",
+    "engine/test_requests.py",
+    "engine/test_dense.py",
+    "engine/test_swa.py",
+    "engine/test_hook_guard.py",
+    "engine/test_refused_start.py",
+    "breaking/endurance/test_endurance.py",
+    "breaking/faults/test_faulty_disk.py",
+    "connector/test_sender_process.py",
+    "server/test_server_nixl.py",
+    "engine/test_norms_in_place.py",
+    "breaking/simulation/test_simulation.py",
+    "connector/test_outage.py",
+    "store/test_store_flipped_bits.py",
+    "packaging/test_wheel.py",
+    "breaking/test_server_attacks.py",
+    "server/test_server_process.py",
+    "breaking/fuzz/test_fuzz.py",
+    "packaging/test_deploy.py",
+    "packaging/test_chart.py",
+)
 _namespaces = (f"test-{number}" for number in itertools.count())
 
 
@@ -51,5 +77,7 @@ def namespace() -> str:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Engines first: they take longest, and two processes that share the files then end at about the same time."""
-    items.sort(key=lambda item: item.get_closest_marker("vllm") is None)
+    """What takes longest first: two processes that share the files then end at about the same time."""
+    place = {TESTS / name: number for number, name in enumerate(LONGEST)}
+    assert all(path.exists() for path in place), "a file of LONGEST has moved"
+    items.sort(key=lambda item: place.get(item.path, len(place)))

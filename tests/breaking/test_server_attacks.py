@@ -32,7 +32,8 @@ from slotstream.v1 import samples_pb2 as read_pb
 from slotstream.wire.frames import encode_chunk
 from slotstream.wire.hashing import xxh3
 
-_OPENS = int(os.environ.get("SLOTSTREAM_HOSTILE_OPENS", "4300"))
+_OPENS = int(os.environ.get("SLOTSTREAM_HOSTILE_OPENS", "1200"))
+_OPEN_MAX = 1000  # On one stream.
 _GROWTH_MAX = 192 << 20  # Bytes, after the last attack: what the allocator keeps is no leak.
 _GAUGES = ("open_samples", "ingest_streams", "reads", "waiting_reads")
 _numbers = iter(range(1, 1 << 30))
@@ -108,7 +109,7 @@ class Bystander:
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Target, Bystander]]:
     port = free_port()
-    options = ("--metrics", f"127.0.0.1:{port}", "--appear-grace-s", "60")
+    options = ("--metrics", f"127.0.0.1:{port}", "--appear-grace-s", "60", "--open-samples-max", str(_OPEN_MAX))
     with ServerProcess(tmp_path_factory.mktemp("attacked"), *options) as process:
         target = Target(process, port)
         bystander = Bystander(target.address)
@@ -231,10 +232,10 @@ def test_many_opens(target: Target, sample: Sample) -> None:
     """More samples than a stream may have: each is answered, most with STORE_FULL; then the stream breaks."""
     with Peer(target.address, timeout_s=3600) as peer:
         peer.say(*(Sample(f"{sample.sample_id}-{n}", rows=1, namespace="hostile").open(n) for n in range(1, _OPENS + 1)))
-        refused = [peer.failed() for _ in range(max(0, _OPENS - 4096))]
+        refused = [peer.failed() for _ in range(max(0, _OPENS - _OPEN_MAX))]
         assert {failed.code for failed in refused} == {"STORE_FULL"}
         assert len({failed.sample for failed in refused}) == len(refused)
-        wait_until(lambda: target.gauge("open_samples") >= 4096)
+        wait_until(lambda: target.gauge("open_samples") >= _OPEN_MAX)
 
 
 @pytest.mark.extended

@@ -8,6 +8,7 @@ import random
 import numpy as np
 import pytest
 import torch
+from support.worker_rig import row_kind
 
 from slotstream.connector.reading import gather
 from slotstream.connector.reading.gather import RowGather
@@ -28,7 +29,7 @@ def _bits(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
 
 def _gather(cache: torch.Tensor, memory: StagingMemory, index: Words, into: list[Segment]) -> Words:
     """Read these slots of a cache; the rows' peaks."""
-    source = CachedRows(cache, cache.shape[1], cache.shape[3])
+    source = CachedRows(cache, row_kind(cache.shape[1]), cache.shape[3])
     runs = np.zeros((len(index), RUN_WORDS), np.int64)
     runs[:, SOURCE], runs[:, ROWS] = index, 1
     gather = RowGather(cache.device, memory)

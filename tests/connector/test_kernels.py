@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.worker_rig import row_kind
 
 from slotstream.connector.plan import TableUpdate
 from slotstream.connector.reading import page_table, row_write
@@ -27,7 +28,7 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _pages(rows: int, layers: int, hidden: int, block_size: int) -> RowPages:
-    pages = RowPages(rows, layers, hidden, torch.bfloat16, torch.device("cpu"))
+    pages = RowPages(rows, row_kind(layers), hidden, torch.bfloat16, torch.device("cpu"))
     pages.cut(pool_shape(rows, block_size), SLOTS)
     return pages
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from support.waiting import wait_until
-from support.worker_rig import HIDDEN, LAYER_IDS, WatchedSink, config, opened
+from support.worker_rig import HIDDEN, LAYER_IDS, WatchedSink, config, opened, row_kind
 
 from slotstream.connector.plan import PagePlace, RowPlan, SampleFinish, StepPlan, TableUpdate
 from slotstream.connector.reading import page_reads
@@ -91,7 +91,7 @@ class _GpuPages(RowPages):
     """Row pages that are read as a GPU's are."""
 
     def __init__(self, device: _Device, dtype: torch.dtype = torch.bfloat16) -> None:
-        super().__init__(128, len(LAYER_IDS), HIDDEN, dtype, CPU)
+        super().__init__(128, config(layers=list(LAYER_IDS)).row_kind, HIDDEN, dtype, CPU)
         self.cut(pool_shape(128, PAGE_ROWS), 64 * PAGE_ROWS)
         self.reads_by = device
 
@@ -160,7 +160,7 @@ def test_every_pattern_of_bits_goes_over_as_it_is(dtype: torch.dtype, hidden: in
     raw = np.random.default_rng(0).integers(0, 256, 64 * 3 * hidden * dtype.itemsize, dtype=np.uint8)
     rows = torch.from_numpy(raw).view(dtype).view(64, 3, hidden)
     stamps = torch.arange(128).view(64, 2)
-    pages = RowPages(64, 3, hidden, dtype, CPU)
+    pages = RowPages(64, row_kind(3), hidden, dtype, CPU)
     pages.cut(pool_shape(64, PAGE_ROWS), 512)
     pages.pool.copy_(rows)
     pages.stamps.copy_(stamps)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.worker_rig import HIDDEN, LAYER_IDS, WatchedSink, config, opened
+from support.worker_rig import HIDDEN, LAYER_IDS, WatchedSink, config, opened, row_kind
 
 from slotstream.connector.plan import BlockPlace, PagePlace, RowPlan, SampleFinish, StepPlan, TableUpdate
 from slotstream.connector.reading.row_pages import RowPages
@@ -21,6 +21,7 @@ from slotstream.connector.reading.worker import WorkerHalf
 from slotstream.connector.row_pool import PAGE_ROWS_MAX, page_rows_of, pool_rows, pool_shape
 from slotstream.connector.sending.row_check import StampEvidence
 from slotstream.connector.sending.sender import in_thread
+from slotstream.connector.vllm_config import RowKind
 from slotstream.transport.base import Committed, Failed
 from slotstream.wire.errors import ConfigError, InternalFault, SlotMismatch
 
@@ -28,8 +29,10 @@ CPU = torch.device("cpu")
 SLOTS = 40 * 8
 
 
-def make_pages(rows: int = 64, layers: int = 2, hidden: int = 4, block_size: int = 8) -> RowPages:
-    pages = RowPages(rows, layers, hidden, torch.bfloat16, CPU)
+def make_pages(
+    rows: int = 64, layers: int = 2, hidden: int = 4, block_size: int = 8, made_for: RowKind | None = None
+) -> RowPages:
+    pages = RowPages(rows, made_for or row_kind(layers), hidden, torch.bfloat16, CPU)
     pages.cut(pool_shape(rows, block_size), SLOTS)
     return pages
 
@@ -152,9 +155,9 @@ def test_a_plan_that_cannot_be_right_fails_its_sample(place: Any) -> None:
 class _Rig:
     """A worker half over row pages."""
 
-    def __init__(self, **options: object) -> None:
+    def __init__(self, made_for: RowKind | None = None, **options: object) -> None:
         self.config = config(layers=list(LAYER_IDS), **options)
-        self.pages = make_pages(128, len(LAYER_IDS), HIDDEN)
+        self.pages = make_pages(128, hidden=HIDDEN, made_for=made_for or self.config.row_kind)
         self.sink = WatchedSink()
         self.worker = WorkerHalf(self.config, self.pages, in_thread(self.config, self.sink), StagingPlan.of(self.config, 64))
 
@@ -197,6 +200,35 @@ def test_a_row_that_the_device_did_not_write_fails_its_sample_and_no_other() -> 
         assert isinstance(failed, Failed)
         assert failed.code == "SLOT_MISMATCH"
         assert isinstance(rig.sink.verdict(2), Committed)
+    finally:
+        rig.worker.close()
+
+
+@pytest.mark.parametrize(
+    "made_for",
+    [
+        pytest.param(RowKind("another", LAYER_IDS, "BF16"), id="another engine"),
+        pytest.param(RowKind("", (0, 1, 2), "BF16"), id="other layers"),
+        pytest.param(RowKind("", LAYER_IDS, "F16"), id="another dtype"),
+    ],
+)
+def test_pages_that_were_made_for_something_else_are_not_touched_and_their_samples_fail(made_for: RowKind) -> None:
+    rig = _Rig(made_for)
+    try:
+        give(rig.pages, 1, {0: 0})
+        place = PagePlace((0,), (0,), (1,))
+        plan = StepPlan(
+            (opened("a", 8),),
+            (RowPlan("a", 0, 8, 0, place),),
+            (SampleFinish("a", tuple(range(8))),),
+            table=TableUpdate(2, {0: 0, 1: 1}, clear=True, live=2),
+        )
+        rig.step(plan, [*range(8)])
+        failed = rig.sink.verdict(1)
+        assert isinstance(failed, Failed)
+        assert failed.code == "SLOT_MISMATCH"
+        assert str(list(made_for.layer_ids)) in failed.message
+        assert (rig.pages.table >= 0).nonzero().flatten().tolist() == [0]
     finally:
         rig.worker.close()
 
@@ -271,4 +303,4 @@ def test_device_memory_that_is_not_to_be_had_stops_the_start(monkeypatch: pytest
     with pytest.raises(
         ConfigError, match=r"1 MiB of device memory for the row pool .*set connector option row_pool_bytes lower"
     ):
-        RowPages(64, 2, 4, torch.bfloat16, CPU)
+        RowPages(64, row_kind(2), 4, torch.bfloat16, CPU)

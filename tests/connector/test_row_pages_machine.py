@@ -23,7 +23,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.worker_rig import config
+from support.worker_rig import config, row_kind
 
 from slotstream.connector.faults import SampleFault
 from slotstream.connector.plan import RowPlan, StepPlan
@@ -131,7 +131,7 @@ class _Engine:
         self.half = SchedulerHalf(
             options, 1, block_size, _MODEL_LEN, lambda _: None, self.places, lambda: float(next(self.seconds))
         )
-        self.device = RowPages(shape.rows, 1, 4, torch.float32, torch.device("cpu"))
+        self.device = RowPages(shape.rows, row_kind(1), 4, torch.float32, torch.device("cpu"))
         self.device.cut(shape, blocks * block_size)
         self.waiting: list[_Request] = []
         self.running: list[_Request] = []

@@ -376,5 +376,5 @@ def test_memory_that_is_not_to_be_had_stops_the_start(monkeypatch: pytest.Monkey
 
 def test_a_cache_of_another_shape_stops_the_start() -> None:
     with pytest.raises(ConfigError, match="hidden-state cache has shape"):
-        CachedRows(torch.zeros(4, 2, 4, 8, dtype=torch.bfloat16), 3, 8)
+        CachedRows(torch.zeros(4, 2, 4, 8, dtype=torch.bfloat16), config().row_kind, 8)
     assert ROW_BYTES == 48

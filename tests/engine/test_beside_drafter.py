@@ -10,6 +10,7 @@ import pytest
 from support import tiny_eagle3, tiny_qwen3
 from support.offline import Generated, capture, generate
 from support.reference import assert_rows_are_those_of_transformers
+from support.threads import same_threads
 from support.workload import text_tokens
 
 from slotstream.client import connect
@@ -30,7 +31,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _run(work: Path, model: Path, speculative: dict[str, Any], **more: Any) -> tuple[Generated, list[str]]:
     """What was generated, and what the drafter got and gave, call by call."""
     drafts = work.with_suffix(".drafts")
-    env = {"SLOTSTREAM_TEST_DRAFTS": str(drafts)}
+    env = {"SLOTSTREAM_TEST_DRAFTS": str(drafts), **same_threads()}
     watched: dict[str, Any] = {"worker_extension_cls": "support.watched_drafter.WatchedDrafter"}
     found = generate(work, model, PROMPTS, MAX_TOKENS, env=env, speculative_config=speculative, **watched, **more)
     return found, drafts.read_text().splitlines()

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.worker_rig import row_kind
 
 from slotstream.connector.reading import vllm_seams
 from slotstream.connector.reading.row_pages import RowPages
@@ -21,7 +22,7 @@ def test_a_gpus_profiling_counts_what_the_pool_was_billed_as() -> None:
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner as V1
     from vllm.v1.worker.gpu_worker import Worker
 
-    pages = RowPages(64, 2, 4, torch.bfloat16, torch.device("cpu"))
+    pages = RowPages(64, row_kind(2), 4, torch.bfloat16, torch.device("cpu"))
     runner: Any = SimpleNamespace(model_memory_usage=1000)
     vllm_config: Any = SimpleNamespace(cache_config=SimpleNamespace(kv_cache_memory_bytes=None))
     vllm_seams.bill(runner, vllm_config, pages)

@@ -11,6 +11,7 @@ import torch
 from support import tiny_qwen3
 from support.reference import OTHER_LAYER_ERROR_MIN, RELATIVE_ERROR_MAX, residual_streams
 from support.stack import stack
+from support.threads import same_threads
 from support.workload import MODEL_NAME, Answer, Ask, send, text_tokens
 
 from slotstream.client import Sample, connect
@@ -38,7 +39,8 @@ def captured(
 ) -> Iterator[tuple[list[Answer], list[Sample]]]:
     extract = request.param == "extraction"
     layers: list[int | str] = [*RESIDUAL_IDS] if extract else [*RESIDUAL_IDS, "final"]
-    with stack(tmp_path_factory.mktemp("reference"), model_path, layers, extract=extract) as running:
+    work = tmp_path_factory.mktemp("reference")
+    with stack(work, model_path, layers, extract=extract, env=same_threads()) as running:
         answers = send(running.vllm_port, [Ask(p, max_tokens=40) for p in prompts], at_once=1)  # As `plain` does.
         send(running.vllm_port, [Ask(p, {"sample_id": f"p{i}"}, max_tokens=40) for i, p in enumerate(prompts)])
         with connect(running.address) as client:
@@ -65,7 +67,7 @@ def test_rows_are_the_residual_streams_of_transformers(
 def plain(model_path: Path, prompts: list[list[int]], tmp_path_factory: pytest.TempPathFactory) -> list[Answer]:
     """The texts of an engine without a connector."""
     port, log = free_port(), tmp_path_factory.mktemp("plain") / "vllm.log"
-    with start_vllm(model_path, log, port, *SMALL_ENGINE, f"--served-model-name={MODEL_NAME}"):
+    with start_vllm(model_path, log, port, *SMALL_ENGINE, f"--served-model-name={MODEL_NAME}", env=same_threads()):
         # One by one: where a processor multiplies matrices in tiles, what else is in a batch can turn a near-tie.
         return send(port, [Ask(p, max_tokens=40) for p in prompts], at_once=1)
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support import tiny_llava
 
+from slotstream.connector.plugin import config_of
 from slotstream.connector.vllm_config import ConnectorConfig
 from slotstream.demo.processes import (
     SMALL_ENGINE,
@@ -139,6 +141,80 @@ def test_vllms_configuration_is_checked_in_one_sentence(
 ) -> None:
     """The same check on vLLM's own configuration objects, without waiting for an engine."""
     assert sentence in _refused(truth_models["dense"], speculative, transfer, more)
+
+
+_MULTI = "MultiConnector"
+
+
+def _ours(*layers: object, **options: object) -> dict[str, Any]:
+    return {
+        "kv_connector": "SlotStreamConnector",
+        "kv_connector_module_path": "slotstream.connector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"layers": list(layers), **options} if layers else options,
+    }
+
+
+def _together(*children: dict[str, Any]) -> dict[str, Any]:
+    return {"kv_connector": _MULTI, "kv_role": "kv_both", "kv_connector_extra_config": {"connectors": list(children)}}
+
+
+_SIBLING = {"kv_connector": "PretendLoader", "kv_connector_module_path": "support.siblings", "kv_role": "kv_both"}
+_EXTRACTS = _NO_LAYERS | {"draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": [1]}}}
+
+
+def _configuration(model: Path, transfer: dict[str, Any], speculative: dict[str, Any] | None = None) -> Any:
+    from vllm.config import KVTransferConfig
+    from vllm.engine.arg_utils import EngineArgs
+
+    arguments = EngineArgs(
+        model=str(model),
+        max_model_len=1024,
+        speculative_config=speculative or None,
+        kv_transfer_config=KVTransferConfig(**transfer),
+    )
+    return arguments.create_engine_config()
+
+
+@pytest.mark.parametrize(
+    ("transfer", "speculative"),
+    [
+        pytest.param(_together(_ours(0, 3, capture=False), _ours(6, "final")), _NONE, id="two"),
+        pytest.param(_together(_SIBLING, _ours(0, 3), _together(_ours(6), _SIBLING)), _NONE, id="one of them nested"),
+        pytest.param(_together(_together(_ours(0, 3), _ours(6))), _NONE, id="both nested"),
+        pytest.param(_together(_ours(), _ours()), _EXTRACTS, id="two that read what vLLM extracts"),
+        pytest.param(_together(_ours(), _ours(3)), _EXTRACTS, id="one of each kind"),
+    ],
+)
+def test_several_slotstreams_are_refused(
+    transfer: dict[str, Any], speculative: dict[str, Any], truth_models: dict[str, Path]
+) -> None:
+    found = _configuration(truth_models["dense"], transfer, speculative)
+    with pytest.raises(ConfigError, match=r"^2 slotstreams are configured, and an engine has one: keep one") as caught:
+        config_of(found)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_nested_slotstream_is_found_among_its_siblings(truth_models: dict[str, Path]) -> None:
+    found = config_of(_configuration(truth_models["dense"], _together(_SIBLING, _together(_SIBLING, _ours(3)))))
+    assert found is not None
+    assert found.layer_ids == (3,)
+    assert config_of(_configuration(truth_models["dense"], _together(_SIBLING, _together(_SIBLING)))) is None
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("extract", [False, True], ids=["layers", "extraction"])
+def test_vllm_with_several_slotstreams_stops_before_it_loads_the_model(
+    extract: bool, truth_models: dict[str, Path], tmp_path: Path
+) -> None:
+    children = [_ours(), _ours()] if extract else [_ours(0, 3, capture=False), _ours(6, "final")]
+    options = ["--kv-transfer-config", json.dumps(_together(*children)), *(extraction_options([1, 3]) if extract else ())]
+    log = tmp_path / "vllm.log"
+    with pytest.raises(ProcessFailed, match="exited with"):
+        start_vllm(truth_models["dense"], log, free_port(), *SMALL_ENGINE, *options)
+    said = log.read_text()
+    assert "slotstream cannot start: 2 slotstreams are configured" in said
+    assert "Loading weights took" not in said
 
 
 def test_media_with_the_model_code_of_transformers_are_refused_before_they_end_vllm(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from support import tiny_qwen3
 from support.offline import capture, generate
+from support.threads import same_threads
 from support.workload import text_tokens
 
 from slotstream.client import connect
@@ -23,14 +24,15 @@ def test_text_is_the_same_token_for_token(tmp_path: Path) -> None:
     model = tiny_qwen3.make(tmp_path / "qwen3")
     rng = random.Random(62)
     prompts = [text_tokens(rng, rng.choice([1, 33, 64, 127, 300, 600])) for _ in range(24)]
-    first, again = (generate(tmp_path / name, model, prompts, MAX_TOKENS).texts for name in ("first", "again"))
+    threads = same_threads()
+    first, again = (generate(tmp_path / name, model, prompts, MAX_TOKENS, env=threads).texts for name in ("first", "again"))
     assert again == first
     port = free_port()
     address = f"127.0.0.1:{port}"
     with start_server(tmp_path / "data", tmp_path / "server.log", port), connect(address) as client:
         params = [{"sample_id": f"p{i}", "include_output_tokens": i % 2 == 1} for i in range(len(prompts))]
         engine = capture(address, [0, 1, 3, "final"])
-        captured = generate(tmp_path / "captured", model, prompts, MAX_TOKENS, params=params, **engine)
+        captured = generate(tmp_path / "captured", model, prompts, MAX_TOKENS, params=params, env=threads, **engine)
         stored = [client.get(f"p{i}") for i in range(len(prompts))]
     assert captured.texts == first
     assert sum(len(text) for text in first) == MAX_TOKENS * len(prompts)

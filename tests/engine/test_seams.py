@@ -59,6 +59,11 @@ def test_every_seam_is_there_in_this_vllm() -> None:
             "SimpleNamespace.initialize_kv_cache(kv_cache_config, ...)",
             id="another signature",
         ),
+        pytest.param(
+            SimpleNamespace(load_model=lambda: None, initialize_kv_cache=lambda kv_cache_config: None),
+            "SimpleNamespace._dummy_run",
+            id="no way to try the model out",
+        ),
     ],
 )
 def test_a_missing_seam_is_named_with_the_version_and_what_to_do(runner: Any, seam: str) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 import engines
 from support import tiny_qwen3
 from support.offline import capture, generate
+from support.threads import same_threads
 
 from slotstream.client import connect
 
@@ -75,7 +76,7 @@ def main() -> int:
             model, engine, prompts, tokens = make_8b(here.work / "model"), gpu_options(), PROMPTS, MAX_TOKENS
             layers = [2, 18, 33, "final"]
         inputs = [[rng.randrange(1, 60) for _ in range(rng.choice([1, 17, 64, 255, 700]))] for _ in range(prompts)]
-        env = None if arguments.on_cpu else engines.runner_env(2)
+        env = same_threads() if arguments.on_cpu else engines.runner_env(2)
         with ThreadPoolExecutor(1 if arguments.on_cpu else 3) as pool:
             params = [{"sample_id": f"p{i}", "include_output_tokens": True} for i in range(prompts)]
             more: dict[str, dict[str, Any]] = {"captured": {"params": params, **capture(here.server, layers)}}

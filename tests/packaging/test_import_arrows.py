@@ -41,7 +41,8 @@ _CONNECTOR_BASE = {"options", "vllm_config", "plan", "counters", "faults"}
 _SERVER_BASE = {"config", "http", "metrics", "status", "version", "waiters", "pools", "lines", "pulse", "logs"}
 WINGS = {
     "connector": {
-        "facade": _CONNECTOR_BASE | {"hook_guard", "metrics", "planning", "plugin", "reading", "row_sources", "sending"},
+        "facade": _CONNECTOR_BASE | {"hook_guard", "metrics", "planning", "plugin", "row_sources", "worker_side"},
+        "worker_side": _CONNECTOR_BASE | {"hook_guard", "reading", "row_sources", "sending"},
         "planning": _CONNECTOR_BASE | {"row_pool"},
         "reading": _CONNECTOR_BASE | {"row_pool", "sending"},
         "sending": _CONNECTOR_BASE,

@@ -188,7 +188,7 @@ def test_what_keeps_it_from_starting_is_one_sentence(tmp_path: Path) -> None:
             (("--listen", f"unix:{tmp_path}/file"), "is not a socket"),
             (("--listen", "127.0.0.1:0", "--metrics", f"127.0.0.1:{port}"), "--metrics: cannot listen"),
             (("--listen", "127.0.0.1:0", "--drain-s", "nan"), "--drain-s"),
-            (("--listen", "127.0.0.1:0", "--window-bytes", "1"), "--window-bytes must be at least"),
+            (("--listen", "127.0.0.1:0", "--window-bytes", "1"), "--window-bytes must be a number of at least"),
         ):
             assert sentence in _refused(tmp_path / "data2", *options)
         for directory in (tmp_path / "file" / "below", Path("/proc/slotstream")):

@@ -1,6 +1,6 @@
 """One flipped bit in the catalogue: it starts, serves every sound file, and says what it lost.
 
-`SLOTSTREAM_FLIPS=1000` is how many bytes are tried after each kind of stop; `SLOTSTREAM_FLIP_SEED` picks them, and the bits.
+`SLOTSTREAM_FLIPS=400` is how many bytes are tried after each kind of stop; `SLOTSTREAM_FLIP_SEED` picks them, and the bits.
 The extended test tries every byte, of a catalogue in small pages: most bytes of large ones are not used. It comes in parts, of
 which several can run beside each other: `pytest -m extended -n 8 tests/store/test_store_flipped_bits.py`.
 """
@@ -27,7 +27,7 @@ from slotstream.store.records import Failure, State
 from slotstream.store.samples import SampleStore
 from slotstream.store.upkeep.scrubbing import Progress, Scrubber
 
-FLIPS = int(os.environ.get("SLOTSTREAM_FLIPS", "1000"))
+FLIPS = int(os.environ.get("SLOTSTREAM_FLIPS", "400"))
 SEED = int(os.environ.get("SLOTSTREAM_FLIP_SEED", "1"))
 PARTS = 8
 SMALL_PAGE_BYTES = 512

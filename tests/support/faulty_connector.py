@@ -44,7 +44,8 @@ class FaultyConnector(SlotStreamConnector):
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         super().register_kv_caches(kv_caches)
-        self._break(self._worker, "worker")
+        for side in self._sides.values():
+            self._break(side.half, "worker")
 
     def _break(self, half: Any, name: str) -> None:
         rng = random.Random(name)

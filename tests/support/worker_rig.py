@@ -17,7 +17,7 @@ from slotstream.connector.reading.staging_plan import StagingPlan
 from slotstream.connector.reading.worker import WorkerHalf
 from slotstream.connector.sending.process.handle import in_process
 from slotstream.connector.sending.sender import in_thread
-from slotstream.connector.vllm_config import ConnectorConfig
+from slotstream.connector.vllm_config import ConnectorConfig, RowKind
 from slotstream.transport.base import Committed, Failed, SampleSink, SinkEvent
 from slotstream.transport.loopback import LoopbackSample, LoopbackSink
 from slotstream.v1 import ingest_pb2
@@ -33,6 +33,11 @@ def config(**options: object) -> ConnectorConfig:
     """A connector's configuration as vLLM would have given it."""
     chosen = {"staging_bytes": 4 << 20, "chunk_bytes": 4096, **options}
     return ConnectorConfig(ConnectorOptions.from_extra(chosen), "engine", "model", LAYER_IDS, HIDDEN, "BF16", {})
+
+
+def row_kind(layers: int) -> RowKind:
+    """So many layers of no engine in particular."""
+    return RowKind("", tuple(range(layers)), "BF16")
 
 
 class WatchedSink(LoopbackSink):
@@ -148,7 +153,7 @@ def make_rig(seed: int = 0, sink: SampleSink | None = None, hello: ingest_pb2.He
     chosen = config(**options)
     make_sender = in_thread(chosen, sink) if hello is None else in_process(chosen, hello)
     rig = Rig(
-        OpenWorker(chosen, CachedRows(cache, len(LAYER_IDS), HIDDEN), make_sender, StagingPlan.of(chosen, 256)),
+        OpenWorker(chosen, CachedRows(cache, chosen.row_kind, HIDDEN), make_sender, StagingPlan.of(chosen, 256)),
         sink,
         cache,
         rng,

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ParamSpec
+from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -16,7 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from slotstream.connector.counters import SCHEDULER_REASONS, WORKER_REASONS, capture_off
+from slotstream.connector.counters import SCHEDULER_REASONS, capture_off
 from slotstream.connector.faults import SampleFault
 from slotstream.connector.hook_guard import HookGuard
 from slotstream.connector.metrics import SlotStreamPromMetrics, SlotStreamStats
@@ -24,17 +24,11 @@ from slotstream.connector.options import ConnectorOptions
 from slotstream.connector.plan import EMPTY_PLAN, StepPlan
 from slotstream.connector.planning.scheduler import SchedulerHalf
 from slotstream.connector.planning.server_health import ServerHealth
-from slotstream.connector.plugin import install
-from slotstream.connector.reading.releases import Releases, every_worker_reports
-from slotstream.connector.reading.staging_plan import StagingPlan, step_tokens_max
-from slotstream.connector.reading.worker import WorkerHalf
-from slotstream.connector.row_sources import check_capture, row_group, row_places, row_source, rows_are_lost
-from slotstream.connector.sending.process.handle import sender_for
-from slotstream.connector.vllm_config import ConnectorConfig, logged_refusal, vllm_version
-from slotstream.transport.logs import connector_logger
-from slotstream.v1 import ingest_pb2
-from slotstream.wire.errors import InternalFault, SlotStreamError
-from slotstream.wire.names import PROTOCOL_VERSION
+from slotstream.connector.plugin import config_of, install
+from slotstream.connector.row_sources import check_capture, row_group, row_places
+from slotstream.connector.vllm_config import ConnectorConfig, current_config, instance_of, known_vllm, logged_refusal
+from slotstream.connector.worker_side import Stranger, WorkerSide
+from slotstream.wire.errors import ConfigError, InternalFault, SlotStreamError
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -45,15 +39,16 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
-logger = connector_logger(__name__)
-P = ParamSpec("P")
+_closed: set[str] = set()
+"""Engine ids whose workers' connector vLLM has shut down in this process, perhaps together with another engine's."""
 
 
 @dataclass
 class SlotStreamMetadata(KVConnectorMetadata):
-    """A step's plan, as vLLM carries it to the workers."""
+    """A step's plan, as vLLM carries it to the workers, and whose it is."""
 
     plan: StepPlan
+    engine_id: str
 
 
 @dataclass
@@ -77,17 +72,16 @@ class SlotStreamConnector(KVConnectorBase_V1, SupportsHMA):
         _register(cls)
 
     @logged_refusal()
+    @known_vllm()
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         self._config = ConnectorConfig.from_vllm(vllm_config)
-        self._guard = HookGuard(self._count_fault)
         self._scheduler: SchedulerHalf | None = None
-        self._worker: WorkerHalf | None = None
-        self._releases: Releases | None = None  # Of a worker that sends nothing, where vLLM waits for its reports too.
         self._watch: ServerHealth | None = None
-        self._capture_layer = ""
-        self._bound: StepPlan = EMPTY_PLAN
+        self._guard = HookGuard(self._count_fault)  # Of the scheduler half. A worker's side has its own.
         self._told_off: str | None = ""  # Why nothing is captured, as vLLM heard it last; "" while it heard nothing.
+        self._sides: dict[str, WorkerSide] = {}  # In a worker: by engine id.
+        self._side: WorkerSide | Stranger | None = None  # Of the engine whose step this is.
         self._group = row_group(self._config, vllm_config, kv_cache_config)
         if role is KVConnectorRole.SCHEDULER:
             self._watch = ServerHealth(
@@ -101,43 +95,45 @@ class SlotStreamConnector(KVConnectorBase_V1, SupportsHMA):
                 self._why_no_capture,
                 row_places(self._config, vllm_config, self._group),
             )
-        elif self._config.direct:
-            check_capture(self._config)
+        else:
+            config_of(current_config())  # Siblings are seen here only, where the model was loaded without the plug-in.
+            check_capture(self._config, install)
 
     # -- worker side
 
     @logged_refusal()
+    @known_vllm()
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        if self._worker is not None:
-            return
-        source, self._capture_layer = row_source(self._config, self._vllm_config, kv_caches)
-        if source is None:  # Rows are the same on every rank that has them: one worker sends.
-            self._releases = self._releases or (Releases() if every_worker_reports() else None)
-            return
-        hello = ingest_pb2.Hello(
-            protocol=PROTOCOL_VERSION,
-            engine_id=self._config.engine_id,
-            worker_rank=self._vllm_config.parallel_config.rank,
-            vllm_version=vllm_version(),
-            slotstream_version=self._config.metadata["slotstream_version"],
-        )
-        staging = StagingPlan.of(self._config, step_tokens_max(self._vllm_config))
-        self._worker = WorkerHalf(self._config, source, sender_for(self._config, hello), staging)
+        config, vllm_config = self._config, self._vllm_config
+        current = current_config()
+        if current is not None and instance_of(current) != config.instance:
+            # Another engine of this process, to which vLLM gives the connector that it has.
+            theirs = config_of(current)
+            if theirs is None:
+                return
+            config, vllm_config = theirs, current
+        side = self._sides.get(config.engine_id)
+        if side is None:
+            self._sides[config.engine_id] = WorkerSide(config, vllm_config, kv_caches)
+            _closed.discard(config.engine_id)
+        elif side.config.instance != config.instance:
+            raise ConfigError(f"another engine of this process has engine_id {config.engine_id}: give each its own, or none")
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
+        self._side = None
         if not isinstance(connector_metadata, SlotStreamMetadata):
-            return
-        if self._worker is not None:
-            self._bound = connector_metadata.plan
-            self._on_worker(self._worker.bind, self._bound)
-        elif self._releases is not None:
-            self._releases.bind(connector_metadata.plan)
+            return  # Another engine of this process has another connector.
+        plan, engine_id = connector_metadata.plan, connector_metadata.engine_id
+        side = self._sides.get(engine_id)
+        if side is not None:
+            side.bind(plan)
+        self._side = side or (Stranger(plan, engine_id) if plan else None)
 
     def restore_kv_caches(self) -> None:
-        # After a sleep: the device's memory was given away, the row pool's too.
-        if self._worker is not None:
-            self._guard.run(self._worker.wake, None)
+        # After a sleep: which engine woke is not said.
+        for side in self._sides.values():
+            side.wake()
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         return
@@ -146,40 +142,18 @@ class SlotStreamConnector(KVConnectorBase_V1, SupportsHMA):
         return
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
-        if self._worker is not None and layer_name == self._capture_layer:
-            self._on_worker(self._remember, attn_metadata)
-
-    def _remember(self, attn_metadata: Any) -> None:
-        assert self._worker is not None
-        self._worker.remember_slot_mapping(attn_metadata.slot_mapping)  # Read behind the fence: vLLM may change it.
+        if self._side is not None:
+            self._side.saw_layer(layer_name, attn_metadata)
 
     def wait_for_save(self) -> None:
-        if self._worker is None:
-            return
-        if self._guard.disabled:
-            self._guard.run(self._worker.fail_plan, None, self._bound)
-        else:
-            self._on_worker(self._worker.execute)
-        self._bound = EMPTY_PLAN
-        self._guard.end_step()
-
-    def _on_worker(self, hook: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
-        """A part of a step: when it fails, so does every sample of the step, for some of its rows may be missing."""
-        assert self._worker is not None
-        if not self._guard.holds(hook, *args, **kwargs):
-            self._guard.run(self._worker.fail_plan, None, self._bound)
+        if self._side is not None:
+            self._side.save()
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        if self._worker is not None:
-            return self._guard.run(self._worker.take_releases, set()) or None, None
-        if self._releases is not None:
-            return self._releases.take() or None, None
-        return None, None
+        return (self._side.take_releases() or None) if self._side is not None else None, None
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        if self._worker is None:
-            return None
-        faults = self._guard.run(self._worker.take_faults, [])
+        faults = self._side.take_faults() if self._side is not None else []
         return SlotStreamWorkerMetadata(faults) if faults else None
 
     def get_finished_count(self) -> int:
@@ -205,13 +179,15 @@ class SlotStreamConnector(KVConnectorBase_V1, SupportsHMA):
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         assert self._scheduler is not None, "vLLM asks its scheduler half only"
+        if self._config.engine_id in _closed:  # What is planned now, nobody does.
+            self._guard.run(self._scheduler.fail_all, None)
         plan = self._guard.run(self._plan, None, scheduler_output)
         if plan is None:
             self._guard.run(self._scheduler.fail_all, None)
         else:
             self._scheduler.delivered()
         self._guard.end_step()
-        return SlotStreamMetadata(plan or EMPTY_PLAN)
+        return SlotStreamMetadata(plan or EMPTY_PLAN, self._config.engine_id)
 
     def _plan(self, scheduler_output: SchedulerOutput) -> StepPlan | None:
         assert self._scheduler is not None
@@ -252,27 +228,29 @@ class SlotStreamConnector(KVConnectorBase_V1, SupportsHMA):
     def _why_no_capture(self, longer_than_s: float) -> SlotStreamError | None:
         if self._guard.disabled:
             return InternalFault("capture is off after too many faults; the log says which")
+        if self._config.engine_id in _closed:
+            return InternalFault(
+                "capture is off until vLLM restarts: another engine of this process was shut down, and the connector with it"
+            )
         assert self._watch is not None
         return self._watch.problem(longer_than_s)
 
     # -- both
 
     def get_kv_connector_stats(self) -> SlotStreamStats | None:
-        half = self._scheduler or self._worker
-        if half is None:
-            return None
-        data = self._guard.run(half.take_stats, {})
+        if self._scheduler is None:
+            told = self._side.take_stats() if self._side is not None else {}
+            return SlotStreamStats(told) if told else None
+        data = self._guard.run(self._scheduler.take_stats, {})
         reason = self._guard.run(self._why_off, self._told_off)
         if reason != self._told_off:
             self._told_off = reason
-            data = {**data, **capture_off(SCHEDULER_REASONS if self._scheduler is not None else WORKER_REASONS, reason)}
+            data = {**data, **capture_off(SCHEDULER_REASONS, reason)}
         return SlotStreamStats(data) if data else None
 
     def _why_off(self) -> str | None:
-        """Why this half captures nothing now, if so."""
-        if self._scheduler is None:
-            lost = "ROWS_NOT_WRITTEN" if rows_are_lost() else None
-            return "WORKER_FAULTS" if self._guard.disabled else lost
+        """Why the scheduler half captures nothing now, if so."""
+        assert self._scheduler is not None
         problem = self._scheduler.why_off()
         code = None if problem is None else problem.code
         return "SCHEDULER_FAULTS" if self._guard.disabled else code
@@ -291,20 +269,22 @@ class SlotStreamConnector(KVConnectorBase_V1, SupportsHMA):
     @logged_refusal()
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
         # vLLM asks this in its front end, before any model is loaded: the earliest place to refuse wrong options.
-        if ConnectorOptions.from_extra(extra_config or {}).layers is not None:
-            install()  # Where the worker is in this very process, vLLM has asked for plug-ins too early.
+        ConnectorOptions.from_extra(extra_config or {})
+        install()  # Where the worker is in this very process, vLLM has asked for plug-ins too early.
         return False
 
     def shutdown(self) -> None:
         if self._watch is not None:
             self._guard.run(self._watch.close, None)
-        if self._worker is not None:
-            self._guard.run(self._worker.close, None)
+        for engine_id, side in self._sides.items():
+            side.close()
+            _closed.add(engine_id)
+        self._sides.clear()
+        self._side = None
 
     def _count_fault(self) -> None:
-        half = self._scheduler or self._worker
-        if half is not None:
-            half.count_fault()
+        if self._scheduler is not None:
+            self._scheduler.count_fault()
 
 
 def _register(connector: type[SlotStreamConnector]) -> None:

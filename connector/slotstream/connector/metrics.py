@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from prometheus_client import Counter, Gauge
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
-from slotstream.connector.counters import CODE_SEPARATOR, METRICS, REASONS, merge
+from slotstream.connector.counters import CODE_SEPARATOR, METRICS, REASONS, Metric, merge
 
 
 @dataclass
@@ -39,23 +39,27 @@ class SlotStreamStats(KVConnectorStats):
         }
 
 
+@functools.cache
+def _collector(kind: Any, metric: Metric, labels: tuple[str, ...]) -> Any:
+    """The one of its name in this process: Prometheus takes no second one, and a second engine counts in the first's."""
+    # With several API servers (`vllm serve` starts one a data-parallel rank) each keeps the last gauges that it was told:
+    # the newest is the true one.
+    more = {"multiprocess_mode": "mostrecent"} if metric.kind == "gauge" else {}
+    return kind(name=f"slotstream_connector_{metric.name}", documentation=metric.help, labelnames=list(labels), **more)
+
+
 class SlotStreamPromMetrics(KVConnectorPromMetrics):
     """`slotstream_connector_*` in vLLM's own /metrics, with its labels, and `code` or `reason` where a metric has one."""
 
     def __init__(self, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: Any) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-        # With several API servers (`vllm serve` starts one a data-parallel rank) each keeps the last gauges that it was told:
-        # the newest is the true one.
-        gauge = partial(metric_types[Gauge], multiprocess_mode="mostrecent")
-        classes = {"counter": metric_types[Counter], "gauge": gauge}
+        classes = {"counter": metric_types[Counter], "gauge": metric_types[Gauge]}
         self._metrics: dict[str, Any] = {}
         self._labelled = {m.name for m in METRICS if m.label}
         self._kinds = {m.name: m.kind for m in METRICS}
         for metric in METRICS:
             labels = [*labelnames, metric.label] if metric.label else labelnames
-            self._metrics[metric.name] = classes[metric.kind](
-                name=f"slotstream_connector_{metric.name}", documentation=metric.help, labelnames=labels
-            )
+            self._metrics[metric.name] = _collector(classes[metric.kind], metric, tuple(labels))
         for metric in METRICS:
             if metric.label == "code":
                 continue

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -37,9 +38,15 @@ def row_places(config: ConnectorConfig, vllm_config: VllmConfig, group: SlotGrou
     return PagePlaces(pages, row_bytes=config.row_bytes, keeps_blocks=group.keeps_blocks)
 
 
-def check_capture(config: ConnectorConfig) -> None:
-    """Raises ConfigError where this worker's model was loaded without the capture in its forward pass."""
-    if forward_capture.current is None:
+def check_capture(config: ConnectorConfig, reach_workers: Callable[[], None]) -> None:
+    """Raises ConfigError where this engine's model was loaded without what its capture needs.
+
+    `reach_workers` is what should have been done before: it raises the reason where it cannot.
+    """
+    if config.instance in forward_capture.captures:
+        return
+    reach_workers()
+    if config.direct:
         raise ConfigError(
             "the model was loaded without slotstream's plug-in, which connector option layers needs: vLLM must see the entry "
             "point `slotstream` of vllm.general_plugins (pip install slotstream where vLLM runs), and VLLM_PLUGINS, where it "
@@ -55,8 +62,7 @@ def row_source(
     Raises ConfigError where the cache is not what the configuration says.
     """
     if config.direct:
-        capture = forward_capture.current
-        assert capture is not None, "checked when the connector was made"
+        capture = forward_capture.captures[config.instance]
         capture.serving = True
         return capture.pages, ""
     from vllm.config import get_layers_from_vllm_config
@@ -69,7 +75,7 @@ def row_source(
         return None, ""
     if len(layers) > 1:
         raise ConfigError(f"expected one layer of hidden states, found {len(layers)}")
-    return CachedRows(kv_caches[layers[0]], len(config.layer_ids), config.hidden_size), layers[0]
+    return CachedRows(kv_caches[layers[0]], config.row_kind, config.hidden_size), layers[0]
 
 
 def _hidden_state_group(kv_cache_config: KVCacheConfig) -> int:
@@ -93,6 +99,7 @@ def _hidden_state_group(kv_cache_config: KVCacheConfig) -> int:
     )
 
 
-def rows_are_lost() -> bool:
+def rows_are_lost(config: ConnectorConfig) -> bool:
     """Whether rows could not be written in the forward pass: nothing more is captured until vLLM restarts."""
-    return forward_capture.current is not None and forward_capture.current.off
+    capture = forward_capture.captures.get(config.instance)
+    return capture is not None and capture.off

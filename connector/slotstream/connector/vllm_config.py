@@ -21,11 +21,39 @@ if TYPE_CHECKING:
 logger = connector_logger(__name__)
 
 
+@contextlib.contextmanager
+def known_vllm() -> Iterator[None]:
+    """Turn what goes wrong inside because vLLM is not as we know it into a ConfigError of one sentence. Also a decorator."""
+    try:
+        yield
+    except (AssertionError, AttributeError, ImportError, LookupError, TypeError) as error:
+        said = str(error).partition("\n")[0].partition(" (/")[0]  # An import's says where the file is, too.
+        raise ConfigError(
+            f"vLLM {vllm_version()} is not as slotstream knows it ({type(error).__name__}: {said}): use vLLM 0.32 or 0.33"
+        ) from error
+
+
+@dataclass(frozen=True, slots=True)
+class RowKind:
+    """What rows are: which engine computes them, their layer ids in order, and their dtype ("BF16", "F16" or "F32").
+
+    `engine` is `ConnectorConfig.instance`.
+    """
+
+    engine: str
+    layer_ids: tuple[int, ...]
+    dtype: str
+
+    def __str__(self) -> str:
+        return f"layers {list(self.layer_ids)} in {self.dtype} of engine {self.engine}"
+
+
 @dataclass(frozen=True, slots=True)
 class ConnectorConfig:
     """Everything the connector needs to know of its engine, checked. `layer_ids` are in the order of the rows.
 
     `final` of the option `layers` is the last id then, the number of the model's layers + 1.
+    `instance` names the engine within this process; two engines may have been given the same `engine_id`.
     """
 
     options: ConnectorOptions
@@ -36,8 +64,10 @@ class ConnectorConfig:
     dtype: str
     metadata: Mapping[str, str]
     on_accelerator: bool = False
+    instance: str = ""
 
     @classmethod
+    @known_vllm()
     def from_vllm(cls, vllm_config: VllmConfig) -> Self:
         """Read and check vLLM's configuration. Raises ConfigError, in one sentence that says what to change."""
         transfer = vllm_config.kv_transfer_config
@@ -77,13 +107,19 @@ class ConnectorConfig:
             hidden_size=model_config.get_hidden_size(),
             dtype=_dtype_name(model_config.dtype),
             metadata=metadata,
-            on_accelerator=not _on_cpu(),
+            on_accelerator=not on_cpu(),
+            instance=instance_of(vllm_config),
         )
 
     @property
     def row_bytes(self) -> int:
         """Bytes of one row: every captured layer of one token."""
         return row_bytes_of(self.dtype, len(self.layer_ids), self.hidden_size)
+
+    @property
+    def row_kind(self) -> RowKind:
+        """What the rows of this engine are."""
+        return RowKind(self.instance, self.layer_ids, self.dtype)
 
     @property
     def direct(self) -> bool:
@@ -129,7 +165,7 @@ def _check_extraction(vllm_config: VllmConfig) -> None:
         raise ConfigError(
             "drop --enable-prompt-embeds: with model runner V1, a prompt of embeddings kills a vLLM that extracts"
         )
-    if vllm_config.scheduler_config.async_scheduling and not vllm_config.use_v2_model_runner and not _on_cpu():
+    if vllm_config.scheduler_config.async_scheduling and not vllm_config.use_v2_model_runner and not on_cpu():
         # https://github.com/vllm-project/vllm/issues/56417; tests/gpu/decode.py shows it, vLLM's own connector included.
         raise ConfigError(
             "add --no-async-scheduling, or use model runner V2: with V1 on a GPU, vLLM loses track of the text after an "
@@ -163,7 +199,8 @@ def _check_direct(vllm_config: VllmConfig, options: ConnectorOptions) -> None:
         )
 
 
-def _on_cpu() -> bool:
+def on_cpu() -> bool:
+    """Whether this vLLM computes on the processor."""
     from vllm.platforms import current_platform
 
     return bool(current_platform.is_cpu())
@@ -179,11 +216,25 @@ def logged_refusal() -> Iterator[None]:
         raise
 
 
+def instance_of(vllm_config: VllmConfig) -> str:
+    """vLLM's own name of an engine's configuration: that of MultiConnector's children is the same."""
+    return str(getattr(vllm_config, "instance_id", ""))
+
+
+def current_config() -> VllmConfig | None:
+    """The configuration that vLLM works with at the moment, the outermost one; None where it does not say."""
+    try:
+        from vllm.config import get_current_vllm_config_or_none
+    except ImportError:
+        return None
+    return get_current_vllm_config_or_none()
+
+
 def vllm_version() -> str:
     """The version of the vLLM that is running, from any distribution."""
     import vllm
 
-    return str(vllm.__version__)
+    return str(getattr(vllm, "__version__", "(of an unknown version)"))
 
 
 def _layer_ids(vllm_config: VllmConfig, options: ConnectorOptions) -> tuple[int, ...]:

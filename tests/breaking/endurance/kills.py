@@ -57,9 +57,9 @@ def run_rounds(
             if workers > 1 and victim is world.server and rng.random() < 0.5 and (pids := world.server_workers()):
                 total.cases["rounds: SIGKILL of a worker"] += 1
                 os.kill(rng.choice(pids), signal.SIGKILL)
-                continue
-            total.cases[f"rounds: {action.name} of the {victim.name.rstrip('0123456789')}"] += 1
-            _strike(world, victim, action, rng)
+            else:
+                total.cases[f"rounds: {action.name} of the {victim.name.rstrip('0123456789')}"] += 1
+                _strike(world, victim, action, rng)
             if number % _SETTLE_EVERY == 0 or number == rounds:
                 _settle(world, total, spool)
                 say(f"{number} rounds, {sum(total.cases.values()) - number} samples, {len(total.wrong)} wrong")

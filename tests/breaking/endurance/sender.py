@@ -124,7 +124,7 @@ class Sender:
         hello = ingest_pb2.Hello(protocol=PROTOCOL_VERSION, engine_id=self._prefix)
         self._watch = ServerHealth(address, patient=spool is not None)
         sink = _Sink(options, hello, transport, ledger, lambda sample_id: self._ended(sample_id, "committed"))
-        source = CachedRows(self._cache, len(LAYER_IDS), HIDDEN)
+        source = CachedRows(self._cache, config.row_kind, HIDDEN)
         self._worker = WorkerHalf(config, source, in_thread(config, sink), StagingPlan.of(config, _STEP_TOKENS_MAX))
 
     def step(self) -> None:

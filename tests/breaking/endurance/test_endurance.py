@@ -19,17 +19,28 @@ from support.synthetic import SyntheticSample
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("spool", [True, False], ids=["with a spool", "without"])
-def test_a_few_kill_rounds(spool: bool) -> None:
-    found = run_rounds(4, seed=1, spool=spool)
+@pytest.mark.parametrize(
+    ("rounds", "spool"),
+    [
+        pytest.param(4, True, id="with a spool"),
+        pytest.param(2, False, id="without"),
+        pytest.param(12, True, id="with a spool, longer", marks=pytest.mark.extended),
+        pytest.param(12, False, id="without, longer", marks=pytest.mark.extended),
+    ],
+)
+def test_a_few_kill_rounds(rounds: int, spool: bool) -> None:
+    found = run_rounds(rounds, seed=1, spool=spool)
     assert not found.wrong, found
     assert found.cases["committed, server has committed"] > 0
 
 
 @pytest.mark.timeout(600)
-def test_a_few_kill_rounds_with_workers() -> None:
-    found = run_rounds(4, seed=2, workers=2)
+@pytest.mark.parametrize("rounds", [2, pytest.param(12, marks=pytest.mark.extended)])
+def test_a_few_kill_rounds_with_workers(rounds: int) -> None:
+    found = run_rounds(rounds, seed=5, workers=2)
     assert not found.wrong, found
+    assert found.cases["rounds: SIGKILL of a worker"] > 0
+    assert found.cases["rounds: SIGKILL of the server"] > 0
     assert found.cases["committed, server has committed"] > 0
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -136,5 +137,5 @@ class ForwardCapture:
                 self.pages.switch_off()
 
 
-current: ForwardCapture | None = None
-"""The capture in the model that this process runs; set when it is loaded, and asked for when the connector is made."""
+captures: weakref.WeakValueDictionary[str, ForwardCapture] = weakref.WeakValueDictionary()
+"""The captures in this process, by `ConnectorConfig.instance`. Each is set when its model is loaded, and ends with it."""

@@ -23,19 +23,22 @@ from slotstream.connector.reading.staging_memory import StagingMemory
 from slotstream.connector.row_pool import RowPoolShape
 from slotstream.connector.sending.row_check import RUN_WORDS, NotedRows, RowEvidence, Segment
 from slotstream.connector.sending.staging_area import Words
+from slotstream.connector.vllm_config import RowKind
 from slotstream.wire.errors import ConfigError, InternalFault, SlotMismatch, SlotStreamError
 
 _NONE = np.empty((0, RUN_WORDS), np.int64)
 
 
 class RowPages:
-    """One pool of `rows` rows of `layers` x `hidden` elements on `device`, cut into pages once the KV cache is known.
+    """One pool of `rows` rows [layers, `hidden`] on `device`, cut into pages once the KV cache is known.
 
-    Raises ConfigError where there is not so much memory.
+    `made_for` says what the rows are. Raises ConfigError where there is not so much memory.
     """
 
-    def __init__(self, rows: int, layers: int, hidden: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, rows: int, made_for: RowKind, hidden: int, dtype: torch.dtype, device: torch.device) -> None:
         self.device = device
+        self.made_for = made_for
+        layers = len(made_for.layer_ids)
         try:
             self.pool = torch.zeros(rows, layers, hidden, dtype=dtype, device=device)
         except RuntimeError as error:  # Torch's out-of-memory errors are.

@@ -17,6 +17,7 @@ from slotstream.connector.reading.runs import AT, KV_SLOT, ROWS, SOURCE, STEP, L
 from slotstream.connector.reading.staging_memory import StagingMemory
 from slotstream.connector.sending.row_check import RUN_WORDS, MappedRows, RowEvidence, Segment
 from slotstream.connector.sending.staging_area import Words
+from slotstream.connector.vllm_config import RowKind
 from slotstream.wire.errors import ConfigError, SlotMismatch, SlotStreamError
 
 
@@ -24,6 +25,8 @@ class RowSource(Protocol):
     """Rows [layers, hidden] on `device`. All methods are called on the engine's thread, in the order of a step."""
 
     device: torch.device
+    made_for: RowKind
+    """What the rows are. Who reads them compares."""
 
     def use_staging(self, memory: StagingMemory) -> None:
         """Read into this from now on. Once, before anything is read."""
@@ -59,13 +62,15 @@ class CachedRows:
     Rows stay where they are for as long as their blocks do, so a step's slot mapping speaks only of rows that the step wrote.
     """
 
-    def __init__(self, cache: torch.Tensor, layers: int, hidden: int) -> None:
+    def __init__(self, cache: torch.Tensor, made_for: RowKind, hidden: int) -> None:
         """Raises ConfigError for a cache of another shape."""
+        layers = len(made_for.layer_ids)
         if cache.ndim != 4 or (cache.shape[1], cache.shape[3]) != (layers, hidden):
             raise ConfigError(
                 f"the hidden-state cache has shape {list(cache.shape)}, not [blocks, {layers}, block size, {hidden}]"
             )
         self.device = cache.device
+        self.made_for = made_for
         self.block_size = int(cache.shape[2])
         self._words = _words(cache)
         self._dtype = cache.dtype

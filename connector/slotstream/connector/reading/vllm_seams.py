@@ -14,13 +14,15 @@
 | `VllmConfig.additional_config` | to tell the compile cache of the layers, and the start-up plan of the row pool | 0.32, 0.33 |
 | `Request.skip_reading_prefix_cache` | so that a captured request computes all its tokens | 0.32, 0.33 |
 
-Without the option `layers` none of them is used but the first, which checks the options before the model is loaded, and
-`_maybe_add_hidden_state`.
+Without the option `layers` none of them is used but the first, which checks the options before the model is loaded,
+`.load_model` and `_maybe_add_hidden_state`. Without slotstream in vLLM's configuration none is, and nothing raises. What is
+missing is said before the model is loaded; where the first is missing, by `WorkerBase.__init__`.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib
 import inspect
 import math
 from collections.abc import Callable, Sequence
@@ -35,7 +37,7 @@ from slotstream.connector.reading.row_pages import RowPages
 from slotstream.connector.reading.row_write import write_rows
 from slotstream.connector.reading.staging_plan import StagingPlan, step_tokens_max
 from slotstream.connector.row_pool import pool_rows, pool_shape, slot_group
-from slotstream.connector.vllm_config import ConnectorConfig, logged_refusal, vllm_version
+from slotstream.connector.vllm_config import ConnectorConfig, known_vllm, logged_refusal, on_cpu, vllm_version
 from slotstream.transport.logs import connector_logger
 from slotstream.wire.errors import ConfigError
 
@@ -47,45 +49,154 @@ logger = connector_logger(__name__)
 CONFIG_KEY = "slotstream"
 
 
-def install(config_of: Callable[[VllmConfig], ConnectorConfig | None]) -> None:
+_WORKERS = "vllm.v1.worker.worker_base"
+# What is called after the model is loaded, and can be looked for before.
+_NEEDED = (
+    ("vllm.forward_context", "get_forward_context"),
+    ("vllm.distributed.parallel_state", "get_pp_group"),
+    ("vllm.distributed.parallel_state", "get_tensor_model_parallel_rank"),
+    ("vllm.v1.kv_cache_interface", "AttentionSpec"),
+    ("vllm.v1.kv_cache_interface", "CrossAttentionSpec"),
+    ("vllm.v1.kv_cache_interface", "EncoderOnlyAttentionSpec"),
+    ("vllm.v1.kv_cache_interface", "FullAttentionSpec"),
+    ("vllm.v1.kv_cache_interface", "UniformTypeKVCacheSpecs"),
+)
+_INTERFACES = "vllm.model_executor.models.interfaces"
+
+ConfigOf = Callable[["VllmConfig | None"], "ConnectorConfig | None"]
+
+
+def install(config_of: ConfigOf) -> None:
     """Reach the model runner of every worker of this process. May be called twice.
 
-    `config_of` says what our connector is told by a configuration, None where vLLM runs another or none. Raises ConfigError.
+    `config_of` says what our connector is told by a configuration, None where vLLM runs another or none. Raises ConfigError
+    where this vLLM has no such place; each worker that would need it then refuses to start, where it still can.
     """
-    from vllm.v1.worker.worker_base import WorkerWrapperBase
-
-    inner = getattr(WorkerWrapperBase, "init_device", None)
-    if inner is None:
-        raise missing("WorkerWrapperBase.init_device")
+    try:
+        wrapper = _find(_WORKERS, "WorkerWrapperBase", extraction=False)
+        inner = getattr(wrapper, "init_device", None)
+        if not callable(inner):
+            raise missing("WorkerWrapperBase.init_device", extraction=False)
+    except ConfigError as error:
+        _refuse_in_workers(config_of, error)
+        raise
     if getattr(inner, "slotstream", False):
         return
 
     @functools.wraps(inner)
     def init_device(self: Any, *args: Any, **kwargs: Any) -> Any:
+        vllm_config = _attribute(self, "vllm_config")
         with logged_refusal():
-            config = config_of(self.vllm_config)
+            config = config_of(vllm_config)
             if config is not None:
-                StagingPlan.of(config, step_tokens_max(self.vllm_config))
-                if config.direct:
-                    tell_compile_cache(self.vllm_config, config)
+                _check(config, vllm_config)
         result = inner(self, *args, **kwargs)
-        runner = getattr(self.worker, "model_runner", None)
-        if config is not None and config.direct:
-            attach(runner, self.vllm_config, config)
-        elif config is not None:
+        if config is None:
+            return result
+        runner = _attribute(_attribute(self, "worker"), "model_runner")
+        if config.direct:
+            attach(runner, vllm_config, config)
+        else:
             attach_extraction(runner)
         return result
 
     init_device.slotstream = True  # type: ignore[attr-defined]
-    setattr(WorkerWrapperBase, "init_device", init_device)  # noqa: B010  (mypy knows it as a method, or not at all)
+    setattr(wrapper, "init_device", init_device)  # noqa: B010  (mypy knows it as a method, or not at all)
 
 
-def missing(seam: str) -> ConfigError:
-    """What to say of a seam that this vLLM does not have."""
-    return ConfigError(
-        f"vLLM {vllm_version()} has no {seam} as slotstream knows it: use vLLM 0.32 or 0.33, or capture with "
-        "extract_hidden_states instead of connector option layers"
-    )
+def _refuse_in_workers(config_of: ConfigOf, error: ConfigError) -> None:
+    """Have each worker say `error` when it is made, which is before it loads its model, if our connector is to be in it."""
+    try:
+        worker = _find(_WORKERS, "WorkerBase")
+    except ConfigError:
+        return
+    inner = worker.__init__
+    if getattr(inner, "slotstream", False):
+        return
+
+    @functools.wraps(inner)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        inner(self, *args, **kwargs)
+        with logged_refusal():
+            config = config_of(_attribute(self, "vllm_config"))
+            if config is not None:
+                raise error
+
+    init.slotstream = True  # type: ignore[attr-defined]
+    worker.__init__ = init
+
+
+@known_vllm()
+def _check(config: ConnectorConfig, vllm_config: VllmConfig) -> None:
+    """All that can be said before there is a model. Raises ConfigError."""
+    check_connector(vllm_config)
+    StagingPlan.of(config, step_tokens_max(vllm_config))
+    if config.direct:
+        check_needed(config)
+        tell_compile_cache(vllm_config, config)
+
+
+def check_connector(vllm_config: VllmConfig) -> None:
+    """Raises ConfigError where another engine's connector would be given the steps of this one, and could not tell them apart.
+
+    vLLM keeps one connector for a process. Ours knows whose step it is, but only where it is not behind MultiConnector.
+    """
+    try:
+        from vllm.distributed.kv_transfer.kv_transfer_state import get_kv_transfer_group, has_kv_transfer_group
+    except ImportError:
+        return
+    if not has_kv_transfer_group():
+        return
+    transfer = vllm_config.kv_transfer_config
+    alone = transfer is not None and "connectors" not in (transfer.kv_connector_extra_config or {})
+    if not (alone and getattr(get_kv_transfer_group(), "is_slotstream", False)):
+        raise ConfigError(
+            "another engine of this process has a KV connector, which vLLM would give this engine's steps too: start this "
+            "engine in a process of its own"
+        )
+
+
+def check_needed(config: ConnectorConfig) -> None:
+    """Raises ConfigError, naming it, where this vLLM lacks something that a capture of layers needs later."""
+    for module, name in _NEEDED:
+        _find(module, name)
+    if config.residual_layer_ids:
+        _find(_INTERFACES, "supports_eagle3")
+        check_own_layers()
+    context = _find("vllm.forward_context", "ForwardContext")
+    if "slot_mapping" not in getattr(context, "__dataclass_fields__", {}):
+        raise missing("ForwardContext.slot_mapping")
+    request = _find("vllm.v1.request", "Request")
+    if "skip_reading_prefix_cache" not in request.__init__.__code__.co_names:
+        raise missing("Request.skip_reading_prefix_cache")
+
+
+def check_own_layers() -> None:
+    """Raises ConfigError where a model cannot be told to give copies of its layers: see `own_layers`."""
+    if not hasattr(_find(_INTERFACES, "EagleModelMixin", extraction=False), "_maybe_add_hidden_state"):
+        raise missing("EagleModelMixin._maybe_add_hidden_state", extraction=False)
+
+
+def _find(module: str, name: str, *, extraction: bool = True) -> Any:
+    """Something of vLLM's, by its name in a module. Raises ConfigError where it is not there."""
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise missing(f"{module}.{name}", extraction=extraction) from error
+
+
+def _attribute(owner: Any, name: str) -> Any:
+    """An attribute that another vLLM may not have: None then. Its wrapper of workers looks further for what it lacks."""
+    try:
+        return getattr(owner, name, None)
+    except RecursionError:
+        return None
+
+
+def missing(seam: str, *, extraction: bool = True) -> ConfigError:
+    """What to say of a seam that this vLLM does not have. `extraction`: whether `extract_hidden_states` does without it."""
+    instead = ", or capture with extract_hidden_states instead of connector option layers" if extraction else ""
+    return ConfigError(f"vLLM {vllm_version()} has no {seam} as slotstream knows it: use vLLM 0.32 or 0.33{instead}")
 
 
 def tell_compile_cache(vllm_config: VllmConfig, config: ConnectorConfig) -> None:
@@ -95,14 +206,16 @@ def tell_compile_cache(vllm_config: VllmConfig, config: ConnectorConfig) -> None
     """
     additional = vllm_config.additional_config
     assert isinstance(additional, dict), "the configuration was checked"
-    additional[CONFIG_KEY] = {
+    told = {
         "layers": list(config.options.layers or ()),
         "row_pool_bytes": pool_rows(config, vllm_config) * config.row_bytes,
         "version": config.metadata["slotstream_version"],
     }
+    vllm_config.additional_config = {**additional, CONFIG_KEY: told}  # The user's own may be another engine's, too.
 
 
 @logged_refusal()
+@known_vllm()
 def attach(runner: Any, vllm_config: VllmConfig, config: ConnectorConfig) -> None:
     """Wrap what a model runner does once: loading its model, and laying out the KV cache. Raises ConfigError."""
     for name in ("load_model", "initialize_kv_cache"):
@@ -111,19 +224,23 @@ def attach(runner: Any, vllm_config: VllmConfig, config: ConnectorConfig) -> Non
     first = next(iter(inspect.signature(runner.initialize_kv_cache).parameters), "")
     if first != "kv_cache_config":
         raise missing(f"{type(runner).__name__}.initialize_kv_cache(kv_cache_config, ...)")
+    if on_cpu() and not callable(getattr(runner, "_dummy_run", None)):  # See try_out.
+        raise missing(f"{type(runner).__name__}._dummy_run")
     load_model, initialize_kv_cache = runner.load_model, runner.initialize_kv_cache
+    loaded: list[ForwardCapture] = []  # The last is that of this runner's model: other engines of this process have their own.
 
     @functools.wraps(load_model)
     def load(*args: Any, **kwargs: Any) -> Any:
         result = load_model(*args, **kwargs)
-        forward_capture.current = put_capture(runner, vllm_config, config)
+        loaded.append(put_capture(runner, vllm_config, config))
+        forward_capture.captures[config.instance] = loaded[-1]
         return result
 
     @functools.wraps(initialize_kv_cache)
     def initialize(kv_cache_config: Any, *args: Any, **kwargs: Any) -> Any:
-        if (capture := forward_capture.current) is not None:
-            try_out(runner, capture)
-            lay_out(capture, kv_cache_config, vllm_config)
+        if loaded:
+            try_out(runner, loaded[-1])
+            lay_out(loaded[-1], kv_cache_config, vllm_config)
         return initialize_kv_cache(kv_cache_config, *args, **kwargs)
 
     runner.load_model, runner.initialize_kv_cache = load, initialize
@@ -132,9 +249,10 @@ def attach(runner: Any, vllm_config: VllmConfig, config: ConnectorConfig) -> Non
 @logged_refusal()
 def attach_extraction(runner: Any) -> None:
     """Wrap the loading of a model whose layers vLLM extracts: also of those, none may be overwritten."""
+    check_own_layers()
     load_model = getattr(runner, "load_model", None)
     if not callable(load_model):
-        raise missing(f"{type(runner).__name__}.load_model")
+        raise missing(f"{type(runner).__name__}.load_model", extraction=False)
 
     @functools.wraps(load_model)
     def load(*args: Any, **kwargs: Any) -> Any:
@@ -160,10 +278,7 @@ def own_layers(model: torch.nn.Module) -> None:
     Before the first layer there is no residual yet, and vLLM hands out the embedding itself; without compilation its CUDA norms
     add to it in place, and what was layer 0 ends as the last one (vLLM 0.32 and 0.33, `EagleModelMixin`).
     """
-    from vllm.model_executor.models import interfaces
-
-    if not hasattr(getattr(interfaces, "EagleModelMixin", None), "_maybe_add_hidden_state"):
-        raise missing("EagleModelMixin._maybe_add_hidden_state")
+    check_own_layers()
     for module in model.modules():
         if callable(add := getattr(module, "_maybe_add_hidden_state", None)):
             setattr(module, "_maybe_add_hidden_state", _copying(add))  # noqa: B010  (mypy: a module has no such attribute)
@@ -181,6 +296,7 @@ def _copying(add: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @logged_refusal()
+@known_vllm()
 def put_capture(runner: Any, vllm_config: VllmConfig, config: ConnectorConfig) -> ForwardCapture:
     """Choose the layers of a runner's model and put the capture into its forward pass. Raises ConfigError."""
     model = model_of(runner)
@@ -198,7 +314,7 @@ def put_capture(runner: Any, vllm_config: VllmConfig, config: ConnectorConfig) -
     pages = None
     if rank_stores:
         rows = pool_rows(config, vllm_config)
-        pages = RowPages(rows, len(config.layer_ids), config.hidden_size, dtype, torch.device(runner.device))
+        pages = RowPages(rows, config.row_kind, config.hidden_size, dtype, torch.device(runner.device))
         bill(runner, vllm_config, pages)
     capture = ForwardCapture(
         type(model).__name__,
@@ -279,6 +395,8 @@ def bill(runner: Any, vllm_config: VllmConfig, pages: RowPages) -> None:
     usage = getattr(runner, "model_memory_usage", None)
     if usage is not None:
         runner.model_memory_usage = usage + pages.nbytes
+    elif pages.device.type == "cuda":
+        raise missing(f"{type(runner).__name__}.model_memory_usage")
     logger.info(
         "slotstream: the row pool takes %d MiB of device memory (%d rows)%s",
         math.ceil(pages.nbytes / (1 << 20)),
@@ -294,13 +412,11 @@ def try_out(runner: Any, capture: ForwardCapture) -> None:
     """
     if capture.tried:
         return
-    if not callable(getattr(runner, "_dummy_run", None)):
-        with logged_refusal():
-            raise missing(f"{type(runner).__name__}._dummy_run")
     runner._dummy_run(1)
 
 
 @logged_refusal()
+@known_vllm()
 def lay_out(capture: ForwardCapture, kv_cache_config: Any, vllm_config: VllmConfig) -> None:
     """Cut the row pool for this KV cache, and compile the kernels by launches that change nothing. Raises ConfigError."""
     pages = capture.pages

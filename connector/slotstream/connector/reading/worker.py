@@ -22,7 +22,7 @@ from slotstream.connector.sending.sender import SenderMaker
 from slotstream.connector.sending.staging_pool import STEPS, power_of_two
 from slotstream.connector.vllm_config import ConnectorConfig
 from slotstream.transport.logs import connector_logger
-from slotstream.wire.errors import InternalFault, SlotStreamError
+from slotstream.wire.errors import InternalFault, SlotMismatch, SlotStreamError
 
 logger = connector_logger(__name__)
 
@@ -77,7 +77,8 @@ class WorkerHalf:
         self._plan = plan
         self._sender.look()
         self._releases.bind(plan)
-        self._source.begin_step(plan)
+        if self._is_ours:
+            self._source.begin_step(plan)
 
     def remember_slot_mapping(self, slot_mapping: torch.Tensor) -> None:
         """This step's slot mapping, int [tokens], on the device: only remembered here."""
@@ -146,8 +147,18 @@ class WorkerHalf:
 
     # -- reading rows
 
+    @property
+    def _is_ours(self) -> bool:
+        """Whether the rows are what this engine's samples are made of: another's are left alone, and never read."""
+        return self._source.made_for == self._config.row_kind
+
     def _read(self, rows: tuple[RowPlan, ...], finishes: dict[str, SampleFinish]) -> None:
         """Read the step's rows. A sample is finished, and taken out of `finishes`, behind its last ones: not behind all."""
+        if not self._is_ours:
+            foreign = SlotMismatch(f"these rows are {self._source.made_for}, and the sample wants {self._config.row_kind}")
+            for plan in rows:
+                self._sender.post(FailSample(plan.req_id, foreign))
+            return
         deadline = time.monotonic() + (self._config.options.wait_s_max if self._config.options.on_full == "wait" else 0.0)
         located = self._source.locate(rows, self._staging.rows_per_part)
         for req_id, error in located.failed:
