@@ -331,7 +331,7 @@ class _Engine:
         padding = self.rng.randint(0, 3)
         order = list(range(len(rows)))
         self.rng.shuffle(order)
-        if rows:
+        if rows and self.device.live:  # As the forward pass asks.
             hidden = torch.tensor([rows[at] for at in order] + [[-7.0] * 4] * padding)
             write_rows(self.device, [hidden], torch.tensor([slots[at] for at in order] + [-1] * padding))
         return sampled

@@ -111,15 +111,16 @@ class WorkerSide:
             return {}
         data = self._guard.run(self.half.take_stats, {})
         reason = self._guard.run(self._why_off, self._told_off)
-        if reason == self._told_off:
-            return data
-        self._told_off = reason
-        return {**data, **capture_off(WORKER_REASONS, reason)}
+        if reason != self._told_off:
+            self._told_off = reason
+            data = {**data, **capture_off(WORKER_REASONS, reason)}
+        return data
 
     def _why_off(self) -> str | None:
         """Why this worker captures nothing now, if so."""
-        lost = "ROWS_NOT_WRITTEN" if rows_are_lost(self.config) else None
-        return "WORKER_FAULTS" if self._guard.disabled else lost
+        if self._guard.disabled:
+            return "WORKER_FAULTS"
+        return "ROWS_NOT_WRITTEN" if rows_are_lost(self.config) else None
 
     # -- outside of steps
 
