@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
+from array import array
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.calls import calls
 from support.waiting import wait_until
 from support.worker_rig import HIDDEN, LAYER_IDS, WatchedSink, config, opened, row_kind
 
@@ -80,6 +82,9 @@ class _Device:
             self.kernel[(3,)](*arguments)
         self._waiting.clear()
 
+    def clear(self) -> None:
+        self._waiting.clear()
+
     def hold_model(self) -> None:
         self.holds += 1
 
@@ -90,9 +95,9 @@ class _Device:
 class _GpuPages(RowPages):
     """Row pages that are read as a GPU's are."""
 
-    def __init__(self, device: _Device, dtype: torch.dtype = torch.bfloat16) -> None:
-        super().__init__(128, config(layers=list(LAYER_IDS)).row_kind, HIDDEN, dtype, CPU)
-        self.cut(pool_shape(128, PAGE_ROWS), 64 * PAGE_ROWS)
+    def __init__(self, device: _Device, rows: int) -> None:
+        super().__init__(rows, config(layers=list(LAYER_IDS)).row_kind, HIDDEN, torch.bfloat16, CPU)
+        self.cut(pool_shape(rows, PAGE_ROWS), 64 * PAGE_ROWS)
         self.reads_by = device
 
     def use_staging(self, memory: StagingMemory) -> None:
@@ -103,10 +108,10 @@ class _GpuPages(RowPages):
 class _Rig:
     """A worker over such pages, whose requests each have an entry of the page table, and the page of the same number."""
 
-    def __init__(self, kernel: Any) -> None:
+    def __init__(self, kernel: Any, rows: int = 128, **options: object) -> None:
         self.device = _Device(kernel)
-        self.config = config(layers=list(LAYER_IDS))
-        self.pages = _GpuPages(self.device)
+        self.config = config(layers=list(LAYER_IDS), **options)
+        self.pages = _GpuPages(self.device, rows)
         self.sink = WatchedSink()
         self.worker = WorkerHalf(self.config, self.pages, in_thread(self.config, self.sink), StagingPlan.of(self.config, 64))
         self._steps = itertools.count(1)
@@ -152,6 +157,35 @@ def test_one_read_is_one_launch_and_one_number_however_many_samples_it_has(rig: 
     rig.read({"long": 3})
     assert isinstance(rig.sink.verdict(17), Committed)
     assert rig.device.launched == rig.pages.memory.area.done == 2
+
+
+@pytest.mark.parametrize(
+    ("requests", "rows", "calls_max"),
+    [
+        pytest.param(1, 1024, 220, id="a prompt"),
+        pytest.param(1, 32, 220, id="one"),
+        pytest.param(16, 32, 480, id="as many as a plan"),
+    ],
+)
+def test_a_read_makes_few_calls_on_the_engines_thread_and_none_of_torchs(requests: int, rows: int, calls_max: int) -> None:
+    """Beside the launch itself: for that a GPU takes two events, one wait and one call."""
+    rig = _Rig(None, 16 << 10, chunk_bytes=64 << 10)
+    rig.device.at_once = False
+    try:
+        pages = -(-rows // PAGE_ROWS)
+        names = [range(number * pages, (number + 1) * pages) for number in range(requests)]
+        places = [PagePlace(array("q", at), array("q", at), array("q", [1] * pages)) for at in names]
+        plan = StepPlan(rows=tuple(RowPlan(f"r{number}", 0, rows, 0, place) for number, place in enumerate(places)))
+        found = []
+        for of in ("", "", "torch"):  # The first one is what makes caches.
+            rig.worker.bind(plan)
+            found.append(calls(rig.worker.execute, of))
+        assert rig.device.launched == 3
+        assert 0 < found[1] <= calls_max
+        assert found[2] == 0
+    finally:
+        rig.device.clear()
+        rig.worker.close()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
