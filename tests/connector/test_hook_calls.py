@@ -3,34 +3,18 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from types import FrameType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from support.calls import calls
 from support.plan_rig import PlanRig
 
 from slotstream.connector.plan import StepPlan, TableUpdate
 from slotstream.connector.planning.row_planner import REQUESTS_MAX
 from slotstream.connector.reading.forward_capture import ForwardCapture
 from slotstream.connector.reading.page_table import TableWriter
-
-
-def calls(hook: Callable[[], object]) -> int:
-    """Python and C calls that a hook makes."""
-    seen = 0
-
-    def count(frame: FrameType, event: str, argument: object) -> None:
-        nonlocal seen
-        seen += event in ("call", "c_call")
-
-    sys.setprofile(count)
-    try:
-        hook()
-    finally:
-        sys.setprofile(None)
-    return seen - 2  # The hook itself, and the end of counting.
 
 
 def _plan(rig: PlanRig) -> tuple[int, StepPlan]:

@@ -103,10 +103,13 @@ def test_once_capture_is_off_no_page_is_given_and_no_row_is_read() -> None:
     give(pages, 1, {3: 2})
     write_rows(pages, hidden_of(8), torch.arange(24, 32))
     plan = RowPlan("r", 0, 8, 0, PagePlace((2,), (3,), (1,)))
-    assert len(pages.locate(plan)) == 8
+    assert [part.rows for part in pages.locate([plan], 100).parts] == [8]
     pages.switch_off()
-    with pytest.raises(InternalFault, match="capture is off until vLLM restarts"):
-        pages.locate(plan)
+    located = pages.locate([plan], 100)
+    assert not located.parts
+    ((req_id, error),) = located.failed
+    assert (req_id, type(error)) == ("r", InternalFault)
+    assert "capture is off until vLLM restarts" in str(error)
     give(pages, 2, {4: 1})
     write_rows(pages, hidden_of(8), torch.arange(32, 40))
     assert (pages.table < 0).all()
@@ -126,8 +129,8 @@ def test_once_capture_is_off_no_page_is_given_and_no_row_is_read() -> None:
 def test_a_row_is_right_only_if_the_device_wrote_it_for_its_slot_since_the_page_was_given(
     stamps: list[list[int]], sound: bool
 ) -> None:
-    evidence = StampEvidence(np.array([5, 6]), np.array([3, 3]), np.array(stamps))
-    evidence.load()
+    notes = np.array([[*stamp, 1] for stamp in stamps])
+    evidence = StampEvidence(np.array([5, 6]), np.array([3, 3]), notes)
     assert (evidence.problem(0, 2) is None) == sound
     if not sound:
         assert isinstance(evidence.problem(0, 2), SlotMismatch)
@@ -143,8 +146,10 @@ def test_a_row_is_right_only_if_the_device_wrote_it_for_its_slot_since_the_page_
     ],
 )
 def test_a_plan_that_cannot_be_right_fails_its_sample(place: Any) -> None:
-    with pytest.raises(SlotMismatch):
-        make_pages().locate(RowPlan("a", 0, 12, 0, place))
+    good = RowPlan("b", 0, 3, 0, PagePlace((1,), (0,), (1,)))
+    located = make_pages().locate([RowPlan("a", 0, 12, 0, place), good], 100)
+    assert [(req_id, type(error)) for req_id, error in located.failed] == [("a", SlotMismatch)]
+    assert [(part.req_id, part.rows) for part in located.parts] == [("b", 3)]
 
 
 class _Rig:

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -32,8 +33,9 @@ from slotstream.connector.planning.row_planner import STEPS_MAX
 from slotstream.connector.planning.scheduler import SchedulerHalf
 from slotstream.connector.reading.row_pages import RowPages
 from slotstream.connector.reading.row_write import write_rows
+from slotstream.connector.reading.runs import KV_SLOT, ROWS, STEP, rows_of
 from slotstream.connector.row_pool import RowPoolShape, page_rows_of
-from slotstream.connector.sending.row_check import StampEvidence
+from slotstream.connector.sending.row_check import StampEvidence, numbers
 
 EXAMPLES = int(os.environ.get("SLOTSTREAM_MACHINE_EXAMPLES", "150"))
 _MODEL_LEN = 400
@@ -388,10 +390,13 @@ class _Engine:
             self.ended.setdefault(abort.req_id, abort.code)
 
     def _read(self, plan: RowPlan) -> None:
-        located = self.device.locate(plan)
-        index = torch.from_numpy(located.index)
-        stamps = self.device.stamps[index].numpy()
-        assert StampEvidence(located.kv_slots, located.steps, stamps).problem(0, len(located)) is None, plan
+        located = self.device.locate([plan], 1 << 20)
+        runs, counts = located.runs, located.runs[:, ROWS]
+        index = torch.from_numpy(rows_of(runs))
+        notes = torch.nn.functional.pad(self.device.stamps[index], (0, 1)).numpy()
+        kv_slots, steps = np.repeat(runs[:, KV_SLOT], counts) + numbers(counts), np.repeat(runs[:, STEP], counts)
+        assert not located.failed
+        assert StampEvidence(kv_slots, steps, notes).problem(0, len(index)) is None, plan
         for row, values in enumerate(self.device.pool[index].flatten(1).tolist(), plan.first_row):
             assert row not in self.stored[plan.req_id], "a row is read twice"
             self.stored[plan.req_id][row] = tuple(values)
