@@ -187,9 +187,9 @@ class _Engine:
 
     def sleep(self) -> None:
         """The engine pauses, gives its memory away, and starts over."""
-        self.step(idle=True)  # For the requests that finished.
-        while self.half.has_unread() or any(request.late for request in self.running):
-            self.step(idle=True)
+        self.step(idle=True)
+        while self.urgent or self.half.has_unread() or any(request.late for request in self.running):
+            self.step(idle=True)  # vLLM also makes a step for the requests that ended.
         self.reset()
         self.device.forget()
 
