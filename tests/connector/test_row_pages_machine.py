@@ -185,10 +185,19 @@ class _Engine:
         self.weights += 1
         self.half.on_cache_reset()
 
+    def sleep(self) -> None:
+        """The engine pauses, gives its memory away, and starts over."""
+        self.step(idle=True)  # For the requests that finished.
+        while self.half.has_unread() or any(request.late for request in self.running):
+            self.step(idle=True)
+        self.reset()
+        self.device.forget()
+
     # One step of vLLM's.
 
-    def step(self, *, broken: bool = False) -> None:
-        scheduled = self._schedule()
+    def step(self, *, broken: bool = False, idle: bool = False) -> None:
+        self.drafted: dict[str, int] = {}
+        scheduled = {} if idle else self._schedule()
         self.lost |= self.preempted
         resumed = self.lost & scheduled.keys()
         self.lost -= resumed
@@ -249,7 +258,6 @@ class _Engine:
             self.allocated.append(request)
             self._hit(request)
         scheduled: dict[str, int] = {}
-        self.drafted: dict[str, int] = {}
         for request in list(self.running):
             if request not in self.running or (self.rng.random() < 0.1 and request.num_computed_tokens):
                 continue  # Preempted for another, or left out this time.
@@ -469,6 +477,8 @@ def test_every_row_that_is_read_is_its_own_and_every_page_comes_back(seed: int, 
             engine.fault()
         elif move < 0.38:
             engine.reset()
+        elif move < 0.4:
+            engine.sleep()
         else:
             engine.step(broken=rng.random() < 0.01)
     engine.drain()
@@ -491,6 +501,8 @@ def test_a_pool_with_room_fails_nobody() -> None:
             engine.add()
             engine.step()
         engine.reset()
+        engine.step()
+        engine.sleep()
         engine.drain()
         assert not engine.failed, engine.failed
         captured = [r for r in engine.truth.values() if r.kv_transfer_params["slotstream"].get("capture", True)]

@@ -109,6 +109,24 @@ def test_output_rows_of_others_go_along_from_half_of_a_chunk_on() -> None:
     assert [(req_id, stop - start) for req_id, start, stop in read] == [("r0", 32), ("r1", 22)]
 
 
+def test_a_step_that_computes_nothing_reads_all_there_is_and_is_asked_for_only_then() -> None:
+    rig = PlanRig(output_rows_per_chunk=32)
+    assert not rig.half.has_unread()
+    rig.add(40)
+    rig.add(50)
+    assert not rig.half.has_unread()
+    for _ in range(6):
+        rig.step()
+    assert rig.half.has_unread()
+    running, rig.running = rig.running, {}
+    plan = rig.step()
+    assert rows_of(plan) == [("r0", 40, 45), ("r1", 50, 55)]
+    assert not rig.half.has_unread()
+    rig.running = running
+    rig.step()
+    assert rig.half.has_unread()
+
+
 def test_the_gauges_are_told_once_a_second_and_at_once_when_no_capture_is_left() -> None:
     rig = PlanRig()
     request = rig.add(100)

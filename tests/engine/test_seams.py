@@ -151,7 +151,7 @@ def _group(layers: list[str], spec: Any) -> Any:
 
 
 def test_slots_are_those_of_the_target_models_full_attention() -> None:
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, SlidingWindowSpec
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, RSWASpec, SlidingWindowSpec
 
     common: dict[str, Any] = {"block_size": 16, "num_kv_heads": 1, "head_size": 8, "dtype": torch.bfloat16}
     sliding = _group(["model.layers.0.self_attn.attn"], SlidingWindowSpec(**common, sliding_window=64))
@@ -167,5 +167,8 @@ def test_slots_are_those_of_the_target_models_full_attention() -> None:
     assert chosen(drafter, draft_model, sliding).index == 2
     assert chosen(state, full).layer == "model.layers.1.self_attn.attn"
     assert chosen(full).block_size == 16
+    # Blocks in the middle of a request's table may go to others.
+    gaps = _group(["model.layers.1.self_attn.attn"], RSWASpec(**common, rswa_window=64))
+    assert [chosen(group).keeps_blocks for group in (full, sliding, gaps)] == [True, False, False]
     with pytest.raises(ConfigError, match="this model has no decoder self-attention"):
         chosen(state)

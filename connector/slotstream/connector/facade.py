@@ -217,10 +217,15 @@ class SlotStreamConnector(KVConnectorBase_V1, SupportsHMA):
         table = block_ids[self._group.index] if self._group.index < len(block_ids) else ()
         return self._scheduler.on_finished(request, table)
 
+    def has_pending_push_work(self) -> bool:
+        # vLLM asks where no request would run: before it pauses, and may give the device's memory away. It makes steps then,
+        # which compute nothing, until there is no more to read.
+        return self._scheduler is not None and self._guard.run(self._scheduler.has_unread, False)
+
     def reset_cache(self) -> bool:
-        # Nothing is kept here that a reset could make stale: rows leave in the step that computes them. Running captures go
-        # on: vLLM preempts their requests, and what it computes again was either sent already or is read then. But the
-        # weights may be replaced meanwhile, of which vLLM tells its connectors nothing else.
+        # Nothing is kept here that a reset could make stale: rows stay until they are read. Running captures go on: vLLM
+        # preempts their requests, and what it computes again was either planned already or is read then. But the weights may
+        # be replaced meanwhile, of which vLLM tells its connectors nothing else.
         if self._scheduler is not None:
             self._guard.run(self._scheduler.on_cache_reset, None)
         return True

@@ -107,7 +107,9 @@ def slot_group(kv_cache_config: KVCacheConfig, num_layers: int) -> SlotGroup:
             continue
         if isinstance(spec, CrossAttentionSpec | EncoderOnlyAttentionSpec) or getattr(group, "host_resident", False):
             continue
-        sees_all = isinstance(spec, FullAttentionSpec) and spec.sliding_window is None and spec.attention_chunk_size is None
+        sees_all = isinstance(spec, FullAttentionSpec) and not (
+            spec.sliding_window or spec.attention_chunk_size or getattr(spec, "rswa_window", None)
+        )
         # A rank of a pipeline may hold none of a group's layers; its index is the same on all of them.
         found.append(SlotGroup(index, group.kv_cache_spec.block_size, layers[0] if layers else "", sees_all))
     if not found:

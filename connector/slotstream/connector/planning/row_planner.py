@@ -2,7 +2,7 @@
 
 A step that only decodes is a CUDA graph: the engine's thread launches it and waits. A step with prompt tokens is bound by that
 very thread. So rows that can wait stay where they are until a step without prompt tokens. They are read at once where room is
-short, after STEPS_MAX steps, and when their request ends or loses its blocks.
+short, after STEPS_MAX steps, and when their request ends or loses its blocks. A step that computes nothing reads all there is.
 """
 
 from __future__ import annotations
@@ -140,6 +140,9 @@ class RowPlanner:
 
         What is read from one decides whether another one is named.
         """
+        if not output.num_scheduled_tokens and self._places.computes_all:
+            yield from self.unread(live)
+            return
         if self._places.reads_early:
             yield from self._until_there_is_room(live)
             return
@@ -153,6 +156,10 @@ class RowPlanner:
             yield from self._with_company(waiting[:most], most, live, output)
         elif self._step - next(iter(self._waiting.values())) >= STEPS_MAX:
             yield from waiting[:most]
+
+    def unread(self, live: Live) -> list[CapturedRequest]:
+        """Captures with rows that could be read in a step that computes nothing: vLLM pauses, and may give memory away then."""
+        return [c for c in live.values() if c.readable > c.next] if self._places.computes_all else []
 
     def _until_there_is_room(self, live: Live) -> Iterator[CapturedRequest]:
         """Those with the most rows first."""

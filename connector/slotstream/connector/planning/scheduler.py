@@ -175,6 +175,10 @@ class SchedulerHalf:
             if 0 < row < capture.stop - capture.start and row not in capture.resets and len(capture.resets) < _RESETS_MAX:
                 capture.resets.append(row)
 
+    def has_unread(self) -> bool:
+        """Whether rows wait that a step can read which computes nothing."""
+        return bool(self._live and self._rows.unread(self._live))
+
     def why_off(self) -> SlotStreamError | None:
         """Why nothing new is captured now; None while something would be."""
         if self._no_room and self._server_problem(0.0) is None:
