@@ -126,3 +126,21 @@ def test_the_kernels_compile_for_a_gpu_and_move_16_bytes_a_thread(monkeypatch: p
     assert write.asm["cubin"]
     # The number is written behind everything that was read before it, for whoever looks from the host.
     assert "atom.global.sys.release.exch.b64" in change.asm["ptx"]
+
+
+def test_the_kernel_that_reads_pages_compiles_and_writes_its_number_behind_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    from slotstream.connector.reading import page_kernel
+
+    rows, words = (torch.zeros(64, dtype=dtype) for dtype in (torch.bfloat16, torch.int64))
+    count = torch.zeros(1, dtype=torch.int32)
+    monkeypatch.setattr(triton.runtime.driver, "_active", _Hopper())
+    constants = (1 << 18, 1 << 20, 64, 4 * 4096, 0x7FFF, 1 << 14)
+    arguments = (rows.view(torch.int16), words, words, rows.view(torch.int16), words, words, count, 0, 0, 0, *constants)
+    read = page_kernel.read.warmup(*arguments, grid=(2,), num_warps=16)
+    assert read.asm["cubin"]
+    ptx = read.asm["ptx"]
+    copied, _, said = ptx.partition("atom.global.sys.acq_rel.add.u32")  # A block counts itself, for all that it wrote,
+    assert "st.global.v4.b32" in copied
+    assert "st.global.v4" not in said
+    assert "atom.global.sys.release.exch.b64" in said  # and the last one says the number.
+    assert copied.rindex("bar.sync") > copied.rindex("st.global.b64")  # Every thread of the block is done by then.

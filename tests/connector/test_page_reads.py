@@ -260,13 +260,15 @@ def test_a_kernel_that_goes_wrong_stores_nothing(fault: tuple[str, str], tmp_pat
 
 
 def test_a_number_that_is_written_before_its_rows_is_found_out(rig: _Rig) -> None:
-    """Also where the same slots of staging held the same rows before."""
+    """Also where the same slots of staging held the same rows before, and what was noted of them."""
     wanted = rig.read({"a": 7})
     assert isinstance(rig.sink.verdict(1), Committed)
     assert rig.stored(1) == wanted["a"]
     wait_until(lambda: rig.worker._sender._pool.in_use == 0)  # type: ignore[attr-defined]
     rig.device.at_once = False
-    rig.read({"b": 7})
+    again = RowPlan("b", 0, PAGE_ROWS, 0, PagePlace((7,), (7,), (1,)))
+    rig.worker.bind(StepPlan((opened("b", PAGE_ROWS),), (again,)))
+    rig.worker.execute()
     rig.pages.memory.area.done_word[0] = 2
     failed = rig.sink.verdict(2)
     assert isinstance(failed, Failed)
