@@ -144,6 +144,19 @@ def test_the_plug_in_imports_no_worker_and_may_be_called_twice() -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
+def test_every_step_says_what_planning_asks_it() -> None:
+    """Fields of vLLM's own, which are read in each step."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+    from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
+
+    step = {"num_scheduled_tokens", "total_num_scheduled_tokens", "scheduled_spec_decode_tokens", "scheduled_new_reqs"}
+    step |= {"scheduled_cached_reqs", "preempted_req_ids", "kv_cache_block_copies", "kv_connector_block_state"}
+    assert step <= SchedulerOutput.__dataclass_fields__.keys()
+    cached = {"req_ids", "resumed_req_ids", "num_computed_tokens", "new_block_ids", "num_output_tokens"}
+    assert cached <= CachedRequestData.__dataclass_fields__.keys()
+    assert callable(KVConnectorBase_V1.has_pending_push_work)
+
+
 def _group(layers: list[str], spec: Any) -> Any:
     from vllm.v1.kv_cache_interface import KVCacheGroupSpec
 
