@@ -431,5 +431,6 @@ def _computed_tokens(output: SchedulerOutput) -> Mapping[str, int]:
     """Tokens that each scheduled request had computed before this step."""
     cached = output.scheduled_cached_reqs
     computed = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
-    computed.update((new.req_id, new.num_computed_tokens) for new in output.scheduled_new_reqs)
+    for new in output.scheduled_new_reqs:
+        computed[new.req_id] = new.num_computed_tokens
     return computed
