@@ -97,6 +97,10 @@ class _WatchedPlaces(PagePlaces):
         self.were_short |= available < max(self._pages.shape.pages / 4, self._pages._step_pages)
         return super().reads_early
 
+    def rows_can_wait(self, tokens: int) -> bool:
+        self.were_short |= tokens > self._step_tokens / 2
+        return super().rows_can_wait(tokens)
+
 
 class _Engine:
     """`asynchronous`: what is sampled in a step is known to the scheduler only after the next one was planned.
@@ -126,7 +130,7 @@ class _Engine:
         self.output_rows = rng.choice([1, 3, 32])
         options = config(layers=[0], output_rows_per_chunk=self.output_rows)
         self.window = window
-        self.places = _WatchedPlaces(self.allocator, row_bytes=16, keeps_blocks=not window)
+        self.places = _WatchedPlaces(self.allocator, row_bytes=16, keeps_blocks=not window, step_tokens=rng.choice([60, 5000]))
         self.seconds = itertools.count()
         self.half = SchedulerHalf(
             options, 1, block_size, _MODEL_LEN, lambda _: None, self.places, lambda: float(next(self.seconds))

@@ -58,6 +58,19 @@ def test_rows_are_read_at_once_where_pages_are_short(pages: int, step_pages: int
     assert rows_of(rig.step()) == [("r0", 0, 112)]
 
 
+def test_rows_are_read_at_once_where_half_a_steps_tokens_were_computed_since_the_first_of_them() -> None:
+    rig = PlanRig(step_tokens=400)
+    rig.add(201)
+    assert rows_of(rig.step()) == []
+    rig.add(2)
+    assert rows_of(rig.step()) == [("r0", 0, 201), ("r1", 0, 2)]
+    rig.add(150)
+    assert rows_of(rig.step()) == []
+    assert rows_of(rig.step()) == [("r2", 0, 150)]
+    rig.add(202)
+    assert rows_of(rig.step()) == [("r3", 0, 202)]
+
+
 def test_a_pool_that_holds_a_step_and_what_waits_never_fails_for_the_rows_that_wait() -> None:
     rig = PlanRig(pages=40, step_pages=20)
     for _ in range(30):

@@ -53,10 +53,10 @@ class PlannedRequest:
 class PlanRig:
     """Every request runs in every step, a prompt as a whole: what is sampled is known before the next one."""
 
-    def __init__(self, pages: int = 4096, step_pages: int = 600, **options: object) -> None:
+    def __init__(self, pages: int = 4096, step_pages: int = 600, step_tokens: int = 8192, **options: object) -> None:
         self.seconds = 0.0
         self.pages = PageAllocator(RowPoolShape(pages, BLOCK), BLOCK, step_pages)
-        places = PagePlaces(self.pages, row_bytes=16, keeps_blocks=True)
+        places = PagePlaces(self.pages, row_bytes=16, keeps_blocks=True, step_tokens=step_tokens)
         chosen = config(layers=[0], include_output_tokens=True, **options)
         self.half = SchedulerHalf(chosen, 0, BLOCK, 8192, lambda _: None, places, lambda: self.seconds)
         self.running: dict[str, PlannedRequest] = {}

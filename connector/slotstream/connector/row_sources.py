@@ -35,7 +35,8 @@ def row_places(config: ConnectorConfig, vllm_config: VllmConfig, group: SlotGrou
         return BlockPlaces()
     shape = pool_shape(pool_rows(config, vllm_config), group.block_size)
     pages = PageAllocator(shape, group.block_size, step_pages(vllm_config, shape.page_rows))
-    return PagePlaces(pages, row_bytes=config.row_bytes, keeps_blocks=group.keeps_blocks)
+    step_tokens = vllm_config.scheduler_config.max_num_batched_tokens
+    return PagePlaces(pages, row_bytes=config.row_bytes, keeps_blocks=group.keeps_blocks, step_tokens=step_tokens)
 
 
 def check_capture(config: ConnectorConfig, reach_workers: Callable[[], None]) -> None:

@@ -37,9 +37,11 @@ class RowPlaces(Protocol):
     def reads_early(self) -> bool:
         """Whether confirmed rows should be read now instead of waiting for more of their kind: room is short."""
 
-    @property
-    def rows_can_wait(self) -> bool:
-        """Whether rows that are worth reading can stay where they are until the next plan, and leave room for its step."""
+    def rows_can_wait(self, tokens: int) -> bool:
+        """Whether rows that are worth reading can stay where they are until the next plan, and leave room for its step.
+
+        `tokens`: of prompts, that were computed since the first of these rows.
+        """
 
     def grow(self, due: list[Due]) -> tuple[list[Due], list[CapturedRequest]]:
         """What `cover` and `covered_until` do, where that is simple: at once for many. See `PageAllocator`."""
@@ -80,7 +82,10 @@ class BlockPlaces:
     holds_blocks = True
     tables_grow = False
     reads_early = False
-    rows_can_wait = False
+
+    def rows_can_wait(self, tokens: int) -> bool:
+        """Rows are read in the step whose slots prove them."""
+        return False
 
     def grow(self, due: list[Due]) -> tuple[list[Due], list[CapturedRequest]]:
         """See `RowPlaces`."""
@@ -118,13 +123,17 @@ class BlockPlaces:
 
 
 class PagePlaces:
-    """Rows in row pages. `keeps_blocks`: whether a request's blocks stay its own for as long as it runs."""
+    """Rows in row pages. `keeps_blocks`: whether a request's blocks stay its own for as long as it runs.
+
+    `step_tokens`: the most that a step computes, which is what staging is made for.
+    """
 
     computes_all = True
     holds_blocks = False
 
-    def __init__(self, pages: PageAllocator, *, row_bytes: int, keeps_blocks: bool) -> None:
+    def __init__(self, pages: PageAllocator, *, row_bytes: int, keeps_blocks: bool, step_tokens: int) -> None:
         self._pages = pages
+        self._step_tokens = step_tokens
         self._row_bytes = row_bytes
         self.tables_grow = keeps_blocks
 
@@ -133,10 +142,9 @@ class PagePlaces:
         """Whether pages are short."""
         return self._pages.is_short
 
-    @property
-    def rows_can_wait(self) -> bool:
-        """Whether the next step finds its pages all the same."""
-        return self._pages.has_room
+    def rows_can_wait(self, tokens: int) -> bool:
+        """Whether the next step finds its pages all the same, and a later read will not fill staging at once."""
+        return tokens * 2 <= self._step_tokens and self._pages.has_room
 
     def grow(self, due: list[Due]) -> tuple[list[Due], list[CapturedRequest]]:
         """See `RowPlaces`."""

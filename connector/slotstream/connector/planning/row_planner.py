@@ -2,7 +2,8 @@
 
 A step that only decodes is a CUDA graph: the engine's thread launches it and waits. A step with prompt tokens is bound by that
 very thread. So rows that can wait stay where they are until a step without prompt tokens. They are read at once where room is
-short, after STEPS_MAX steps, and when their request ends or loses its blocks. A step that computes nothing reads all there is.
+short (for rows in pages, or for so many of them in staging), after STEPS_MAX steps, and when their request ends or loses its
+blocks. A step that computes nothing reads all there is.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ class RowPlanner:
         self._output_rows = output_rows
         self._rows: list[RowPlan] = []
         self._waiting: dict[str, int] = {}  # Whose rows are worth reading, and since which step: the oldest first.
+        self._tokens = 0  # Of prompts, that were computed since rows wait.
         self._step = 0  # Of the plan that is being made.
 
     @property
@@ -47,6 +49,8 @@ class RowPlanner:
     def end_plan(self) -> tuple[tuple[RowPlan, ...], TableUpdate | None]:
         """The plan is made: the rows that it reads, and what it changes in the page table."""
         self._step += 1
+        if not self._waiting:
+            self._tokens = 0
         rows: tuple[RowPlan, ...] = ()
         if self._rows:
             rows, self._rows = tuple(self._rows), []
@@ -148,9 +152,10 @@ class RowPlanner:
             return
         if not self._waiting:
             return
+        self._tokens += output.total_num_scheduled_tokens - len(output.num_scheduled_tokens)
         waiting = [live[req_id] for req_id in self._waiting]
         most = max(REQUESTS_MAX, len(waiting) // STEPS_MAX)
-        if not self._places.rows_can_wait:
+        if not self._places.rows_can_wait(self._tokens):
             yield from self._with_company(waiting, len(live), live, output)
         elif not _computes_prompts(output):
             yield from self._with_company(waiting[:most], most, live, output)
