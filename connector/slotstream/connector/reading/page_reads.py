@@ -1,0 +1,137 @@
+"""Row pages read on a GPU: one kernel a read, which writes rows and what is noted of them straight into staging.
+
+It runs on a stream of its own, in a few blocks, behind what the model's stream holds when the read begins. Its last block to
+end writes the read's number, so whoever sees that sees all of it. Pages that are given to somebody else meanwhile would be
+written over: then the model's stream waits for the reads (`wait_for`).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from slotstream.connector.reading.runs import SOURCE
+from slotstream.connector.reading.staging_memory import StagingMemory
+from slotstream.connector.sending.row_check import InSlot, NotedRows, Segment
+from slotstream.connector.sending.staging_area import Words
+
+# Two blocks write 35 to 47 GB/s to the host, and a decode beside them is as fast as without: 1.000 to 1.005 of its time on an
+# H100 (tests/gpu/read_kernel.py). Four take the whole link, and the model's own reads of memory wait: 1.06 to 1.12.
+_BLOCKS = 2
+_WARPS = 16
+_BLOCK = 16384  # Elements that a block moves at a time, at most.
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32}  # Of elements of so many bytes.
+
+
+class Launcher(Protocol):
+    """What reads need of a device."""
+
+    def prepare(self, *arguments: Any) -> None:
+        """Before the first launch: compile the kernel for such arguments, in the order of its parameters."""
+
+    def launch(self, *arguments: Any) -> None:
+        """Start the kernel with these, behind what the model's stream holds now."""
+
+    def hold_model(self) -> None:
+        """Whatever the model's stream gets from now on waits for the reads that were started."""
+
+    def settle(self) -> None:
+        """Return once no read is under way."""
+
+
+class PageReads:
+    """Reads of `pool` [rows, layers, hidden], with `stamps` int64 [rows, 2] beside it, into `memory`. Pages of `page_rows`."""
+
+    def __init__(
+        self, pool: torch.Tensor, stamps: torch.Tensor, memory: StagingMemory, page_rows: int, device: Launcher
+    ) -> None:
+        bits = _BITS[pool.element_size()]
+        self._memory = memory
+        self._page_rows = page_rows
+        self._device = device
+        self._number = 0
+        self._last = np.zeros(pool.shape[0] // page_rows + 1, np.int64)  # By page, the read that it was last part of.
+        area = memory.area
+        row = pool[0].numel()
+        self._before = (
+            pool.view(bits),
+            stamps,
+            memory.memory[: memory.memory.numel() // 8 * 8].view(torch.int64),
+            memory.memory.view(bits),
+            torch.from_numpy(area.notes),
+            torch.from_numpy(area.done_word),
+            torch.zeros(1, dtype=torch.int32, device=pool.device),
+        )
+        shape = memory.shape
+        mask = (1 << pool.element_size() * 8 - 1) - 1
+        block = min(_BLOCK, 1 << (row - 1).bit_length())
+        self._constants = (
+            shape.slot_bytes // 8,
+            shape.slot_bytes // pool.element_size(),
+            shape.rows_per_slot,
+            row,
+            mask,
+            block,
+        )
+        device.prepare(*self._before, 0, 0, 0, *self._constants)
+
+    def read(self, runs: Words, segments: Sequence[Segment], scratch: int) -> tuple[int, NotedRows]:
+        """See `RowSource`."""
+        area = self._memory.area
+        area.words(scratch)[: runs.size] = runs.ravel()
+        # Nobody may take what stood there before for what the device notes.
+        area.notes[[segment.staging_slot for segment in segments], : max(segment.rows for segment in segments), 0] = -1
+        self._number += 1
+        self._last[runs[:, SOURCE] // self._page_rows] = self._number
+        self._device.launch(*self._before, scratch, len(runs), self._number, *self._constants)
+        return self._number, NotedRows(InSlot(scratch, 0, runs.size))
+
+    def wait_for(self, pages: Sequence[int]) -> None:
+        """Before these pages are given to somebody: whatever still reads one of them is waited for, on the device."""
+        done = self._memory.area.done
+        if done != self._number and len(pages) and self._last[np.asarray(pages)].max() > done:
+            self._device.hold_model()
+
+    def settle(self) -> None:
+        """See `RowSource`."""
+        self._device.settle()
+
+
+class CudaLauncher:
+    """A `Launcher` for a CUDA device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._ready, self._read = (torch.cuda.Event() for _ in range(2))  # type: ignore[no-untyped-call]
+        self._device = device
+        self._run: Any = None
+
+    def prepare(self, *arguments: Any) -> None:
+        """See `Launcher`."""
+        from slotstream.connector.reading.page_kernel import read
+
+        with torch.cuda.device(self._device):
+            kernel = read.warmup(*arguments, grid=(_BLOCKS,), num_warps=_WARPS)
+            # What Triton's own launch calls in the end: that takes 33 us, and this 11 (H100's host).
+            run = kernel.run
+        where = (_BLOCKS, 1, 1, self._side.cuda_stream, kernel.function, kernel.packed_metadata)
+        self._run = functools.partial(run, *where, None, None, None)
+
+    def launch(self, *arguments: Any) -> None:
+        """See `Launcher`."""
+        self._ready.record(torch.cuda.current_stream(self._device))
+        self._side.wait_event(self._ready)
+        self._run(*arguments)
+        self._read.record(self._side)
+
+    def hold_model(self) -> None:
+        """See `Launcher`."""
+        torch.cuda.current_stream(self._device).wait_event(self._read)
+
+    def settle(self) -> None:
+        """See `Launcher`."""
+        self._side.synchronize()
