@@ -8,16 +8,15 @@ written over: then the model's stream waits for the reads (`wait_for`).
 from __future__ import annotations
 
 import functools
+from array import array
 from collections.abc import Sequence
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 
-from slotstream.connector.reading.runs import SOURCE
 from slotstream.connector.reading.staging_memory import StagingMemory
-from slotstream.connector.sending.row_check import InSlot, NotedRows, Segment
-from slotstream.connector.sending.staging_area import Words
+from slotstream.connector.sending.row_check import PAGE_WORDS, PART_WORDS, InSlot, NotedRows, Segment
 
 # Two blocks write 35 to 47 GB/s to the host, and a decode beside them is as fast as without: 1.000 to 1.005 of its time on an
 # H100 (tests/gpu/read_kernel.py). Four take the whole link, and the model's own reads of memory wait: 1.06 to 1.12.
@@ -70,6 +69,7 @@ class PageReads:
         mask = (1 << pool.element_size() * 8 - 1) - 1
         block = min(_BLOCK, 1 << (row - 1).bit_length())
         self._constants = (
+            page_rows,
             shape.slot_bytes // 8,
             shape.slot_bytes // pool.element_size(),
             shape.rows_per_slot,
@@ -79,21 +79,27 @@ class PageReads:
         )
         device.prepare(*self._before, 0, 0, 0, *self._constants)
 
-    def read(self, runs: Words, segments: Sequence[Segment], scratch: int) -> tuple[int, NotedRows]:
-        """See `RowSource`."""
-        area = self._memory.area
-        area.words(scratch)[: runs.size] = runs.ravel()
+    @property
+    def under_way(self) -> bool:
+        """Whether a read is not over."""
+        return self._memory.area.done != self._number
+
+    def read(self, words: array[int], segments: Sequence[Segment], scratch: int) -> tuple[int, NotedRows]:
+        """Read what `words` say, which are those of `NotedRows`: see `RowSource`."""
+        area, parts, size = self._memory.area, len(segments), len(words)
+        pages = (size - parts * PART_WORDS) // PAGE_WORDS
+        whole = np.frombuffer(words, np.int64)
+        area.words(scratch)[:size] = whole
         # Nobody may take what stood there before for what the device notes.
         area.notes[[segment.staging_slot for segment in segments], : max(segment.rows for segment in segments), 0] = -1
-        self._number += 1
-        self._last[runs[:, SOURCE] // self._page_rows] = self._number
-        self._device.launch(*self._before, scratch, len(runs), self._number, *self._constants)
-        return self._number, NotedRows(InSlot(scratch, 0, runs.size))
+        self._number = number = self._number + 1
+        self._last[whole[parts * PART_WORDS :][:pages]] = number
+        self._device.launch(*self._before, scratch, parts, number, *self._constants)
+        return number, NotedRows(InSlot(scratch, 0, size), parts, self._page_rows)
 
     def wait_for(self, pages: Sequence[int]) -> None:
         """Before these pages are given to somebody: whatever still reads one of them is waited for, on the device."""
-        done = self._memory.area.done
-        if done != self._number and len(pages) and self._last[np.asarray(pages)].max() > done:
+        if pages and self._last[np.asarray(pages)].max() > self._memory.area.done:
             self._device.hold_model()
 
     def settle(self) -> None:
