@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -23,8 +23,7 @@ PAGE_WORDS = 3
 """A page is named by its number, its entry in the page table, and the step in which it was given for that."""
 
 
-@dataclass(frozen=True, slots=True)
-class Segment:
+class Segment(NamedTuple):
     """Rows of one sample in one staging slot."""
 
     req_id: str
