@@ -13,9 +13,8 @@ from support.worker_rig import row_kind
 from slotstream.connector.reading import gather
 from slotstream.connector.reading.gather import RowGather
 from slotstream.connector.reading.row_source import CachedRows
-from slotstream.connector.reading.runs import ROWS, SOURCE
 from slotstream.connector.reading.staging_memory import StagingMemory
-from slotstream.connector.sending.row_check import INFINITY, RUN_WORDS, Segment, count_bad_rows
+from slotstream.connector.sending.row_check import INFINITY, Segment, count_bad_rows
 from slotstream.connector.sending.staging_area import Words, control_bytes
 from slotstream.connector.sending.staging_pool import StagingShape
 
@@ -30,10 +29,8 @@ def _bits(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
 def _gather(cache: torch.Tensor, memory: StagingMemory, index: Words, into: list[Segment]) -> Words:
     """Read these slots of a cache; the rows' peaks."""
     source = CachedRows(cache, row_kind(cache.shape[1]), cache.shape[3])
-    runs = np.zeros((len(index), RUN_WORDS), np.int64)
-    runs[:, SOURCE], runs[:, ROWS] = index, 1
     gather = RowGather(cache.device, memory)
-    number, peaks = gather.gather(source._select, runs, into, None)
+    number, peaks = gather.gather(source._select, index, into, None)
     assert memory.area.done == number == 1
     assert isinstance(peaks, np.ndarray)
     return peaks

@@ -128,7 +128,7 @@ def test_beside_the_engine_a_thread_looks_at_most_twice_at_a_read_under_way(
     monkeypatch.setattr(inbox, "queue", SimpleNamespace(SimpleQueue=lambda: clock, Empty=queue.Empty))
     monkeypatch.setattr(inbox, "time", clock)
     waiting: Inbox[object] = Inbox(lambda: 1 if clock.now >= pending_s else 0, BESIDE_THE_ENGINE)
-    batch = StagedBatch((), 1, NotedRows(np.zeros(0, np.int64)))
+    batch = StagedBatch((), 1, NotedRows(np.zeros(0, np.int64), 0, 1))
     waiting.put(batch)
     assert waiting.get(1.0) is batch
     in_vain = clock.wakes - 2  # The last but one found it over, and the last was its turn.
@@ -139,7 +139,7 @@ def test_beside_the_engine_a_thread_looks_at_most_twice_at_a_read_under_way(
 def test_the_engines_thread_has_a_read_that_is_over_taken_up_at_once() -> None:
     done = [0]
     waiting: Inbox[object] = Inbox(lambda: done[0], Looks(3600.0, 1.0))  # Nobody else looks.
-    batch = StagedBatch((), 1, NotedRows(np.zeros(0, np.int64)))
+    batch = StagedBatch((), 1, NotedRows(np.zeros(0, np.int64), 0, 1))
     waiting.put(batch)
     taken: list[object] = []
     thread = threading.Thread(target=lambda: taken.append(waiting.get(3600.0)), daemon=True)

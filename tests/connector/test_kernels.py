@@ -134,7 +134,7 @@ def test_the_kernel_that_reads_pages_compiles_and_writes_its_number_behind_every
     rows, words = (torch.zeros(64, dtype=dtype) for dtype in (torch.bfloat16, torch.int64))
     count = torch.zeros(1, dtype=torch.int32)
     monkeypatch.setattr(triton.runtime.driver, "_active", _Hopper())
-    constants = (1 << 18, 1 << 20, 64, 4 * 4096, 0x7FFF, 1 << 14)
+    constants = (16, 1 << 18, 1 << 20, 64, 4 * 4096, 0x7FFF, 1 << 14)
     arguments = (rows.view(torch.int16), words, words, rows.view(torch.int16), words, words, count, 0, 0, 0, *constants)
     read = page_kernel.read.warmup(*arguments, grid=(2,), num_warps=16)
     assert read.asm["cubin"]

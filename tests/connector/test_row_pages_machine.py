@@ -31,11 +31,11 @@ from slotstream.connector.planning.page_allocator import NULL_BLOCK, PageAllocat
 from slotstream.connector.planning.row_places import PagePlaces
 from slotstream.connector.planning.row_planner import STEPS_MAX
 from slotstream.connector.planning.scheduler import SchedulerHalf
+from slotstream.connector.reading.located import page_words
 from slotstream.connector.reading.row_pages import RowPages
 from slotstream.connector.reading.row_write import write_rows
-from slotstream.connector.reading.runs import KV_SLOT, ROWS, STEP, rows_of
 from slotstream.connector.row_pool import RowPoolShape, page_rows_of
-from slotstream.connector.sending.row_check import StampEvidence, numbers
+from slotstream.connector.sending.row_check import Segment, StampEvidence, rows_in_pages
 
 EXAMPLES = int(os.environ.get("SLOTSTREAM_MACHINE_EXAMPLES", "150"))
 _MODEL_LEN = 400
@@ -395,10 +395,11 @@ class _Engine:
 
     def _read(self, plan: RowPlan) -> None:
         located = self.device.locate([plan], 1 << 20)
-        runs, counts = located.runs, located.runs[:, ROWS]
-        index = torch.from_numpy(rows_of(runs))
+        (part,) = located.parts
+        words = page_words(located, [part], [Segment(plan.req_id, 0, part.rows, 0)], self.device.shape.page_rows)
+        at, kv_slots, steps = rows_in_pages(np.array(words), 1, self.device.shape.page_rows)
+        index = torch.from_numpy(at)
         notes = torch.nn.functional.pad(self.device.stamps[index], (0, 1)).numpy()
-        kv_slots, steps = np.repeat(runs[:, KV_SLOT], counts) + numbers(counts), np.repeat(runs[:, STEP], counts)
         assert not located.failed
         assert StampEvidence(kv_slots, steps, notes).problem(0, len(index)) is None, plan
         for row, values in enumerate(self.device.pool[index].flatten(1).tolist(), plan.first_row):

@@ -12,16 +12,18 @@ import random
 import statistics
 import sys
 import time
+from array import array
 
 import numpy as np
 import torch
 
 from slotstream.connector.plan import PagePlace, RowPlan
-from slotstream.connector.reading.page_reads import CudaLauncher, PageReads
-from slotstream.connector.reading.runs import STAGING_SLOT, cut_pages, rows_of
+from slotstream.connector.reading.row_pages import RowPages
 from slotstream.connector.reading.staging_memory import StagingMemory
-from slotstream.connector.sending.row_check import NotedRows, Segment
+from slotstream.connector.row_pool import RowPoolShape
+from slotstream.connector.sending.row_check import RowEvidence, Segment
 from slotstream.connector.sending.staging_pool import StagingShape
+from slotstream.connector.vllm_config import RowKind
 
 PAGE_ROWS, PAGES = 16, 512
 SLOTS, SLOT_BYTES = 64, 2 << 20
@@ -33,11 +35,16 @@ class Rig:
     def __init__(self, row_bytes: int, dtype: torch.dtype) -> None:
         device = torch.device("cuda", torch.cuda.current_device())
         rows, row = PAGES * PAGE_ROWS, row_bytes // dtype.itemsize
-        self.pool = torch.randn(rows, 2, row // 2, device=device).to(dtype)
-        self.stamps = torch.stack((torch.arange(rows), torch.full((rows,), 5)), 1).to(device)
+        self.pages = RowPages(rows, RowKind("", (0, 1), "BF16"), row // 2, dtype, device)
+        self.pages.cut(RowPoolShape(PAGES, PAGE_ROWS), rows)
+        self.pool, self.stamps = self.pages.pool, self.pages.stamps
+        self.pool.copy_(torch.randn(rows, 2, row // 2, device=device))
+        self.stamps.copy_(torch.stack((torch.arange(rows), torch.full((rows,), 5)), 1))
         self.shape = StagingShape(SLOTS, 0, SLOT_BYTES, row_bytes)
         self.memory = StagingMemory(self.shape, device, shared=True)
-        self.reads = PageReads(self.pool, self.stamps, self.memory, PAGE_ROWS, CudaLauncher(device))
+        self.pages.use_staging(self.memory)
+        assert self.pages._reads is not None
+        self.reads = self.pages._reads
         self.a = torch.randn(4096, 4096, device=device, dtype=torch.bfloat16)
 
     def plans(self, rng: random.Random, count: int, rows: int) -> list[RowPlan]:
@@ -48,20 +55,28 @@ class Rig:
             stop = start + rows
             named = [next(pages) for _ in range(start // PAGE_ROWS, (stop - 1) // PAGE_ROWS + 1)]
             # The entry of a page has its number, so a row's slot is its place in the pool.
-            plans.append(RowPlan(f"r{number}", start, stop, 0, PagePlace(named, named, [5] * len(named))))
+            plans.append(
+                RowPlan(
+                    f"r{number}", start, stop, 0, PagePlace(array("q", named), array("q", named), array("q", [5] * len(named)))
+                )
+            )
         return plans
 
-    def start(self, plans: list[RowPlan]) -> tuple[int, NotedRows, list[Segment], np.ndarray, float]:
-        pages = np.concatenate([np.asarray(plan.place.pages, np.int64) for plan in plans if isinstance(plan.place, PagePlace)])
+    def start(self, plans: list[RowPlan]) -> tuple[int, RowEvidence, list[Segment], np.ndarray, float]:
+        """Of a read: its number, evidence, segments, rows in the pool, and seconds that it took this thread."""
+        index = []
+        for plan in plans:
+            assert isinstance(plan.place, PagePlace)
+            at = range(plan.start % PAGE_ROWS, plan.start % PAGE_ROWS + plan.stop - plan.start)
+            index += [plan.place.pages[row // PAGE_ROWS] * PAGE_ROWS + row % PAGE_ROWS for row in at]
+        slots = random.sample(range(1, SLOTS), SLOTS - 1)
         began = time.perf_counter()
-        located = cut_pages(plans, (pages, pages, np.full_like(pages, 5)), PAGE_ROWS, self.shape.rows_per_slot)
-        slots = random.sample(range(1, SLOTS), len(located.parts))
+        located = self.pages.locate(plans, self.shape.rows_per_slot)
         segments = [
-            Segment(part.req_id, part.first_row, part.rows, slot) for part, slot in zip(located.parts, slots, strict=True)
+            Segment(part.req_id, part.first_row, part.rows, slot) for part, slot in zip(located.parts, slots, strict=False)
         ]
-        located.runs[:, STAGING_SLOT] = np.repeat(slots, [part.stop - part.start for part in located.parts])
-        number, evidence = self.reads.read(located.runs, segments, 0)
-        return number, evidence, segments, rows_of(located.runs), time.perf_counter() - began
+        number, evidence = self.pages.read(located, located.parts, segments, [0])
+        return number, evidence, segments, np.array(index), time.perf_counter() - began
 
     def wait(self, number: int) -> float:
         began = time.monotonic()
@@ -75,7 +90,7 @@ def check(rig: Rig, reads: int) -> int:
     """How many of so many reads were wrong once their number was there."""
     rng, wrong = random.Random(0), 0
     for turn in range(reads):
-        rig.memory.memory.random_(256)
+        rig.memory.memory.fill_(turn % 251)
         for _ in range(turn % 3):
             rig.a @ rig.a
         number, evidence, segments, index, _ = rig.start(rig.plans(rng, rng.choice((1, 3, 16)), rng.choice((1, 15, 40))))
@@ -111,7 +126,7 @@ def main() -> int:
     for row_bytes, dtype in (
         (32 << 10, torch.bfloat16),
         (128 << 10, torch.float16),
-        (14434, torch.bfloat16),
+        (14436, torch.bfloat16),
         (8 << 10, torch.float32),
     ):
         rig = Rig(row_bytes, dtype)

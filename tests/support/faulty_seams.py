@@ -16,8 +16,8 @@ from slotstream.connector.plan import RowPlan
 from slotstream.connector.planning.page_allocator import PageAllocator
 from slotstream.connector.planning.scheduler import SchedulerHalf
 from slotstream.connector.reading.forward_capture import ForwardCapture
+from slotstream.connector.reading.located import Located
 from slotstream.connector.reading.row_pages import RowPages
-from slotstream.connector.reading.runs import Located
 from slotstream.wire.errors import SlotMismatch
 
 _SEAM = Path(os.environ.get("SLOTSTREAM_TEST_SEAM", os.devnull))
@@ -59,7 +59,7 @@ def _finds_nothing(locate: Any) -> Any:
         located: Located = locate(self, plans, rows_per_slot)
         if not _broken("told nobody"):
             return located
-        return Located(located.runs[:0], (), [(plan.req_id, SlotMismatch("told nobody")) for plan in plans])
+        return Located((), (), [(plan.req_id, SlotMismatch("told nobody")) for plan in plans])
 
     return call
 

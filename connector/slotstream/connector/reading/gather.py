@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 import torch
 
-from slotstream.connector.reading.runs import rows_of
 from slotstream.connector.reading.staging_memory import StagingMemory
 from slotstream.connector.sending.row_check import InSlot, Segment, numbers
 from slotstream.connector.sending.staging_area import Words
@@ -39,15 +38,14 @@ class RowGather:
         self._reads = 0
 
     def gather(
-        self, select: Select, runs: Words, segments: Sequence[Segment], scratch: int | None, stamps: Select | None = None
+        self, select: Select, index: Words, segments: Sequence[Segment], scratch: int | None, stamps: Select | None = None
     ) -> tuple[int, Words | InSlot]:
-        """Start copying the rows that `select` takes at the places of `runs`, in order, to `segments`; the read's number, and
-        where the rows' peaks are once it is over.
+        """Start copying the rows that `select` takes at `index` [n], in order, to `segments`; the read's number, and where the
+        rows' peaks are once it is over.
 
         `select` gives rows [n, layers, hidden], contiguous, for an index tensor. `scratch`: a staging slot of n words or more,
         needed on an accelerator. `stamps`, on a CPU only, gives int64 [n, 2], which stand in the notes of the rows then.
         """
-        index = rows_of(runs)
         self._reads += 1
         if self._side is None:
             at = torch.from_numpy(index)

@@ -7,17 +7,18 @@ written over: then the model's stream waits for the reads (`wait_for`).
 
 from __future__ import annotations
 
+import ctypes
 import functools
+from array import array
 from collections.abc import Sequence
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 
-from slotstream.connector.reading.runs import SOURCE
 from slotstream.connector.reading.staging_memory import StagingMemory
-from slotstream.connector.sending.row_check import InSlot, NotedRows, Segment
-from slotstream.connector.sending.staging_area import Words
+from slotstream.connector.sending.row_check import PAGE_WORDS, PART_WORDS, InSlot, NotedRows, Segment
+from slotstream.wire.errors import ConfigError
 
 # Two blocks write 35 to 47 GB/s to the host, and a decode beside them is as fast as without: 1.000 to 1.005 of its time on an
 # H100 (tests/gpu/read_kernel.py). Four take the whole link, and the model's own reads of memory wait: 1.06 to 1.12.
@@ -30,10 +31,10 @@ _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32}  # Of elements of so man
 class Launcher(Protocol):
     """What reads need of a device."""
 
-    def prepare(self, *arguments: Any) -> None:
-        """Before the first launch: compile the kernel for such arguments, in the order of its parameters."""
+    def prepare(self, memory: Sequence[torch.Tensor], constants: Sequence[int]) -> None:
+        """Before the first launch: the memory that all launches work on, and the kernel's constants, in its order."""
 
-    def launch(self, *arguments: Any) -> None:
+    def launch(self, scratch: int, parts: int, number: int) -> None:
         """Start the kernel with these, behind what the model's stream holds now."""
 
     def hold_model(self) -> None:
@@ -57,7 +58,7 @@ class PageReads:
         self._last = np.zeros(pool.shape[0] // page_rows + 1, np.int64)  # By page, the read that it was last part of.
         area = memory.area
         row = pool[0].numel()
-        self._before = (
+        used = (
             pool.view(bits),
             stamps,
             memory.memory[: memory.memory.numel() // 8 * 8].view(torch.int64),
@@ -69,7 +70,8 @@ class PageReads:
         shape = memory.shape
         mask = (1 << pool.element_size() * 8 - 1) - 1
         block = min(_BLOCK, 1 << (row - 1).bit_length())
-        self._constants = (
+        constants = (
+            page_rows,
             shape.slot_bytes // 8,
             shape.slot_bytes // pool.element_size(),
             shape.rows_per_slot,
@@ -77,23 +79,29 @@ class PageReads:
             mask,
             block,
         )
-        device.prepare(*self._before, 0, 0, 0, *self._constants)
+        device.prepare(used, constants)
 
-    def read(self, runs: Words, segments: Sequence[Segment], scratch: int) -> tuple[int, NotedRows]:
-        """See `RowSource`."""
-        area = self._memory.area
-        area.words(scratch)[: runs.size] = runs.ravel()
+    @property
+    def under_way(self) -> bool:
+        """Whether a read is not over."""
+        return self._memory.area.done != self._number
+
+    def read(self, words: array[int], segments: Sequence[Segment], scratch: int) -> tuple[int, NotedRows]:
+        """Read what `words` say, which are those of `NotedRows`: see `RowSource`."""
+        area, parts, size = self._memory.area, len(segments), len(words)
+        pages = (size - parts * PART_WORDS) // PAGE_WORDS
+        whole = np.frombuffer(words, np.int64)
+        area.words(scratch)[:size] = whole
         # Nobody may take what stood there before for what the device notes.
         area.notes[[segment.staging_slot for segment in segments], : max(segment.rows for segment in segments), 0] = -1
-        self._number += 1
-        self._last[runs[:, SOURCE] // self._page_rows] = self._number
-        self._device.launch(*self._before, scratch, len(runs), self._number, *self._constants)
-        return self._number, NotedRows(InSlot(scratch, 0, runs.size))
+        self._number = number = self._number + 1
+        self._last[whole[parts * PART_WORDS :][:pages]] = number
+        self._device.launch(scratch, parts, number)
+        return number, NotedRows(InSlot(scratch, 0, size), parts, self._page_rows)
 
     def wait_for(self, pages: Sequence[int]) -> None:
         """Before these pages are given to somebody: whatever still reads one of them is waited for, on the device."""
-        done = self._memory.area.done
-        if done != self._number and len(pages) and self._last[np.asarray(pages)].max() > done:
+        if pages and self._last[np.asarray(pages)].max() > self._memory.area.done:
             self._device.hold_model()
 
     def settle(self) -> None:
@@ -109,23 +117,26 @@ class CudaLauncher:
         self._ready, self._read = (torch.cuda.Event() for _ in range(2))  # type: ignore[no-untyped-call]
         self._device = device
         self._run: Any = None
+        self._constants: Sequence[int] = ()
 
-    def prepare(self, *arguments: Any) -> None:
+    def prepare(self, memory: Sequence[torch.Tensor], constants: Sequence[int]) -> None:
         """See `Launcher`."""
         from slotstream.connector.reading.page_kernel import read
 
         with torch.cuda.device(self._device):
-            kernel = read.warmup(*arguments, grid=(_BLOCKS,), num_warps=_WARPS)
-            # What Triton's own launch calls in the end: that takes 33 us, and this 11 (H100's host).
+            kernel = read.warmup(*memory, 0, 0, 0, *constants, grid=(_BLOCKS,), num_warps=_WARPS)
+            # What Triton's own launch calls in the end: that takes 33 us, and this 8 (H100's host).
             run = kernel.run
+            addresses = [_device_address(tensor) for tensor in memory]
         where = (_BLOCKS, 1, 1, self._side.cuda_stream, kernel.function, kernel.packed_metadata)
-        self._run = functools.partial(run, *where, None, None, None)
+        self._run = functools.partial(run, *where, None, None, None, *addresses)
+        self._constants = constants
 
-    def launch(self, *arguments: Any) -> None:
+    def launch(self, scratch: int, parts: int, number: int) -> None:
         """See `Launcher`."""
         self._ready.record(torch.cuda.current_stream(self._device))
         self._side.wait_event(self._ready)
-        self._run(*arguments)
+        self._run(scratch, parts, number, *self._constants)
         self._read.record(self._side)
 
     def hold_model(self) -> None:
@@ -135,3 +146,15 @@ class CudaLauncher:
     def settle(self) -> None:
         """See `Launcher`."""
         self._side.synchronize()
+
+
+def _device_address(memory: torch.Tensor) -> int:
+    """Where the device finds this memory: pinned host memory may have another address there. Raises ConfigError."""
+    found = ctypes.c_uint64()
+    attribute = 3  # CU_POINTER_ATTRIBUTE_DEVICE_POINTER
+    error = ctypes.CDLL("libcuda.so.1").cuPointerGetAttribute(
+        ctypes.byref(found), attribute, ctypes.c_uint64(memory.data_ptr())
+    )
+    if error:
+        raise ConfigError(f"a GPU that cannot write into host memory cannot be read: CUDA error {error}")
+    return found.value

@@ -8,25 +8,22 @@ the same.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 import torch
 
-from slotstream.connector.plan import PagePlace, RowPlan, StepPlan, TableUpdate
+from slotstream.connector.plan import BlockPlace, PagePlace, RowPlan, StepPlan, TableUpdate
 from slotstream.connector.reading.gather import RowGather
+from slotstream.connector.reading.located import Located, Part, page_words
 from slotstream.connector.reading.page_reads import CudaLauncher, PageReads
 from slotstream.connector.reading.page_table import TableWriter
-from slotstream.connector.reading.runs import Located, cut_pages
 from slotstream.connector.reading.staging_memory import StagingMemory
 from slotstream.connector.row_pool import RowPoolShape
-from slotstream.connector.sending.row_check import RUN_WORDS, NotedRows, RowEvidence, Segment
-from slotstream.connector.sending.staging_area import Words
+from slotstream.connector.sending.row_check import NotedRows, RowEvidence, Segment, rows_in_pages
 from slotstream.connector.vllm_config import RowKind
 from slotstream.wire.errors import ConfigError, InternalFault, SlotMismatch, SlotStreamError
-
-_NONE = np.empty((0, RUN_WORDS), np.int64)
 
 
 class RowPages:
@@ -85,7 +82,7 @@ class RowPages:
     def begin_step(self, plan: StepPlan) -> None:
         """Before the forward pass, in the model's stream: pages are given, and taken away."""
         if plan.table is not None and not self._off:
-            if self._reads is not None:
+            if self._reads is not None and self._reads.under_way:
                 self._reads.wait_for([page for page in plan.table.entries.values() if page >= 0])
             self._update(plan.table)
 
@@ -113,44 +110,50 @@ class RowPages:
         """See `RowSource`."""
         if self._off:
             error = InternalFault("capture is off until vLLM restarts: rows could not be written, and the log says why")
-            return Located(_NONE, (), [(plan.req_id, error) for plan in plans])
+            return Located((), (), [(plan.req_id, error) for plan in plans])
         size = self.shape.page_rows
-        good: list[RowPlan] = []
+        pages, entries, steps = array("q"), array("q"), array("q")
+        parts: list[Part] = []
         failed: list[tuple[str, SlotStreamError]] = []
-        columns: tuple[list[Sequence[int]], ...] = ([], [], [])
         for plan in plans:
-            place = plan.place
-            needed = (plan.stop - 1) // size - plan.start // size + 1
-            if not isinstance(place, PagePlace):
-                failed.append((plan.req_id, SlotMismatch("the plan names blocks where rows lie in pages")))
-            elif len(place.pages) < needed:
-                failed.append((plan.req_id, SlotMismatch("the plan names too few pages for its rows")))
-            else:
-                good.append(plan)
-                for column, values in zip(columns, (place.pages, place.entries, place.steps), strict=True):
-                    column.append(values if len(values) == needed else values[:needed])
-        if not good:
-            return Located(_NONE, (), failed)
-        pages, entries, steps = (np.concatenate(column, dtype=np.int64) for column in columns)
-        if pages.min() < 0 or pages.max() >= self.shape.pages:
-            exist = [min(named) >= 0 and max(named) < self.shape.pages for named in columns[0]]
-            wrong = [plan for plan, is_right in zip(good, exist, strict=True) if not is_right]
-            failed += [(plan.req_id, SlotMismatch("the plan names pages that do not exist")) for plan in wrong]
-            rest = self.locate([plan for plan, is_right in zip(good, exist, strict=True) if is_right], rows_per_slot)
-            return Located(rest.runs, rest.parts, failed)
-        return replace(cut_pages(good, (pages, entries, steps), size, rows_per_slot), failed=failed)
+            place, first, rows = plan.place, plan.start % size, plan.stop - plan.start
+            if (problem := self._problem(place, (first + rows - 1) // size + 1)) is not None:
+                failed.append((plan.req_id, SlotMismatch(problem)))
+                continue
+            assert isinstance(place, PagePlace), "looked at"
+            behind = len(pages) * size + first
+            pages.extend(place.pages)
+            entries.extend(place.entries)
+            steps.extend(place.steps)
+            for start in range(0, rows, rows_per_slot):
+                at = behind + start
+                here = min(rows_per_slot, rows - start)
+                parts.append(Part(plan.req_id, plan.first_row + start, here, at // size, at % size))
+        return Located(parts, (pages, entries, steps), failed)
+
+    def _problem(self, place: BlockPlace | PagePlace, needed: int) -> str | None:
+        if not isinstance(place, PagePlace):
+            return "the plan names blocks where rows lie in pages"
+        if len(place.pages) < needed or min(place.pages) < 0 or max(place.pages) >= self.shape.pages:
+            return "the plan names too few pages for its rows, or some that do not exist"
+        return None
 
     def scratch_slots(self) -> int:
         """See `RowSource`."""
         return 0 if self._reads is None else 1
 
-    def read(self, runs: Words, segments: Sequence[Segment], scratch: Sequence[int]) -> tuple[int, RowEvidence]:
+    def read(
+        self, located: Located, parts: Sequence[Part], segments: Sequence[Segment], scratch: Sequence[int]
+    ) -> tuple[int, RowEvidence]:
         """See `RowSource`."""
+        words = page_words(located, parts, segments, self.shape.page_rows)
         if self._reads is not None:
-            return self._reads.read(runs, segments, scratch[0])
+            return self._reads.read(words, segments, scratch[0])
         assert self._gather is not None, "staging comes before the first read"
-        number, _ = self._gather.gather(self._select, runs, segments, None, self._select_stamps)
-        return number, NotedRows(runs.ravel())
+        kept = np.array(words)
+        index, _, _ = rows_in_pages(kept, len(parts), self.shape.page_rows)
+        number, _ = self._gather.gather(self._select, index, segments, None, self._select_stamps)
+        return number, NotedRows(kept, len(parts), self.shape.page_rows)
 
     def settle(self) -> None:
         """See `RowSource`."""

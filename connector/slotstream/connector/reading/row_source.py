@@ -13,9 +13,9 @@ import torch
 
 from slotstream.connector.plan import BlockPlace, RowPlan, StepPlan
 from slotstream.connector.reading.gather import RowGather
-from slotstream.connector.reading.runs import AT, KV_SLOT, ROWS, SOURCE, STEP, Located, Part
+from slotstream.connector.reading.located import Located, Part
 from slotstream.connector.reading.staging_memory import StagingMemory
-from slotstream.connector.sending.row_check import RUN_WORDS, MappedRows, RowEvidence, Segment
+from slotstream.connector.sending.row_check import MappedRows, RowEvidence, Segment
 from slotstream.connector.sending.staging_area import Words
 from slotstream.connector.vllm_config import RowKind
 from slotstream.wire.errors import ConfigError, SlotMismatch, SlotStreamError
@@ -43,8 +43,11 @@ class RowSource(Protocol):
     def scratch_slots(self) -> int:
         """How many staging slots the next `read` needs for itself, beside the rows' own."""
 
-    def read(self, runs: Words, segments: Sequence[Segment], scratch: Sequence[int]) -> tuple[int, RowEvidence]:
-        """Start reading these runs into staging, and say its number, and where to look once it is over: see `StagedBatch`.
+    def read(
+        self, located: Located, parts: Sequence[Part], segments: Sequence[Segment], scratch: Sequence[int]
+    ) -> tuple[int, RowEvidence]:
+        """Start reading these parts, which are next to each other in `located`. The read's number, and where to look once it is
+        over: see `StagedBatch`.
 
         `scratch`: as many staging slots as `scratch_slots` said. All slots must stay leased until both were looked at.
         """
@@ -89,36 +92,25 @@ class CachedRows:
         self._slot_mapping = slot_mapping
 
     def locate(self, plans: Sequence[RowPlan], rows_per_slot: int) -> Located:
-        """See `RowSource`. Each row is a run: rows next to each other here are not in their cache."""
-        runs: list[Words] = []
+        """See `RowSource`. The columns are the slots of all rows, and what of them this step must have written, else -1."""
+        columns: tuple[list[Words], list[Words]] = ([], [])
         parts: list[Part] = []
         failed: list[tuple[str, SlotStreamError]] = []
-        count = 0
+        count, size = 0, self.block_size
         for plan in plans:
-            found = self._runs(plan, rows_per_slot)
-            if found is None:
+            place = plan.place
+            if not isinstance(place, BlockPlace) or plan.stop > len(place.block_ids) * size:
                 failed.append((plan.req_id, SlotMismatch("the block table is shorter than the rows to be read")))
                 continue
-            runs.append(found)
-            for start in range(0, len(found), rows_per_slot):
-                rows = min(rows_per_slot, len(found) - start)
-                parts.append(Part(plan.req_id, plan.first_row + start, rows, count + start, count + start + rows))
-            count += len(found)
-        return Located(np.concatenate(runs) if runs else np.empty((0, RUN_WORDS), np.int64), parts, failed)
-
-    def _runs(self, plan: RowPlan, rows_per_slot: int) -> Words | None:
-        place, size = plan.place, self.block_size
-        if not isinstance(place, BlockPlace) or plan.stop > len(place.block_ids) * size:
-            return None
-        positions = np.arange(plan.start, plan.stop, dtype=np.int64)
-        kv_slots = np.asarray(place.block_ids, dtype=np.int64)[positions // size] * size + positions % size
-        runs = np.zeros((len(positions), RUN_WORDS), np.int64)
-        runs[:, SOURCE] = kv_slots
-        runs[:, ROWS] = 1
-        runs[:, AT] = np.arange(len(positions)) % rows_per_slot
-        runs[:, KV_SLOT] = np.where(positions >= place.computed_from, kv_slots, -1)
-        runs[:, STEP] = 0
-        return runs
+            positions = np.arange(plan.start, plan.stop, dtype=np.int64)
+            kv_slots = np.asarray(place.block_ids, dtype=np.int64)[positions // size] * size + positions % size
+            columns[0].append(kv_slots)
+            columns[1].append(np.where(positions >= place.computed_from, kv_slots, -1))
+            for start in range(0, len(positions), rows_per_slot):
+                rows = min(rows_per_slot, len(positions) - start)
+                parts.append(Part(plan.req_id, plan.first_row + start, rows, count + start))
+            count += len(positions)
+        return Located(parts, [np.concatenate(column) for column in columns if column], failed)
 
     def scratch_slots(self) -> int:
         """See `RowSource`."""
@@ -126,13 +118,16 @@ class CachedRows:
             return 0
         return 1 + (self._slot_mapping is not None)
 
-    def read(self, runs: Words, segments: Sequence[Segment], scratch: Sequence[int]) -> tuple[int, RowEvidence]:
+    def read(
+        self, located: Located, parts: Sequence[Part], segments: Sequence[Segment], scratch: Sequence[int]
+    ) -> tuple[int, RowEvidence]:
         """See `RowSource`."""
         mapping = None
         if self._slot_mapping is not None:
             mapping = self._gather.copy_slot_mapping(self._slot_mapping, scratch[1] if scratch else None)
-        number, peaks = self._gather.gather(self._select, runs, segments, scratch[0] if scratch else None)
-        return number, MappedRows(runs[:, KV_SLOT].copy(), peaks, mapping)
+        index, computed = (column[parts[0].at : parts[-1].at + parts[-1].rows] for column in located.columns)
+        number, peaks = self._gather.gather(self._select, index, segments, scratch[0] if scratch else None)
+        return number, MappedRows(computed, peaks, mapping)
 
     def settle(self) -> None:
         """See `RowSource`."""

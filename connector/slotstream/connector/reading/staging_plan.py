@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from slotstream.connector.sending.row_check import RUN_WORDS
+from slotstream.connector.sending.row_check import PAGE_WORDS, PART_WORDS
 from slotstream.connector.sending.staging_pool import STEPS, StagingShape, default_staging_bytes
 from slotstream.connector.vllm_config import ConnectorConfig
 from slotstream.wire.errors import ConfigError
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 WORD_BYTES = 8
 _EXTRACTED_WORDS = 1  # Of scratch, for each row: its index.
-_PAGED_WORDS = RUN_WORDS  # At worst: a run for each row.
+_PAGED_WORDS = PART_WORDS + PAGE_WORDS  # At worst: a part and a page.
 _SLOTS_MIN = 8
 _READ_BACK_SLOTS = 8
 _BATCH_BYTES_MAX = 64 << 20  # Of rows in one read: with extract_hidden_states the device memory that it takes.

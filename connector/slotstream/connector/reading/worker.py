@@ -5,15 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 
-import numpy as np
 import torch
 
 from slotstream.connector.counters import SENDER_REASONS, Counters, capture_off
 from slotstream.connector.faults import SampleFault
 from slotstream.connector.plan import EMPTY_PLAN, RowPlan, SampleAbort, SampleFinish, SampleOpen, StepPlan
+from slotstream.connector.reading.located import Part
 from slotstream.connector.reading.releases import Releases
 from slotstream.connector.reading.row_source import RowSource
-from slotstream.connector.reading.runs import STAGING_SLOT, Part
 from slotstream.connector.reading.staging_memory import StagingMemory
 from slotstream.connector.reading.staging_plan import StagingPlan
 from slotstream.connector.sending.inbox import FailSample, StagedBatch
@@ -176,10 +175,8 @@ class WorkerHalf:
             segments = tuple(
                 Segment(part.req_id, part.first_row, part.rows, slot) for part, slot in zip(parts, slots, strict=True)
             )
-            runs = located.runs[parts[0].start : parts[-1].stop]
-            runs[:, STAGING_SLOT] = np.repeat(slots, [part.stop - part.start for part in parts])
             try:
-                read, evidence = self._source.read(runs, segments, scratch)
+                read, evidence = self._source.read(located, parts, segments, scratch)
             except Exception:
                 self._source.settle()  # A read may be under way into slots that are about to be used again.
                 self._sender.release(leased)

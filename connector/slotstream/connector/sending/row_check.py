@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -17,14 +17,13 @@ from slotstream.wire.errors import BadRows, RowsNotComputed, SlotMismatch, SlotS
 
 INFINITY = {"BF16": 0x7F80, "F16": 0x7C00, "F32": 0x7F80_0000}
 """The bits of an infinite element, by dtype."""
-RUN_WORDS = 6
-"""A run is rows that lie one after another: where in the source, how many, the staging slot and where in it, and what the
-device must have noted: the KV-cache slot of the first row, and the step or a later one."""
-_ROWS, _SLOT, _STEP = 1, 4, 5
+PART_WORDS = 4
+"""A part is rows in one staging slot: the slot, the first of the named pages, how far behind its begin, and how many rows."""
+PAGE_WORDS = 3
+"""A page is named by its number, its entry in the page table, and the step in which it was given for that."""
 
 
-@dataclass(frozen=True, slots=True)
-class Segment:
+class Segment(NamedTuple):
     """Rows of one sample in one staging slot."""
 
     req_id: str
@@ -64,20 +63,31 @@ class RowEvidence(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class NotedRows:
-    """Of rows in row pages: `runs` [k * RUN_WORDS], in the order of the segments. The notes stand with the segments' rows."""
+    """Of rows in row pages. `words`: those of `parts` parts, in the order of the segments, then the numbers of all pages, then
+    their entries, then their steps. What the device noted stands with the rows.
+    """
 
-    runs: Words | InSlot
+    words: Words | InSlot
+    parts: int
+    page_rows: int
 
     def find(self, area: StagingArea, segments: Sequence[Segment]) -> StampEvidence:
         """See `RowEvidence`."""
-        words = self.runs if isinstance(self.runs, np.ndarray) else self.runs.of(area)
-        runs = words.reshape(-1, RUN_WORDS)
-        counts = runs[:, _ROWS]
-        kv_slots = np.repeat(runs[:, _SLOT], counts) + numbers(counts)
+        words = self.words if isinstance(self.words, np.ndarray) else self.words.of(area)
+        _, kv_slots, steps = rows_in_pages(words, self.parts, self.page_rows)
         # Where the rows were to be, as the segments say: what went elsewhere was not noted here.
         rows = np.array([segment.rows for segment in segments])
         slots = np.repeat(np.array([segment.staging_slot for segment in segments]), rows)
-        return StampEvidence(kv_slots, np.repeat(runs[:, _STEP], counts), area.notes[slots, numbers(rows)])
+        return StampEvidence(kv_slots, steps, area.notes[slots, numbers(rows)])
+
+
+def rows_in_pages(words: Words, parts: int, page_rows: int) -> tuple[Words, Words, Words]:
+    """Of each row of `NotedRows`, int64 [n]: its place in the pool, the KV-cache slot to be noted, and the least step."""
+    _, first, offset, counts = words[: parts * PART_WORDS].reshape(parts, PART_WORDS).T
+    pages, entries, steps = words[parts * PART_WORDS :].reshape(PAGE_WORDS, -1)
+    behind = np.repeat(offset, counts) + numbers(counts)
+    at, within = np.repeat(first, counts) + behind // page_rows, behind % page_rows
+    return pages[at] * page_rows + within, entries[at] * page_rows + within, steps[at]
 
 
 class StampEvidence:
