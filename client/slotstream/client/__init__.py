@@ -6,7 +6,9 @@ Needs torch only to return tensors; `slotstream.client.dataset.SampleDataset` is
 from slotstream.client.client import Client, connect
 from slotstream.client.info import NamespaceUsage, Restored, SampleInfo, SampleState, Usage, Verdict
 from slotstream.client.reading import RowBlock, RowReader
+from slotstream.client.row_stream import RowStream
 from slotstream.client.tensors import Sample
+from slotstream.client.training import rows
 from slotstream.wire.errors import (
     BadLayers,
     BadSampleId,
@@ -41,6 +43,7 @@ __all__ = [
     "Restored",
     "RowBlock",
     "RowReader",
+    "RowStream",
     "Sample",
     "SampleFailed",
     "SampleInfo",
@@ -54,4 +57,5 @@ __all__ = [
     "Usage",
     "Verdict",
     "connect",
+    "rows",
 ]

@@ -286,6 +286,20 @@ class Client:
         )
         return self._pages(request, page_size, limit)
 
+    def moment(self, *, namespace: str | None = None) -> int:
+        """Now, by the server's clock, in Unix ns: up to then nothing commits any more. An epoch of `rows` is counted by it.
+
+        Waits for commits under way. A server of an earlier version does not say; then it is before whatever is arriving.
+        """
+        request = samples_pb2.ListRequest(
+            namespace="" if namespace is None else check_namespace(namespace), page_size=1, settle=True
+        )
+        reply = self._rpc.list(request)
+        if reply.as_of_unix_ns:
+            return reply.as_of_unix_ns
+        arriving = (info.created_unix_ns - 1 for info in self.list(namespace=namespace, state="ARRIVING"))
+        return min([*(info.created_unix_ns for info in reply.samples), *arriving], default=0)
+
     def delete(self, sample_id: str, *, namespace: str = DEFAULT_NAMESPACE) -> None:
         """Removes a committed or failed sample, file and catalogue row. Raises SampleNotFound, StillArriving, Leased."""
         self._rpc.delete(samples_pb2.DeleteRequest(namespace=check_namespace(namespace), sample_id=check_sample_id(sample_id)))

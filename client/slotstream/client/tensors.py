@@ -60,11 +60,7 @@ def receive_sample(reader: RowReader) -> Sample:
     """
     torch = require_torch()
     info = reader.info
-    shape = (reader.num_rows, len(reader.layer_ids), info.hidden_size)
-    try:
-        rows = _empty(reader.nbytes).view(getattr(torch, _TORCH_NAMES[info.dtype])).reshape(shape)
-    except (RuntimeError, OSError) as error:
-        raise MemoryError(f"the rows wanted are {reader.nbytes} bytes: read fewer rows or layers at a time") from error
+    rows = empty_rows(reader)
     # Not numpy: it has no bfloat16, and torch can be installed without it.
     memory = memoryview((ctypes.c_ubyte * reader.nbytes).from_address(rows.data_ptr())).cast("B")
     reader.read_into(memory)
@@ -99,6 +95,15 @@ def _columns(reader: RowReader) -> dict[str, torch.Tensor]:
         flat = torch_module.frombuffer(raw, dtype=dtype) if raw else torch_module.empty(0, dtype=dtype)
         tensors[column.name] = flat.reshape(shape)
     return tensors
+
+
+def empty_rows(reader: RowReader) -> torch.Tensor:
+    """Memory for the rows of `reader`, [rows, layers, hidden] in their dtype. Raises MemoryError where they do not fit."""
+    shape = (reader.num_rows, len(reader.layer_ids), reader.info.hidden_size)
+    try:
+        return _empty(reader.nbytes).view(getattr(require_torch(), _TORCH_NAMES[reader.info.dtype])).reshape(shape)
+    except (RuntimeError, OSError) as error:
+        raise MemoryError(f"the rows wanted are {reader.nbytes} bytes: read fewer rows or layers at a time") from error
 
 
 def _empty(nbytes: int) -> torch.Tensor:

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from slotstream.v1 import sample_pb2 as slotstream_dot_v1_dot_sample__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bslotstream/v1/samples.proto\x12\rslotstream.v1\x1a\x1aslotstream/v1/sample.proto\"\xb8\x01\n\x0bReadRequest\x12\x11\n\tnamespace\x18\x01 \x01(\t\x12\x11\n\tsample_id\x18\x02 \x01(\t\x12\r\n\x05start\x18\x03 \x01(\x04\x12\x11\n\x04stop\x18\x04 \x01(\x04H\x00\x88\x01\x01\x12\x11\n\tlayer_ids\x18\x05 \x03(\r\x12\x0e\n\x06wait_s\x18\x06 \x01(\x01\x12\x12\n\nunverified\x18\x07 \x01(\x08\x12\x10\n\x08in_place\x18\x08 \x01(\x08\x12\x0f\n\x07\x63olumns\x18\t \x03(\tB\x07\n\x05_stop\"y\n\tReadReply\x12+\n\x06header\x18\x01 \x01(\x0b\x32\x19.slotstream.v1.ReadHeaderH\x00\x12)\n\x04rows\x18\x02 \x01(\x0b\x32\x19.slotstream.v1.RowsHeaderH\x00\x12\x0c\n\x04\x64\x61ta\x18\x0f \x01(\x0c\x42\x06\n\x04kind\"\xce\x01\n\nReadHeader\x12\'\n\x04info\x18\x01 \x01(\x0b\x32\x19.slotstream.v1.SampleInfo\x12\x11\n\tlayer_ids\x18\x02 \x03(\r\x12\r\n\x05start\x18\x03 \x01(\x04\x12\x0c\n\x04stop\x18\x04 \x01(\x04\x12\x11\n\ttoken_ids\x18\x05 \x03(\x04\x12\x18\n\x0bheader_xxh3\x18\x06 \x01(\x06H\x00\x88\x01\x01\x12*\n\x07\x63olumns\x18\x07 \x03(\x0b\x32\x19.slotstream.v1.ColumnDataB\x0e\n\x0c_header_xxh3\"-\n\nRowsHeader\x12\x11\n\tfirst_row\x18\x01 \x01(\x06\x12\x0c\n\x04rows\x18\x02 \x01(\x07\"3\n\x0bStatRequest\x12\x11\n\tnamespace\x18\x01 \x01(\t\x12\x11\n\tsample_id\x18\x02 \x01(\t\"\x9f\x02\n\x0bListRequest\x12\x11\n\tnamespace\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12)\n\x05state\x18\x03 \x01(\x0e\x32\x1a.slotstream.v1.SampleState\x12\x1c\n\x14\x63reated_from_unix_ns\x18\x04 \x01(\x03\x12\x1d\n\x15\x63reated_until_unix_ns\x18\x05 \x01(\x03\x12\x32\n\x04tags\x18\x06 \x03(\x0b\x32$.slotstream.v1.ListRequest.TagsEntry\x12\x11\n\tpage_size\x18\x07 \x01(\r\x12\x12\n\npage_token\x18\x08 \x01(\t\x1a+\n\tTagsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"P\n\tListReply\x12*\n\x07samples\x18\x01 \x03(\x0b\x32\x19.slotstream.v1.SampleInfo\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"5\n\rDeleteRequest\x12\x11\n\tnamespace\x18\x01 \x01(\t\x12\x11\n\tsample_id\x18\x02 \x01(\t\"\r\n\x0b\x44\x65leteReply\"I\n\rVerifyRequest\x12\x11\n\tnamespace\x18\x01 \x01(\t\x12\x11\n\tsample_id\x18\x02 \x01(\t\x12\x12\n\nquarantine\x18\x03 \x01(\x08\"x\n\x0bVerifyReply\x12\x11\n\tnamespace\x18\x01 \x01(\t\x12\x11\n\tsample_id\x18\x02 \x01(\t\x12\x0e\n\x06\x64\x61mage\x18\x03 \x01(\t\x12\x0f\n\x07message\x18\x04 \x01(\t\x12\r\n\x05\x62ytes\x18\x05 \x01(\x04\x12\x13\n\x0bquarantined\x18\x06 \x01(\x08\"6\n\x0eRestoreRequest\x12\x11\n\tnamespace\x18\x01 \x01(\t\x12\x11\n\tsample_id\x18\x02 \x01(\t\"\x84\x01\n\x0cRestoreReply\x12\x11\n\tnamespace\x18\x01 \x01(\t\x12\x11\n\tsample_id\x18\x02 \x01(\t\x12\x0c\n\x04\x66ile\x18\x03 \x01(\t\x12\x10\n\x08restored\x18\x04 \x01(\x08\x12\x0e\n\x06\x64\x61mage\x18\x05 \x01(\t\x12\x0f\n\x07message\x18\x06 \x01(\t\x12\r\n\x05\x62ytes\x18\x07 \x01(\x04\"2\n\nAckRequest\x12\x11\n\tnamespace\x18\x01 \x01(\t\x12\x11\n\tsample_id\x18\x02 \x01(\t\"\n\n\x08\x41\x63kReply\"S\n\x10\x43ountReadRequest\x12\x11\n\tnamespace\x18\x01 \x01(\t\x12\x11\n\tsample_id\x18\x02 \x01(\t\x12\x19\n\x11\x63ommitted_unix_ns\x18\x03 \x01(\x03\"\x10\n\x0e\x43ountReadReply\"U\n\x0cLeaseRequest\x12\x11\n\tnamespace\x18\x01 \x01(\t\x12\x11\n\tsample_id\x18\x02 \x01(\t\x12\x0e\n\x06holder\x18\x03 \x01(\t\x12\x0f\n\x07seconds\x18\x04 \x01(\x01\"*\n\nLeaseReply\x12\x1c\n\x14leased_until_unix_ns\x18\x01 \x01(\x03\"5\n\x0cUsageRequest\x12\x11\n\tnamespace\x18\x01 \x01(\t\x12\x12\n\npage_token\x18\x02 \x01(\t\"\xbd\x01\n\x0eNamespaceUsage\x12\x11\n\tnamespace\x18\x01 \x01(\t\x12\x0f\n\x07samples\x18\x02 \x01(\x04\x12\r\n\x05\x62ytes\x18\x03 \x01(\x04\x12\x0e\n\x06\x66\x61iled\x18\x04 \x01(\x04\x12\x39\n\x06limits\x18\x05 \x03(\x0b\x32).slotstream.v1.NamespaceUsage.LimitsEntry\x1a-\n\x0bLimitsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"p\n\rScrubProgress\x12\x0f\n\x07\x65very_s\x18\x01 \x01(\x01\x12\x15\n\rbegun_unix_ns\x18\x02 \x01(\x03\x12\x15\n\rended_unix_ns\x18\x03 \x01(\x03\x12\x0f\n\x07samples\x18\x04 \x01(\x04\x12\x0f\n\x07\x64\x61maged\x18\x05 \x01(\x04\"\x8b\x02\n\nUsageReply\x12\x31\n\nnamespaces\x18\x01 \x03(\x0b\x32\x1d.slotstream.v1.NamespaceUsage\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\x12\x12\n\nfree_bytes\x18\x03 \x01(\x04\x12\x19\n\x11\x66ree_bytes_target\x18\x04 \x01(\x04\x12\x19\n\x11quarantined_files\x18\x05 \x01(\x04\x12\x19\n\x11quarantined_bytes\x18\x06 \x01(\x04\x12+\n\x05scrub\x18\x07 \x01(\x0b\x32\x1c.slotstream.v1.ScrubProgress\x12\r\n\x05\x63lock\x18\x08 \x01(\t\x12\x10\n\x08\x61ge_held\x18\t \x03(\t2\xa3\x05\n\x07Samples\x12>\n\x04Read\x12\x1a.slotstream.v1.ReadRequest\x1a\x18.slotstream.v1.ReadReply0\x01\x12=\n\x04Stat\x12\x1a.slotstream.v1.StatRequest\x1a\x19.slotstream.v1.SampleInfo\x12<\n\x04List\x12\x1a.slotstream.v1.ListRequest\x1a\x18.slotstream.v1.ListReply\x12\x42\n\x06\x44\x65lete\x12\x1c.slotstream.v1.DeleteRequest\x1a\x1a.slotstream.v1.DeleteReply\x12\x44\n\x06Verify\x12\x1c.slotstream.v1.VerifyRequest\x1a\x1a.slotstream.v1.VerifyReply0\x01\x12G\n\x07Restore\x12\x1d.slotstream.v1.RestoreRequest\x1a\x1b.slotstream.v1.RestoreReply0\x01\x12\x39\n\x03\x41\x63k\x12\x19.slotstream.v1.AckRequest\x1a\x17.slotstream.v1.AckReply\x12K\n\tCountRead\x12\x1f.slotstream.v1.CountReadRequest\x1a\x1d.slotstream.v1.CountReadReply\x12?\n\x05Lease\x12\x1b.slotstream.v1.LeaseRequest\x1a\x19.slotstream.v1.LeaseReply\x12?\n\x05Usage\x12\x1b.slotstream.v1.UsageRequest\x1a\x19.slotstream.v1.UsageReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bslotstream/v1/samples.proto\x12\rslotstream.v1\x1a\x1aslotstream/v1/sample.proto\"\xb8\x01\n\x0bReadRequest\x12\x11\n\tnamespace\x18\x01 \x01(\t\x12\x11\n\tsample_id\x18\x02 \x01(\t\x12\r\n\x05start\x18\x03 \x01(\x04\x12\x11\n\x04stop\x18\x04 \x01(\x04H\x00\x88\x01\x01\x12\x11\n\tlayer_ids\x18\x05 \x03(\r\x12\x0e\n\x06wait_s\x18\x06 \x01(\x01\x12\x12\n\nunverified\x18\x07 \x01(\x08\x12\x10\n\x08in_place\x18\x08 \x01(\x08\x12\x0f\n\x07\x63olumns\x18\t \x03(\tB\x07\n\x05_stop\"y\n\tReadReply\x12+\n\x06header\x18\x01 \x01(\x0b\x32\x19.slotstream.v1.ReadHeaderH\x00\x12)\n\x04rows\x18\x02 \x01(\x0b\x32\x19.slotstream.v1.RowsHeaderH\x00\x12\x0c\n\x04\x64\x61ta\x18\x0f \x01(\x0c\x42\x06\n\x04kind\"\xce\x01\n\nReadHeader\x12\'\n\x04info\x18\x01 \x01(\x0b\x32\x19.slotstream.v1.SampleInfo\x12\x11\n\tlayer_ids\x18\x02 \x03(\r\x12\r\n\x05start\x18\x03 \x01(\x04\x12\x0c\n\x04stop\x18\x04 \x01(\x04\x12\x11\n\ttoken_ids\x18\x05 \x03(\x04\x12\x18\n\x0bheader_xxh3\x18\x06 \x01(\x06H\x00\x88\x01\x01\x12*\n\x07\x63olumns\x18\x07 \x03(\x0b\x32\x19.slotstream.v1.ColumnDataB\x0e\n\x0c_header_xxh3\"-\n\nRowsHeader\x12\x11\n\tfirst_row\x18\x01 \x01(\x06\x12\x0c\n\x04rows\x18\x02 \x01(\x07\"3\n\x0bStatRequest\x12\x11\n\tnamespace\x18\x01 \x01(\t\x12\x11\n\tsample_id\x18\x02 \x01(\t\"\xaf\x02\n\x0bListRequest\x12\x11\n\tnamespace\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12)\n\x05state\x18\x03 \x01(\x0e\x32\x1a.slotstream.v1.SampleState\x12\x1c\n\x14\x63reated_from_unix_ns\x18\x04 \x01(\x03\x12\x1d\n\x15\x63reated_until_unix_ns\x18\x05 \x01(\x03\x12\x32\n\x04tags\x18\x06 \x03(\x0b\x32$.slotstream.v1.ListRequest.TagsEntry\x12\x11\n\tpage_size\x18\x07 \x01(\r\x12\x12\n\npage_token\x18\x08 \x01(\t\x12\x0e\n\x06settle\x18\t \x01(\x08\x1a+\n\tTagsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"g\n\tListReply\x12*\n\x07samples\x18\x01 \x03(\x0b\x32\x19.slotstream.v1.SampleInfo\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\x12\x15\n\ras_of_unix_ns\x18\x03 \x01(\x03\"5\n\rDeleteRequest\x12\x11\n\tnamespace\x18\x01 \x01(\t\x12\x11\n\tsample_id\x18\x02 \x01(\t\"\r\n\x0b\x44\x65leteReply\"I\n\rVerifyRequest\x12\x11\n\tnamespace\x18\x01 \x01(\t\x12\x11\n\tsample_id\x18\x02 \x01(\t\x12\x12\n\nquarantine\x18\x03 \x01(\x08\"x\n\x0bVerifyReply\x12\x11\n\tnamespace\x18\x01 \x01(\t\x12\x11\n\tsample_id\x18\x02 \x01(\t\x12\x0e\n\x06\x64\x61mage\x18\x03 \x01(\t\x12\x0f\n\x07message\x18\x04 \x01(\t\x12\r\n\x05\x62ytes\x18\x05 \x01(\x04\x12\x13\n\x0bquarantined\x18\x06 \x01(\x08\"6\n\x0eRestoreRequest\x12\x11\n\tnamespace\x18\x01 \x01(\t\x12\x11\n\tsample_id\x18\x02 \x01(\t\"\x84\x01\n\x0cRestoreReply\x12\x11\n\tnamespace\x18\x01 \x01(\t\x12\x11\n\tsample_id\x18\x02 \x01(\t\x12\x0c\n\x04\x66ile\x18\x03 \x01(\t\x12\x10\n\x08restored\x18\x04 \x01(\x08\x12\x0e\n\x06\x64\x61mage\x18\x05 \x01(\t\x12\x0f\n\x07message\x18\x06 \x01(\t\x12\r\n\x05\x62ytes\x18\x07 \x01(\x04\"2\n\nAckRequest\x12\x11\n\tnamespace\x18\x01 \x01(\t\x12\x11\n\tsample_id\x18\x02 \x01(\t\"\n\n\x08\x41\x63kReply\"S\n\x10\x43ountReadRequest\x12\x11\n\tnamespace\x18\x01 \x01(\t\x12\x11\n\tsample_id\x18\x02 \x01(\t\x12\x19\n\x11\x63ommitted_unix_ns\x18\x03 \x01(\x03\"\x10\n\x0e\x43ountReadReply\"U\n\x0cLeaseRequest\x12\x11\n\tnamespace\x18\x01 \x01(\t\x12\x11\n\tsample_id\x18\x02 \x01(\t\x12\x0e\n\x06holder\x18\x03 \x01(\t\x12\x0f\n\x07seconds\x18\x04 \x01(\x01\"*\n\nLeaseReply\x12\x1c\n\x14leased_until_unix_ns\x18\x01 \x01(\x03\"5\n\x0cUsageRequest\x12\x11\n\tnamespace\x18\x01 \x01(\t\x12\x12\n\npage_token\x18\x02 \x01(\t\"\xbd\x01\n\x0eNamespaceUsage\x12\x11\n\tnamespace\x18\x01 \x01(\t\x12\x0f\n\x07samples\x18\x02 \x01(\x04\x12\r\n\x05\x62ytes\x18\x03 \x01(\x04\x12\x0e\n\x06\x66\x61iled\x18\x04 \x01(\x04\x12\x39\n\x06limits\x18\x05 \x03(\x0b\x32).slotstream.v1.NamespaceUsage.LimitsEntry\x1a-\n\x0bLimitsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"p\n\rScrubProgress\x12\x0f\n\x07\x65very_s\x18\x01 \x01(\x01\x12\x15\n\rbegun_unix_ns\x18\x02 \x01(\x03\x12\x15\n\rended_unix_ns\x18\x03 \x01(\x03\x12\x0f\n\x07samples\x18\x04 \x01(\x04\x12\x0f\n\x07\x64\x61maged\x18\x05 \x01(\x04\"\x8b\x02\n\nUsageReply\x12\x31\n\nnamespaces\x18\x01 \x03(\x0b\x32\x1d.slotstream.v1.NamespaceUsage\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\x12\x12\n\nfree_bytes\x18\x03 \x01(\x04\x12\x19\n\x11\x66ree_bytes_target\x18\x04 \x01(\x04\x12\x19\n\x11quarantined_files\x18\x05 \x01(\x04\x12\x19\n\x11quarantined_bytes\x18\x06 \x01(\x04\x12+\n\x05scrub\x18\x07 \x01(\x0b\x32\x1c.slotstream.v1.ScrubProgress\x12\r\n\x05\x63lock\x18\x08 \x01(\t\x12\x10\n\x08\x61ge_held\x18\t \x03(\t2\xa3\x05\n\x07Samples\x12>\n\x04Read\x12\x1a.slotstream.v1.ReadRequest\x1a\x18.slotstream.v1.ReadReply0\x01\x12=\n\x04Stat\x12\x1a.slotstream.v1.StatRequest\x1a\x19.slotstream.v1.SampleInfo\x12<\n\x04List\x12\x1a.slotstream.v1.ListRequest\x1a\x18.slotstream.v1.ListReply\x12\x42\n\x06\x44\x65lete\x12\x1c.slotstream.v1.DeleteRequest\x1a\x1a.slotstream.v1.DeleteReply\x12\x44\n\x06Verify\x12\x1c.slotstream.v1.VerifyRequest\x1a\x1a.slotstream.v1.VerifyReply0\x01\x12G\n\x07Restore\x12\x1d.slotstream.v1.RestoreRequest\x1a\x1b.slotstream.v1.RestoreReply0\x01\x12\x39\n\x03\x41\x63k\x12\x19.slotstream.v1.AckRequest\x1a\x17.slotstream.v1.AckReply\x12K\n\tCountRead\x12\x1f.slotstream.v1.CountReadRequest\x1a\x1d.slotstream.v1.CountReadReply\x12?\n\x05Lease\x12\x1b.slotstream.v1.LeaseRequest\x1a\x19.slotstream.v1.LeaseReply\x12?\n\x05Usage\x12\x1b.slotstream.v1.UsageRequest\x1a\x19.slotstream.v1.UsageReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -47,45 +47,45 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_STATREQUEST']._serialized_start=640
   _globals['_STATREQUEST']._serialized_end=691
   _globals['_LISTREQUEST']._serialized_start=694
-  _globals['_LISTREQUEST']._serialized_end=981
-  _globals['_LISTREQUEST_TAGSENTRY']._serialized_start=938
-  _globals['_LISTREQUEST_TAGSENTRY']._serialized_end=981
-  _globals['_LISTREPLY']._serialized_start=983
-  _globals['_LISTREPLY']._serialized_end=1063
-  _globals['_DELETEREQUEST']._serialized_start=1065
-  _globals['_DELETEREQUEST']._serialized_end=1118
-  _globals['_DELETEREPLY']._serialized_start=1120
-  _globals['_DELETEREPLY']._serialized_end=1133
-  _globals['_VERIFYREQUEST']._serialized_start=1135
-  _globals['_VERIFYREQUEST']._serialized_end=1208
-  _globals['_VERIFYREPLY']._serialized_start=1210
-  _globals['_VERIFYREPLY']._serialized_end=1330
-  _globals['_RESTOREREQUEST']._serialized_start=1332
-  _globals['_RESTOREREQUEST']._serialized_end=1386
-  _globals['_RESTOREREPLY']._serialized_start=1389
-  _globals['_RESTOREREPLY']._serialized_end=1521
-  _globals['_ACKREQUEST']._serialized_start=1523
-  _globals['_ACKREQUEST']._serialized_end=1573
-  _globals['_ACKREPLY']._serialized_start=1575
-  _globals['_ACKREPLY']._serialized_end=1585
-  _globals['_COUNTREADREQUEST']._serialized_start=1587
-  _globals['_COUNTREADREQUEST']._serialized_end=1670
-  _globals['_COUNTREADREPLY']._serialized_start=1672
-  _globals['_COUNTREADREPLY']._serialized_end=1688
-  _globals['_LEASEREQUEST']._serialized_start=1690
-  _globals['_LEASEREQUEST']._serialized_end=1775
-  _globals['_LEASEREPLY']._serialized_start=1777
-  _globals['_LEASEREPLY']._serialized_end=1819
-  _globals['_USAGEREQUEST']._serialized_start=1821
-  _globals['_USAGEREQUEST']._serialized_end=1874
-  _globals['_NAMESPACEUSAGE']._serialized_start=1877
-  _globals['_NAMESPACEUSAGE']._serialized_end=2066
-  _globals['_NAMESPACEUSAGE_LIMITSENTRY']._serialized_start=2021
-  _globals['_NAMESPACEUSAGE_LIMITSENTRY']._serialized_end=2066
-  _globals['_SCRUBPROGRESS']._serialized_start=2068
-  _globals['_SCRUBPROGRESS']._serialized_end=2180
-  _globals['_USAGEREPLY']._serialized_start=2183
-  _globals['_USAGEREPLY']._serialized_end=2450
-  _globals['_SAMPLES']._serialized_start=2453
-  _globals['_SAMPLES']._serialized_end=3128
+  _globals['_LISTREQUEST']._serialized_end=997
+  _globals['_LISTREQUEST_TAGSENTRY']._serialized_start=954
+  _globals['_LISTREQUEST_TAGSENTRY']._serialized_end=997
+  _globals['_LISTREPLY']._serialized_start=999
+  _globals['_LISTREPLY']._serialized_end=1102
+  _globals['_DELETEREQUEST']._serialized_start=1104
+  _globals['_DELETEREQUEST']._serialized_end=1157
+  _globals['_DELETEREPLY']._serialized_start=1159
+  _globals['_DELETEREPLY']._serialized_end=1172
+  _globals['_VERIFYREQUEST']._serialized_start=1174
+  _globals['_VERIFYREQUEST']._serialized_end=1247
+  _globals['_VERIFYREPLY']._serialized_start=1249
+  _globals['_VERIFYREPLY']._serialized_end=1369
+  _globals['_RESTOREREQUEST']._serialized_start=1371
+  _globals['_RESTOREREQUEST']._serialized_end=1425
+  _globals['_RESTOREREPLY']._serialized_start=1428
+  _globals['_RESTOREREPLY']._serialized_end=1560
+  _globals['_ACKREQUEST']._serialized_start=1562
+  _globals['_ACKREQUEST']._serialized_end=1612
+  _globals['_ACKREPLY']._serialized_start=1614
+  _globals['_ACKREPLY']._serialized_end=1624
+  _globals['_COUNTREADREQUEST']._serialized_start=1626
+  _globals['_COUNTREADREQUEST']._serialized_end=1709
+  _globals['_COUNTREADREPLY']._serialized_start=1711
+  _globals['_COUNTREADREPLY']._serialized_end=1727
+  _globals['_LEASEREQUEST']._serialized_start=1729
+  _globals['_LEASEREQUEST']._serialized_end=1814
+  _globals['_LEASEREPLY']._serialized_start=1816
+  _globals['_LEASEREPLY']._serialized_end=1858
+  _globals['_USAGEREQUEST']._serialized_start=1860
+  _globals['_USAGEREQUEST']._serialized_end=1913
+  _globals['_NAMESPACEUSAGE']._serialized_start=1916
+  _globals['_NAMESPACEUSAGE']._serialized_end=2105
+  _globals['_NAMESPACEUSAGE_LIMITSENTRY']._serialized_start=2060
+  _globals['_NAMESPACEUSAGE_LIMITSENTRY']._serialized_end=2105
+  _globals['_SCRUBPROGRESS']._serialized_start=2107
+  _globals['_SCRUBPROGRESS']._serialized_end=2219
+  _globals['_USAGEREPLY']._serialized_start=2222
+  _globals['_USAGEREPLY']._serialized_end=2489
+  _globals['_SAMPLES']._serialized_start=2492
+  _globals['_SAMPLES']._serialized_end=3167
 # @@protoc_insertion_point(module_scope)

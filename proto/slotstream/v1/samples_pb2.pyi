@@ -74,7 +74,7 @@ class StatRequest(_message.Message):
     def __init__(self, namespace: _Optional[str] = ..., sample_id: _Optional[str] = ...) -> None: ...
 
 class ListRequest(_message.Message):
-    __slots__ = ("namespace", "model", "state", "created_from_unix_ns", "created_until_unix_ns", "tags", "page_size", "page_token")
+    __slots__ = ("namespace", "model", "state", "created_from_unix_ns", "created_until_unix_ns", "tags", "page_size", "page_token", "settle")
     class TagsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -90,6 +90,7 @@ class ListRequest(_message.Message):
     TAGS_FIELD_NUMBER: _ClassVar[int]
     PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
     PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    SETTLE_FIELD_NUMBER: _ClassVar[int]
     namespace: str
     model: str
     state: _sample_pb2.SampleState
@@ -98,15 +99,18 @@ class ListRequest(_message.Message):
     tags: _containers.ScalarMap[str, str]
     page_size: int
     page_token: str
-    def __init__(self, namespace: _Optional[str] = ..., model: _Optional[str] = ..., state: _Optional[_Union[_sample_pb2.SampleState, str]] = ..., created_from_unix_ns: _Optional[int] = ..., created_until_unix_ns: _Optional[int] = ..., tags: _Optional[_Mapping[str, str]] = ..., page_size: _Optional[int] = ..., page_token: _Optional[str] = ...) -> None: ...
+    settle: bool
+    def __init__(self, namespace: _Optional[str] = ..., model: _Optional[str] = ..., state: _Optional[_Union[_sample_pb2.SampleState, str]] = ..., created_from_unix_ns: _Optional[int] = ..., created_until_unix_ns: _Optional[int] = ..., tags: _Optional[_Mapping[str, str]] = ..., page_size: _Optional[int] = ..., page_token: _Optional[str] = ..., settle: bool = ...) -> None: ...
 
 class ListReply(_message.Message):
-    __slots__ = ("samples", "next_page_token")
+    __slots__ = ("samples", "next_page_token", "as_of_unix_ns")
     SAMPLES_FIELD_NUMBER: _ClassVar[int]
     NEXT_PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    AS_OF_UNIX_NS_FIELD_NUMBER: _ClassVar[int]
     samples: _containers.RepeatedCompositeFieldContainer[_sample_pb2.SampleInfo]
     next_page_token: str
-    def __init__(self, samples: _Optional[_Iterable[_Union[_sample_pb2.SampleInfo, _Mapping]]] = ..., next_page_token: _Optional[str] = ...) -> None: ...
+    as_of_unix_ns: int
+    def __init__(self, samples: _Optional[_Iterable[_Union[_sample_pb2.SampleInfo, _Mapping]]] = ..., next_page_token: _Optional[str] = ..., as_of_unix_ns: _Optional[int] = ...) -> None: ...
 
 class DeleteRequest(_message.Message):
     __slots__ = ("namespace", "sample_id")

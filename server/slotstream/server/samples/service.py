@@ -180,7 +180,11 @@ class SamplesService:
     async def _list(self, gate: Gate, context: Context) -> pb.ListReply:
         async with self._calls.answering("List", gate, context) as (session, raw):
             request = parsed(pb.ListRequest, raw)
-            return await self._calls.look_up(self._list_page, request, spaces_for(session, "read", request.namespace))
+            spaces = spaces_for(session, "read", request.namespace)
+            as_of = await self._calls.check(self._store.settled) if request.settle else 0
+            reply = await self._calls.look_up(self._list_page, request, spaces)
+            reply.as_of_unix_ns = as_of
+            return reply
 
     def _list_page(self, request: pb.ListRequest, spaces: tuple[str, ...] | None) -> pb.ListReply:
         query = convert.query_of(request, spaces)
