@@ -7,7 +7,7 @@ from slotstream.client.client import Client, connect
 from slotstream.client.info import NamespaceUsage, Restored, SampleInfo, SampleState, Usage, Verdict
 from slotstream.client.reading import RowBlock, RowReader
 from slotstream.client.row_stream import RowStream
-from slotstream.client.tensors import Sample
+from slotstream.client.tensors import Answer, Sample
 from slotstream.client.training import rows
 from slotstream.wire.errors import (
     BadLayers,
@@ -29,6 +29,7 @@ from slotstream.wire.errors import (
 )
 
 __all__ = [
+    "Answer",
     "BadLayers",
     "BadSampleId",
     "BadTokenRange",

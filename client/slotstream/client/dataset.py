@@ -134,16 +134,15 @@ class SampleDataset(IterableDataset[Sample]):
                 self._wait_for_one(client)
         self._resuming = False
         shard, shards = self._shard()
-        for info in self._listed(client):
-            if xxh3(f"{info.namespace}/{info.sample_id}".encode()) % shards != shard:
-                continue
-            try:
-                sample = client.get(info.sample_id, namespace=info.namespace, layers=self._layers, wait_s=0)
-            except SampleNotFound:
-                continue  # Deleted since it was listed.
-            self._received += 1
-            self._cursor = _Cursor.after(self._cursor, info)
-            yield sample
+        mine = (info for info in self._listed(client) if xxh3(_name(info).encode()) % shards == shard)
+        for answer in client.get_many(mine, layers=self._layers):
+            if answer.sample is not None:
+                self._received += 1
+                self._cursor = _Cursor.after(self._cursor, answer.sample)
+                yield answer.sample
+            elif not isinstance(answer.error, SampleNotFound):  # Deleted since it was listed.
+                assert answer.error is not None
+                raise answer.error
 
     def _wait_for_one(self, client: Client) -> None:
         ends = time.monotonic() + self._wait_s
@@ -213,13 +212,14 @@ class _Cursor:
         self.created_unix_ns, self.names = created_unix_ns, names
 
     @classmethod
-    def after(cls, cursor: _Cursor | None, info: SampleInfo) -> _Cursor:
-        earlier = cursor.names if cursor is not None and cursor.created_unix_ns == info.created_unix_ns else frozenset()
-        return cls(info.created_unix_ns, earlier | {_name(info)})
+    def after(cls, cursor: _Cursor | None, sample: Sample) -> _Cursor:
+        created_unix_ns = int(sample.metadata["created_unix_ns"])
+        earlier = cursor.names if cursor is not None and cursor.created_unix_ns == created_unix_ns else frozenset()
+        return cls(created_unix_ns, earlier | {_name(sample)})
 
     def has_passed(self, info: SampleInfo) -> bool:
         return info.created_unix_ns == self.created_unix_ns and _name(info) in self.names
 
 
-def _name(info: SampleInfo) -> str:
-    return f"{info.namespace}/{info.sample_id}"
+def _name(one: SampleInfo | Sample) -> str:
+    return f"{one.namespace}/{one.sample_id}"

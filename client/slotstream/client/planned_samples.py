@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -11,9 +12,12 @@ from slotstream.client.epoch import Member
 from slotstream.client.members import Filters, Selection, members_at
 from slotstream.client.ranks import Place, agreed
 from slotstream.client.sample_plan import Share, even_bounds, ordered, share_of
-from slotstream.client.stretches import is_gone
-from slotstream.client.tensors import Sample
+from slotstream.client.stretches import is_gone, patiently
+from slotstream.client.tensors import Sample, receive_sample
+from slotstream.v1 import samples_pb2
 from slotstream.wire.errors import SlotStreamError
+
+_RETRY_S = 60.0
 
 
 @dataclass(slots=True)
@@ -67,15 +71,18 @@ class PlannedSamples:
         """One epoch, or the rest of the one that was resumed."""
         order, progress = self._begin(where, epoch, self._resuming)
         self._progress, self._resuming = progress, None
-        for key, tag, member in order:
-            sample = _got(client, member)
+        reads = ((one, _read_of(one[2])) for one in order)
+        for (key, tag, member), answer in client.many(wait_s=0.0, retry_s=_RETRY_S).answers(reads, receive_sample):
+            sample = None if isinstance(answer, SlotStreamError) else _same(answer, member)
             progress.left -= 1
-            if sample is None:
-                progress.deleted += 1
+            if sample is not None:
+                progress.received += 1
+                progress.cursor = [key, tag]
+                yield sample
                 continue
-            progress.received += 1
-            progress.cursor = [key, tag]
-            yield sample
+            if isinstance(answer, SlotStreamError) and not patiently(functools.partial(is_gone, client, member), _RETRY_S):
+                raise answer
+            progress.deleted += 1
 
     def _begin(self, where: Place, epoch: int, state: _Progress | None) -> tuple[list[tuple[int, int, Member]], _Progress]:
         if state is None:
@@ -116,12 +123,10 @@ class PlannedSamples:
         return self._resuming.epoch
 
 
-def _got(client: Client, member: Member) -> Sample | None:
-    """The sample; None where it is gone, or is another by now."""
-    try:
-        sample = client.get(member.sample_id, namespace=member.namespace, layers=member.layers, wait_s=0)
-    except SlotStreamError:
-        if is_gone(client, member):
-            return None
-        raise
+def _read_of(member: Member) -> samples_pb2.ReadRequest:
+    return samples_pb2.ReadRequest(namespace=member.namespace, sample_id=member.sample_id, layer_ids=member.layers)
+
+
+def _same(sample: Sample, member: Member) -> Sample | None:
+    """The sample, if it is the one that was committed then."""
     return sample if sample.metadata["committed_unix_ns"] == str(member.committed_unix_ns) else None

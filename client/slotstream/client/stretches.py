@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from array import array
 from collections.abc import Callable, Iterable, Iterator
@@ -12,6 +13,8 @@ from slotstream.client.arrays import Arrays
 from slotstream.client.client import Client
 from slotstream.client.epoch import Member, Stretch
 from slotstream.client.info import SampleState
+from slotstream.client.reading import RowReader
+from slotstream.v1 import samples_pb2
 from slotstream.wire.errors import SampleNotFound, SlotStreamError
 
 T = TypeVar("T")
@@ -43,41 +46,44 @@ def read_stretches(
 
     Raises what `Client.read` raises of samples that are there; a failure that may pass, once `retry_s` are over.
     """
-    for key, stretch in wanted:
-        yield key, _read(client, stretch, arrays, retry_s)
+    reads = (((key, stretch), _read_of(stretch)) for key, stretch in wanted)
+
+    def receive(reader: RowReader) -> tuple[int | None, Any, array[int]]:
+        return reader.info.committed_unix_ns, arrays.receive(reader), reader.token_ids
+
+    for (key, stretch), answer in client.many(wait_s=0.0, retry_s=retry_s).answers(reads, receive):
+        if isinstance(answer, SlotStreamError):
+            if not patiently(functools.partial(is_gone, client, stretch.member), retry_s):
+                raise answer
+            yield key, None
+        else:
+            committed, rows, token_ids = answer
+            is_same = committed == stretch.member.committed_unix_ns
+            yield key, Held(stretch, rows, token_ids) if is_same else None
 
 
-def _read(client: Client, stretch: Stretch, arrays: Arrays, retry_s: float) -> Held | None:
+def _read_of(stretch: Stretch) -> samples_pb2.ReadRequest:
+    member = stretch.member
+    return samples_pb2.ReadRequest(
+        namespace=member.namespace,
+        sample_id=member.sample_id,
+        start=stretch.start,
+        stop=stretch.stop,
+        layer_ids=member.layers,
+    )
+
+
+def patiently(ask: Callable[[], T], retry_s: float) -> T:
+    """What `ask` says, asked again for so long where a failure may pass."""
     ends, pause_s = time.monotonic() + retry_s, _PAUSE_S
     while True:
         try:
-            return _read_once(client, stretch, arrays)
+            return ask()
         except SlotStreamError as error:
-            try:
-                if is_gone(client, stretch.member):
-                    return None
-                failed = error
-            except SlotStreamError as second:
-                failed = second
-            if not failed.retryable or time.monotonic() >= ends:
-                raise failed from error
+            if not error.retryable or time.monotonic() >= ends:
+                raise
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, _PAUSE_S_MAX)
-
-
-def _read_once(client: Client, stretch: Stretch, arrays: Arrays) -> Held | None:
-    member = stretch.member
-    with client.read(
-        member.sample_id,
-        namespace=member.namespace,
-        start=stretch.start,
-        stop=stretch.stop,
-        layers=member.layers,
-        wait_s=0,
-    ) as reader:
-        if reader.info.committed_unix_ns != member.committed_unix_ns:
-            return None
-        return Held(stretch, arrays.receive(reader), reader.token_ids)
 
 
 def is_gone(client: Client, member: Member) -> bool:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from slotstream.client.reading import RowReader
 from slotstream.common.memory import map_memory
 from slotstream.wire.columns import LOSS_MASK
+from slotstream.wire.errors import SlotStreamError
 
 if TYPE_CHECKING:
     import torch
@@ -42,6 +43,16 @@ class Sample:
         """Bool [tokens], true where a trainer's loss counts the token; None where the sample was stored without."""
         stored = self.columns.get(LOSS_MASK)
         return None if stored is None else stored != 0
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What became of one sample of `get_many`: the sample, or why there is none."""
+
+    namespace: str
+    sample_id: str
+    sample: Sample | None
+    error: SlotStreamError | None
 
 
 def require_torch() -> ModuleType:
