@@ -21,6 +21,7 @@ from support.synthetic import SyntheticSample
 from support.trainer import in_a_trainer, read_rows_and_resume, read_rows_by_rank, read_rows_in_a_group
 
 from slotstream.client import BadLayers, ConfigError, RowStream, SampleNotFound, ServerUnavailable, connect, rows
+from slotstream.wire.errors import BadParams
 
 LENGTHS = [250, 10, 640, 1, 99, 1000] * 50  # 100,000 rows.
 
@@ -432,3 +433,21 @@ def test_following_hands_out_what_is_stored_and_what_commits(
         found += numbers([next(again)])
     assert set(found) >= set(range(2000, 2050))
     assert not set(found) & set(range(100))
+
+
+def test_the_loss_mask_comes_along(server: ServerProcess, ingest: IngestClient, namespace: str) -> None:
+    masked = NumberedSample("masked", namespace=namespace, num_tokens=30, first=100)
+    mask = bytes(row % 3 == 0 for row in range(30))
+    number = ingest.open(masked, columns=["loss_mask"])
+    ingest.send_rows(number, masked)
+    ingest.commit(number, masked, columns={"loss_mask": mask})
+    options: dict[str, Any] = {"client": server.address, "namespace": namespace, "columns": ["loss_mask", "positions"]}
+    for batch in rows([4], 12, **options):
+        assert batch["loss_mask"].dtype is torch.bool
+        assert batch["loss_mask"].tolist() == [row % 3 == 0 for row in batch["positions"].tolist()]
+    (whole,) = rows([4], 100, numpy=True, **options)
+    assert whole["loss_mask"].dtype == numpy.bool_
+    assert whole["loss_mask"].sum() == 10
+    store(ingest, namespace, [5])
+    with pytest.raises(BadParams, match="without a loss mask"):
+        list(rows([4], 100, **options))

@@ -3,6 +3,7 @@
 Needs torch only to return tensors; `slotstream.client.dataset.SampleDataset` is its torch dataset.
 """
 
+from slotstream.client.capturing import CaptureStream, capture
 from slotstream.client.client import Client, connect
 from slotstream.client.info import NamespaceUsage, Restored, SampleInfo, SampleState, Usage, Verdict
 from slotstream.client.reading import RowBlock, RowReader
@@ -33,6 +34,7 @@ __all__ = [
     "BadLayers",
     "BadSampleId",
     "BadTokenRange",
+    "CaptureStream",
     "Client",
     "ConfigError",
     "Damaged",
@@ -57,6 +59,7 @@ __all__ = [
     "UnsupportedFormat",
     "Usage",
     "Verdict",
+    "capture",
     "connect",
     "rows",
 ]

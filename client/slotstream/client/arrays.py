@@ -23,8 +23,8 @@ class Arrays(Protocol):
     def layer(self, rows: Any, at: int) -> Any:
         """[rows, hidden] of one layer, contiguous, as the trainer wants it."""
 
-    def integers(self, values: Sequence[int]) -> Any:
-        """int64 [len(values)]."""
+    def numbers(self, values: Sequence[int] | Sequence[bool]) -> Any:
+        """int64 [len(values)], or bool where they are."""
 
 
 class TorchArrays:
@@ -51,8 +51,8 @@ class TorchArrays:
     def layer(self, rows: Any, at: int) -> Any:
         return rows[:, at].to(device=self._device, dtype=self._dtype).contiguous()
 
-    def integers(self, values: Sequence[int]) -> Any:
-        return require_torch().tensor(values, dtype=require_torch().int64, device=self._device)
+    def numbers(self, values: Sequence[int] | Sequence[bool]) -> Any:
+        return require_torch().tensor(values, device=self._device)  # Which makes int64 or bool of them.
 
 
 class NumpyArrays:
@@ -85,5 +85,5 @@ class NumpyArrays:
             return (rows.astype(self._numpy.uint32) << 16).view(self._numpy.float32)
         return self._numpy.ascontiguousarray(rows, dtype=self._numpy.float32)
 
-    def integers(self, values: Sequence[int]) -> Any:
-        return self._numpy.asarray(values, dtype=self._numpy.int64)
+    def numbers(self, values: Sequence[int] | Sequence[bool]) -> Any:
+        return self._numpy.asarray(values)

@@ -68,5 +68,5 @@ def batch_of(picked: Sequence[tuple[Held, int]], options: Options, arrays: Array
     made: dict[int | str, Any] = {layer: arrays.layer(laid, number) for number, layer in enumerate(options.layers)}
     for name in options.columns:
         values = [COLUMNS[name](one, row) for one, row in picked]
-        made[name] = values if name == "sample_ids" else arrays.integers(values)
+        made[name] = values if name == "sample_ids" else arrays.numbers(values)
     return made

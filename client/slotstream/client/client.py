@@ -283,7 +283,12 @@ class Client:
                 if info.state is SampleState.FAILED:
                     raise SampleFailed(f"sample {name[1]!r} failed: {info.error_message}", info.error_code or "")
                 layers = _final_in(layers, info)
-            read = samples_pb2.ReadRequest(namespace=name[0], sample_id=check_sample_id(name[1]), unverified=not verify)
+            read = samples_pb2.ReadRequest(
+                namespace=name[0],
+                sample_id=check_sample_id(name[1]),
+                unverified=not verify,
+                columns=further_columns(),
+            )
             read.layer_ids.extend(_checked_layers(layers))
             return name, read
         except (BadLayers, BadSampleId, SampleFailed, SampleNotFound) as error:

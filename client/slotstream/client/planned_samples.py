@@ -15,6 +15,7 @@ from slotstream.client.sample_plan import Share, even_bounds, ordered, share_of
 from slotstream.client.stretches import is_gone, patiently
 from slotstream.client.tensors import Sample, receive_sample
 from slotstream.v1 import samples_pb2
+from slotstream.wire.columns import further_columns
 from slotstream.wire.errors import SlotStreamError
 
 _RETRY_S = 60.0
@@ -124,7 +125,9 @@ class PlannedSamples:
 
 
 def _read_of(member: Member) -> samples_pb2.ReadRequest:
-    return samples_pb2.ReadRequest(namespace=member.namespace, sample_id=member.sample_id, layer_ids=member.layers)
+    return samples_pb2.ReadRequest(
+        namespace=member.namespace, sample_id=member.sample_id, layer_ids=member.layers, columns=further_columns()
+    )
 
 
 def _same(sample: Sample, member: Member) -> Sample | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import time
 from array import array
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -15,7 +15,8 @@ from slotstream.client.epoch import Member, Stretch
 from slotstream.client.info import SampleState
 from slotstream.client.reading import RowReader
 from slotstream.v1 import samples_pb2
-from slotstream.wire.errors import SampleNotFound, SlotStreamError
+from slotstream.wire.columns import LOSS_MASK, further_columns
+from slotstream.wire.errors import BadParams, SampleNotFound, SlotStreamError
 
 T = TypeVar("T")
 _PAUSE_S, _PAUSE_S_MAX = 0.1, 2.0
@@ -28,13 +29,22 @@ class Held:
     stretch: Stretch
     rows: Any  # [rows, layers, hidden]
     token_ids: array[int]
+    columns: Mapping[str, bytes]  # What the sample has beside these, by name.
     left: int = 0  # Rows that have not been handed out.
+
+
+def _loss_mask(held: Held, row: int) -> bool:
+    mask = held.columns.get(LOSS_MASK)
+    if mask is None:
+        raise BadParams(f"sample {held.stretch.member.name} was stored without a loss mask: leave loss_mask out of the columns")
+    return mask[row] != 0
 
 
 # What a batch may hold beside the layers -> its value for a row, counted from the first of its stretch.
 COLUMNS: dict[str, Callable[[Held, int], Any]] = {
     "token_ids": lambda held, row: held.token_ids[row],
     "positions": lambda held, row: held.stretch.start + row,
+    LOSS_MASK: _loss_mask,
     "sample_ids": lambda held, row: held.stretch.member.name,
 }
 
@@ -48,8 +58,8 @@ def read_stretches(
     """
     reads = (((key, stretch), _read_of(stretch)) for key, stretch in wanted)
 
-    def receive(reader: RowReader) -> tuple[int | None, Any, array[int]]:
-        return reader.info.committed_unix_ns, arrays.receive(reader), reader.token_ids
+    def receive(reader: RowReader) -> tuple[int | None, Any, array[int], Mapping[str, bytes]]:
+        return reader.info.committed_unix_ns, arrays.receive(reader), reader.token_ids, reader.columns
 
     for (key, stretch), answer in client.many(wait_s=0.0, retry_s=retry_s).answers(reads, receive):
         if isinstance(answer, SlotStreamError):
@@ -57,9 +67,9 @@ def read_stretches(
                 raise answer
             yield key, None
         else:
-            committed, rows, token_ids = answer
+            committed, rows, token_ids, columns = answer
             is_same = committed == stretch.member.committed_unix_ns
-            yield key, Held(stretch, rows, token_ids) if is_same else None
+            yield key, Held(stretch, rows, token_ids, columns) if is_same else None
 
 
 def _read_of(stretch: Stretch) -> samples_pb2.ReadRequest:
@@ -70,6 +80,7 @@ def _read_of(stretch: Stretch) -> samples_pb2.ReadRequest:
         start=stretch.start,
         stop=stretch.stop,
         layer_ids=member.layers,
+        columns=further_columns(),
     )
 
 

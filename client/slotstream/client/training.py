@@ -56,7 +56,8 @@ def rows(
     follow: no epochs: batches of what is stored (with as_of: of what commits after it), then of whatever commits, without end.
     dtype, device: torch's; None: the stored dtype, the CPU. numpy: float32 arrays, without torch.
     columns: what comes beside the layers, under these names, in a dict: "token_ids" (int64 [batch]), "positions" (int64
-    [batch], the row's number in its sample), "sample_ids" (a list of "namespace/sample_id").
+    [batch], the row's number in its sample), "loss_mask" (bool [batch], of samples that were stored with one), "sample_ids" (a
+    list of "namespace/sample_id").
     wait_s: how long to wait for a first sample. retry_s: how long each read is tried again while the server is away.
 
     It is torch's IterableDataset where torch is used: `DataLoader(stream, batch_size=None, num_workers=4)`, and torchdata's
