@@ -93,7 +93,7 @@ WINGS = {
 HEAVY = {
     "vllm": {"connector"},
     "torch": {"connector", "client", "truth"},
-    "numpy": {"connector", "transport"},
+    "numpy": {"connector", "transport", "client"},
     "nixl": set[str](),  # By name only, in wire/nixl.py.
     "nixl_cu12": set[str](),
     "nixl_cu13": set[str](),

@@ -228,6 +228,7 @@ class Reader:
 
         unary, stream = self.channel.unary_unary, self.channel.unary_stream
         self._read = method(stream, "Read", read_pb.ReadRequest)
+        self.read_many = method(stream, "ReadMany", read_pb.ReadManyRequest, read_pb.ReadReply)
         self._verify = method(stream, "Verify", read_pb.VerifyRequest, read_pb.VerifyReply)
         self._restore = method(stream, "Restore", read_pb.RestoreRequest, read_pb.RestoreReply)
         self.stat = method(unary, "Stat", read_pb.StatRequest, sample_pb2.SampleInfo)

@@ -32,6 +32,9 @@ ENTRIES = (
 )
 CALLS: dict[str, Callable[[Reader, str], Any]] = {
     "Read": lambda reader, space: reader.frames(namespace=space, sample_id="s"),
+    "Read many": lambda reader, space: reader.read_many(
+        read_pb.ReadManyRequest(reads=[read_pb.ReadRequest(namespace=space, sample_id=i) for i in ("none", "s")])
+    ),
     "Stat": lambda reader, space: reader.stat(read_pb.StatRequest(namespace=space, sample_id="s")),
     "List": lambda reader, space: reader.list(read_pb.ListRequest(namespace=space)),
     "Delete": lambda reader, space: reader.delete(read_pb.DeleteRequest(namespace=space, sample_id="s")),
@@ -140,7 +143,15 @@ def test_another_namespace_is_denied_alike_whatever_is_there(house: House, call:
         assert house.reader("all-b").state("s", "b") == (COMMITTED, "")
 
 
-RIGHTS = {"Read": "read", "Stat": "read", "List": "read", "Delete": "delete", "Verify one": "read", "Verify all": "admin"}
+RIGHTS = {
+    "Read": "read",
+    "Read many": "read",
+    "Stat": "read",
+    "List": "read",
+    "Delete": "delete",
+    "Verify one": "read",
+    "Verify all": "admin",
+}
 RIGHTS |= {"Restore one": "admin", "Restore all": "admin"}
 
 

@@ -17,6 +17,7 @@ Handler = Callable[[Any, grpc.ServicerContext], Any]
 
 _REQUESTS: dict[str, Any] = {
     "Read": samples_pb2.ReadRequest,
+    "ReadMany": samples_pb2.ReadManyRequest,
     "Stat": samples_pb2.StatRequest,
     "List": samples_pb2.ListRequest,
     "Delete": samples_pb2.DeleteRequest,
@@ -34,7 +35,11 @@ class FakeSamples(grpc.GenericRpcHandler):  # type: ignore[type-arg]
         name = handler_call_details.method.removeprefix("/slotstream.v1.Samples/")
         if name not in self._handlers:
             return None
-        make = grpc.unary_stream_rpc_method_handler if name in ("Read", "Verify") else grpc.unary_unary_rpc_method_handler
+        make = (
+            grpc.unary_stream_rpc_method_handler
+            if name in ("Read", "ReadMany", "Verify")
+            else grpc.unary_unary_rpc_method_handler
+        )
         return make(
             self._handlers[name],
             request_deserializer=_REQUESTS[name].FromString,

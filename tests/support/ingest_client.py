@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import queue
+from collections.abc import Iterable, Mapping
 from types import TracebackType
 from typing import Any, Self
 
 import grpc
 
-from slotstream.v1 import ingest_pb2
+from slotstream.v1 import ingest_pb2, sample_pb2
 from slotstream.wire.frames import encode_chunk
 from slotstream.wire.hashing import xxh3
 from slotstream.wire.names import MESSAGE_BYTES_MAX, PROTOCOL_VERSION
@@ -54,7 +55,7 @@ class IngestClient:
         assert reply.WhichOneof("kind") == kind, f"expected {kind}, got {reply}"
         return reply
 
-    def open(self, sample: SyntheticSample) -> int:
+    def open(self, sample: SyntheticSample, columns: Iterable[str] = ()) -> int:
         """Announces the sample; its number on this stream. Not answered, so not waited for."""
         self._numbers += 1
         self.send(
@@ -71,6 +72,7 @@ class IngestClient:
                     rows_exact=True,
                     tags=sample.tags,
                     metadata=sample.metadata,
+                    columns=columns,
                 )
             )
         )
@@ -90,13 +92,15 @@ class IngestClient:
         self._outbox.put(encode_chunk(header, data))
         assert self.next_reply("ack").ack.chunks == [self._numbers]
 
-    def commit(self, number: int, sample: SyntheticSample) -> ingest_pb2.Committed:
+    def commit(self, number: int, sample: SyntheticSample, columns: Mapping[str, bytes] | None = None) -> ingest_pb2.Committed:
         """Commits and waits until the sample is durable."""
-        self.send(
-            ingest_pb2.IngestRequest(
-                commit=ingest_pb2.CommitSample(sample=number, row_count=sample.num_tokens, token_ids=sample.token_ids)
-            )
+        commit = ingest_pb2.CommitSample(
+            sample=number,
+            row_count=sample.num_tokens,
+            token_ids=sample.token_ids,
+            columns=[sample_pb2.ColumnData(name=name, data=data) for name, data in (columns or {}).items()],
         )
+        self.send(ingest_pb2.IngestRequest(commit=commit))
         committed = self.next_reply("committed").committed
         assert committed.sample == number
         return committed

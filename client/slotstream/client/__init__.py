@@ -3,10 +3,13 @@
 Needs torch only to return tensors; `slotstream.client.dataset.SampleDataset` is its torch dataset.
 """
 
+from slotstream.client.capturing import CaptureStream, capture
 from slotstream.client.client import Client, connect
 from slotstream.client.info import NamespaceUsage, Restored, SampleInfo, SampleState, Usage, Verdict
 from slotstream.client.reading import RowBlock, RowReader
-from slotstream.client.tensors import Sample
+from slotstream.client.row_stream import RowStream
+from slotstream.client.tensors import Answer, Sample
+from slotstream.client.training import rows
 from slotstream.wire.errors import (
     BadLayers,
     BadSampleId,
@@ -27,9 +30,11 @@ from slotstream.wire.errors import (
 )
 
 __all__ = [
+    "Answer",
     "BadLayers",
     "BadSampleId",
     "BadTokenRange",
+    "CaptureStream",
     "Client",
     "ConfigError",
     "Damaged",
@@ -41,6 +46,7 @@ __all__ = [
     "Restored",
     "RowBlock",
     "RowReader",
+    "RowStream",
     "Sample",
     "SampleFailed",
     "SampleInfo",
@@ -53,5 +59,7 @@ __all__ = [
     "UnsupportedFormat",
     "Usage",
     "Verdict",
+    "capture",
     "connect",
+    "rows",
 ]

@@ -10,16 +10,17 @@ import math
 import operator
 import os
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from slotstream.client.info import NamespaceUsage, Restored, SampleInfo, Usage, Verdict, unix_ns, wire_state
+from slotstream.client.info import NamespaceUsage, Restored, SampleInfo, SampleState, Usage, Verdict, unix_ns, wire_state
 from slotstream.client.local_file import WrongFileError
+from slotstream.client.many import ManyReads
 from slotstream.client.reading import RowReader
 from slotstream.client.rpc import Rpc
-from slotstream.client.tensors import Sample, receive_sample, require_torch
+from slotstream.client.tensors import Answer, Sample, receive_sample, require_torch
 from slotstream.v1 import samples_pb2
 from slotstream.wire.access import Access, token_from_environment
 from slotstream.wire.columns import further_columns
@@ -27,9 +28,12 @@ from slotstream.wire.errors import (
     BadLayers,
     BadPage,
     BadParams,
+    BadSampleId,
     BadTags,
     BadTokenRange,
     ConfigError,
+    SampleFailed,
+    SampleNotFound,
     SlotStreamError,
 )
 from slotstream.wire.names import (
@@ -217,6 +221,92 @@ class Client:
             reader = self._reader(request)
         return reader
 
+    def get_many(
+        self,
+        samples: Iterable[str | SampleInfo] | None = None,
+        *,
+        namespace: str | None = None,
+        model: str | None = None,
+        tags: Mapping[str, str] | None = None,
+        created_from: datetime.datetime | int | None = None,
+        created_until: datetime.datetime | int | None = None,
+        layers: Sequence[int | str] | None = None,
+        wait_s: float = 0.0,
+        verify: bool = True,
+        retry_s: float = 60.0,
+    ) -> Iterator[Answer]:
+        """Many samples as one stream: an `Answer` each, in the order asked, one sample in memory at a time.
+
+        samples: ids (in `namespace`, by default "default"), or what `list` returned; None: all committed samples that the
+        filters choose, newest first, as in `list`. Filters go with None alone. layers, verify: as in `get`.
+        wait_s: how long to wait for each sample that is not there yet. retry_s: how long a read that breaks is tried again: the
+        server may restart meanwhile. It goes on at its next row, if the sample is still the one that was committed then.
+
+        A bad sample is an answer, and the next one follows: SampleNotFound, SampleFailed, StillArriving, BadLayers, Damaged.
+        Raises BadParams for ids with filters; ImportError where torch is missing; Unauthenticated, and ServerUnavailable and
+        the like once `retry_s` are over.
+        """
+        require_torch()
+        filters = (model, tags, created_from, created_until)
+        if samples is not None and any(filters):
+            raise BadParams("get_many takes samples, or filters that choose them, and not both")
+        found: Iterable[str | SampleInfo] = (
+            self.list(
+                namespace=namespace,
+                model=model,
+                state=SampleState.COMMITTED,
+                created_from=created_from,
+                created_until=created_until,
+                tags=tags,
+                page_size=PAGE_SIZE_MAX,
+            )
+            if samples is None
+            else samples
+        )
+        space = DEFAULT_NAMESPACE if namespace is None else check_namespace(namespace)
+        reads = (self._read_of(space, one, layers, verify) for one in found)
+        answers = self.many(wait_s=wait_s, retry_s=retry_s).answers(reads, receive_sample)
+        return (
+            Answer(*name, None, answer) if isinstance(answer, SlotStreamError) else Answer(*name, answer, None)
+            for name, answer in answers
+        )
+
+    def _read_of(
+        self, namespace: str, sample: str | SampleInfo, layers: Sequence[int | str] | None, verify: bool
+    ) -> tuple[tuple[str, str], samples_pb2.ReadRequest | SlotStreamError]:
+        """A sample's name, and the read of it, or why there can be none."""
+        info = sample if isinstance(sample, SampleInfo) else None
+        name = (info.namespace, info.sample_id) if info else (namespace, str(sample))
+        try:
+            if layers is not None and FINAL in layers:
+                info = info or self.stat(name[1], namespace=name[0])
+                if info.state is SampleState.FAILED:
+                    raise SampleFailed(f"sample {name[1]!r} failed: {info.error_message}", info.error_code or "")
+                layers = _final_in(layers, info)
+            read = samples_pb2.ReadRequest(
+                namespace=name[0],
+                sample_id=check_sample_id(name[1]),
+                unverified=not verify,
+                columns=further_columns(),
+            )
+            read.layer_ids.extend(_checked_layers(layers))
+            return name, read
+        except (BadLayers, BadSampleId, SampleFailed, SampleNotFound) as error:
+            return name, error
+
+    def many(self, *, wait_s: float, retry_s: float) -> ManyReads:
+        """Reads of many samples, as `get_many` and streams of rows do them."""
+        if not 0 <= wait_s <= READ_WAIT_S_MAX or not 0 <= retry_s < math.inf:
+            raise BadParams(f"wait_s is 0 to {READ_WAIT_S_MAX:g} seconds, and retry_s 0 or more")
+        return ManyReads(
+            self._rpc,
+            stall_limit_s=self._stall_timeout_s,
+            retry_s=retry_s,
+            wait_s=wait_s,
+            data_dir=self.data_dir,
+            count_reads=self._count_reads,
+        )
+
     def _with_ids(self, layers: Sequence[int | str] | None, request: samples_pb2.ReadRequest) -> Sequence[int | str] | None:
         """`layers` with the id of "final" in its place, which only the sample knows. Raises BadLayers where it has none."""
         if not isinstance(layers, Sequence) or isinstance(layers, str) or FINAL not in layers:
@@ -226,9 +316,7 @@ class Client:
         asked.start, asked.stop, asked.in_place = 0, 0, False  # No row: only what the sample is.
         with self._reader(asked) as reader:
             info = reader.info
-        if info.layer_names[-1] != FINAL:
-            raise BadLayers(f"sample {info.sample_id!r} has no layer {FINAL!r}: its layers are {list(info.layer_ids)}")
-        return [info.layer_ids[-1] if layer == FINAL else layer for layer in layers]
+        return _final_in(layers, info)
 
     def _reader(self, request: samples_pb2.ReadRequest) -> RowReader:
         return RowReader(
@@ -240,13 +328,22 @@ class Client:
 
     def _count_read(self, info: SampleInfo) -> None:
         """Tells the server of a read that it did not see. A failure of that call changes nothing: the rows are here."""
-        request = samples_pb2.CountReadRequest(
-            namespace=info.namespace, sample_id=info.sample_id, committed_unix_ns=info.committed_unix_ns or 0
-        )
+        self._count_reads([info])
+
+    def _count_reads(self, infos: Sequence[SampleInfo]) -> None:
+        counted = [
+            samples_pb2.CountReadRequest(
+                namespace=info.namespace, sample_id=info.sample_id, committed_unix_ns=info.committed_unix_ns or 0
+            )
+            for info in infos
+        ]
+        first = infos[0]
+        counted[0].more.extend(counted[1:])
         try:
-            self._rpc.count_read(request)
+            self._rpc.count_read(counted[0])
         except (SlotStreamError, ValueError) as error:  # ValueError: the client was closed meanwhile.
-            _log.warning("the server did not count a read of %s/%s: %s", info.namespace, info.sample_id, error)
+            what = f"{first.namespace}/{first.sample_id}{' and others' if len(infos) > 1 else ''}"
+            _log.warning("the server did not count a read of %s: %s", what, error)
 
     def stat(self, sample_id: str, *, namespace: str = DEFAULT_NAMESPACE) -> SampleInfo:
         """What is known about a sample in any state; never waits. Raises SampleNotFound."""
@@ -285,6 +382,20 @@ class Client:
             tags=check_tags(tags or {}),
         )
         return self._pages(request, page_size, limit)
+
+    def moment(self, *, namespace: str | None = None) -> int:
+        """Now, by the server's clock, in Unix ns: up to then nothing commits any more. An epoch of `rows` is counted by it.
+
+        Waits for commits under way. A server of an earlier version does not say; then it is before whatever is arriving.
+        """
+        request = samples_pb2.ListRequest(
+            namespace="" if namespace is None else check_namespace(namespace), page_size=1, settle=True
+        )
+        reply = self._rpc.list(request)
+        if reply.as_of_unix_ns:
+            return reply.as_of_unix_ns
+        arriving = (info.created_unix_ns - 1 for info in self.list(namespace=namespace, state="ARRIVING"))
+        return min([*(info.created_unix_ns for info in reply.samples), *arriving], default=0)
 
     def delete(self, sample_id: str, *, namespace: str = DEFAULT_NAMESPACE) -> None:
         """Removes a committed or failed sample, file and catalogue row. Raises SampleNotFound, StillArriving, Leased."""
@@ -396,6 +507,13 @@ class Client:
                 yield Restored.from_wire(reply)
         finally:
             stream.close()
+
+
+def _final_in(layers: Sequence[int | str], info: SampleInfo) -> builtins.list[int | str]:
+    """`layers` with the id of "final" in its place. Raises BadLayers where the sample has none."""
+    if info.layer_names[-1:] != (FINAL,):
+        raise BadLayers(f"sample {info.sample_id!r} has no layer {FINAL!r}: its layers are {list(info.layer_ids)}")
+    return [info.layer_ids[-1] if layer == FINAL else layer for layer in layers]
 
 
 def _checked_range(start: int, stop: int | None) -> tuple[int, int | None]:

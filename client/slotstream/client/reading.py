@@ -65,6 +65,11 @@ class RowReader:
         self._next_row = self.start
 
     @property
+    def next_row(self) -> int:
+        """The first row that has not been handed out, once iterating or `read_into` has begun."""
+        return self._next_row
+
+    @property
     def num_rows(self) -> int:
         return self.stop - self.start
 

@@ -32,6 +32,7 @@ from slotstream.wire.names import MESSAGE_BYTES_MAX
 
 _HEALTH_CHECK = "/grpc.health.v1.Health/Check"
 _READ = "/slotstream.v1.Samples/Read"
+_READ_MANY = "/slotstream.v1.Samples/ReadMany"
 _LAST_FAILURE_S = 1.0
 # A trainer should notice a restarted server at once.
 _CHANNEL_OPTIONS = (*channel_options(MESSAGE_BYTES_MAX), ("grpc.max_reconnect_backoff_ms", 2000))
@@ -58,6 +59,7 @@ class Rpc:
         self._stub: Any = samples_pb2_grpc.SamplesStub(self._channel)  # type: ignore[no-untyped-call]
         # Its replies stay bytes, which the stub's would not: protobuf copies rows several times over (slotstream.wire.frames).
         self._read = self._channel.unary_stream(_READ, samples_pb2.ReadRequest.SerializeToString, None)
+        self._read_many = self._channel.unary_stream(_READ_MANY, samples_pb2.ReadManyRequest.SerializeToString, None)
 
     def wait_until_connected(self, timeout_s: float) -> None:
         """Raises ServerUnavailable when nothing took the connection, and answered on it, within `timeout_s`."""
@@ -111,6 +113,11 @@ class Rpc:
         self._check_open()
         return WatchedStream(self._read(request, metadata=self.access.call_metadata()), self.address)
 
+    def read_many(self, request: samples_pb2.ReadManyRequest) -> WatchedStream[bytes]:
+        """Its first `receive` raises NotServed where the server is too old for it."""
+        self._check_open()
+        return WatchedStream(self._read_many(request, metadata=self.access.call_metadata()), self.address)
+
     def verify(self, request: samples_pb2.VerifyRequest) -> WatchedStream[samples_pb2.VerifyReply]:
         self._check_open()
         return WatchedStream(self._stub.Verify(request, metadata=self.access.call_metadata()), self.address)
@@ -134,6 +141,10 @@ class Rpc:
     def _check_open(self) -> None:
         if self._closed:
             raise ValueError("this client is closed")
+
+
+class NotServed(ProtocolViolation):
+    """The server does not know the call: it is of an earlier version, or no slotstream server at all."""
 
 
 class _Replies:
@@ -220,7 +231,7 @@ def error_of(error: grpc.RpcError, address: str) -> SlotStreamError:
         case grpc.StatusCode.CANCELLED:
             return Interrupted(f"the call was cancelled, to {said}")
         case grpc.StatusCode.UNIMPLEMENTED:
-            return ProtocolViolation(f"no slotstream server of this version at {said}")
+            return NotServed(f"no slotstream server of this version at {said}")
         case grpc.StatusCode.RESOURCE_EXHAUSTED:
             return TooLarge(f"a limit was passed, calling {said}")
         case grpc.StatusCode.INVALID_ARGUMENT:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from slotstream.client.reading import RowReader
 from slotstream.common.memory import map_memory
 from slotstream.wire.columns import LOSS_MASK
+from slotstream.wire.errors import SlotStreamError
 
 if TYPE_CHECKING:
     import torch
@@ -44,6 +45,16 @@ class Sample:
         return None if stored is None else stored != 0
 
 
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What became of one sample of `get_many`: the sample, or why there is none."""
+
+    namespace: str
+    sample_id: str
+    sample: Sample | None
+    error: SlotStreamError | None
+
+
 def require_torch() -> ModuleType:
     """torch. Raises ImportError with a sentence that names the extra."""
     try:
@@ -60,11 +71,7 @@ def receive_sample(reader: RowReader) -> Sample:
     """
     torch = require_torch()
     info = reader.info
-    shape = (reader.num_rows, len(reader.layer_ids), info.hidden_size)
-    try:
-        rows = _empty(reader.nbytes).view(getattr(torch, _TORCH_NAMES[info.dtype])).reshape(shape)
-    except (RuntimeError, OSError) as error:
-        raise MemoryError(f"the rows wanted are {reader.nbytes} bytes: read fewer rows or layers at a time") from error
+    rows = empty_rows(reader)
     # Not numpy: it has no bfloat16, and torch can be installed without it.
     memory = memoryview((ctypes.c_ubyte * reader.nbytes).from_address(rows.data_ptr())).cast("B")
     reader.read_into(memory)
@@ -99,6 +106,15 @@ def _columns(reader: RowReader) -> dict[str, torch.Tensor]:
         flat = torch_module.frombuffer(raw, dtype=dtype) if raw else torch_module.empty(0, dtype=dtype)
         tensors[column.name] = flat.reshape(shape)
     return tensors
+
+
+def empty_rows(reader: RowReader) -> torch.Tensor:
+    """Memory for the rows of `reader`, [rows, layers, hidden] in their dtype. Raises MemoryError where they do not fit."""
+    shape = (reader.num_rows, len(reader.layer_ids), reader.info.hidden_size)
+    try:
+        return _empty(reader.nbytes).view(getattr(require_torch(), _TORCH_NAMES[reader.info.dtype])).reshape(shape)
+    except (RuntimeError, OSError) as error:
+        raise MemoryError(f"the rows wanted are {reader.nbytes} bytes: read fewer rows or layers at a time") from error
 
 
 def _empty(nbytes: int) -> torch.Tensor:

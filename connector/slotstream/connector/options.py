@@ -11,6 +11,7 @@ from slotstream.common.checks import check_number
 from slotstream.wire.access import Access, token_from_environment
 from slotstream.wire.address import check_address
 from slotstream.wire.errors import BadNamespace, ConfigError
+from slotstream.wire.layers import DRAFT, EAGLE3
 from slotstream.wire.names import CHUNK_BYTES_MAX, DEFAULT_ADDRESS, DEFAULT_NAMESPACE, FINAL, LAYERS_MAX, check_namespace
 from slotstream.wire.nixl import check_transport
 
@@ -33,7 +34,8 @@ class ConnectorOptions:
         default=None,
         metadata={
             "help": "layers to capture directly: whole numbers from 0 (the residual stream after so many layers) and "
-            '"final" (the output of the last norm); null: what extract_hidden_states caches'
+            '"final" (the output of the last norm); or "eagle3": 2, L//2, L-3 and L, the number of layers; or '
+            '{"draft": "PATH or id"}: what that draft\'s config asks for, and L; null: what extract_hidden_states caches'
         },
     )
     row_pool_bytes: int | None = field(
@@ -152,17 +154,42 @@ class ConnectorOptions:
         known = [f.name for f in fields(cls)]
         if unknown := sorted(extra.keys() - set(known)):
             raise ConfigError(f"unknown connector options {unknown}; known: {sorted(known)}")
-        if isinstance(extra.get("layers"), list):
-            extra = {**extra, "layers": tuple(extra["layers"])}  # Frozen, as the rest is.
-        return cls(**extra)
+        return cls(**({**extra, "layers": _frozen(extra["layers"])} if "layers" in extra else extra))
+
+    @property
+    def named_layers(self) -> str | dict[str, str] | None:
+        """What `layers` names instead of listing them; only a model's and a draft's config say which they are."""
+        match self.layers:
+            case ("eagle3",):
+                return EAGLE3
+            case ("draft", str(name)):
+                return {DRAFT: name}
+        return None
+
+
+def _frozen(layers: object) -> object:
+    """`layers` as a tuple: a list's, ("eagle3",) or ("draft", PATH or id). What is none of these stays, and is refused."""
+    match layers:
+        case list() if EAGLE3 not in layers and DRAFT not in layers:
+            return tuple(layers)
+        case "eagle3":
+            return (EAGLE3,)
+        case {"draft": str(name), **rest} if name and not rest:
+            return (DRAFT, name)
+    return layers
 
 
 def _check_layers(layers: object) -> None:
     if layers is None:
         return
+    if isinstance(layers, tuple) and layers[:1] in ((EAGLE3,), (DRAFT,)):
+        return
     shown = list(layers) if isinstance(layers, tuple) else layers
     if not isinstance(layers, tuple) or not layers or not all(_is_layer(layer) for layer in layers):
-        raise ConfigError(f'connector option layers must be a list of whole numbers from 0 on and "{FINAL}", not {shown!r}')
+        raise ConfigError(
+            f'connector option layers must be a list of whole numbers from 0 on and "{FINAL}", or "{EAGLE3}", or '
+            f'{{"{DRAFT}": "PATH or id"}}, not {shown!r}'
+        )
     if len(set(layers)) != len(layers):
         raise ConfigError(f"connector option layers must not name a layer twice: {shown!r}")
     if len(layers) > LAYERS_MAX:

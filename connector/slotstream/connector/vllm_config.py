@@ -6,13 +6,14 @@ import contextlib
 import importlib.metadata
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Self
 
 from slotstream.connector.options import ConnectorOptions
 from slotstream.transport.logs import connector_logger
 from slotstream.wire.columns import RowFormat
 from slotstream.wire.errors import ConfigError
+from slotstream.wire.layers import EAGLE3, resolve_layers
 from slotstream.wire.names import FINAL, LAYER_NAMES_KEY, LAYERS_MAX
 
 if TYPE_CHECKING:
@@ -64,6 +65,7 @@ class ConnectorConfig:
     metadata: Mapping[str, str]
     on_accelerator: bool = False
     instance: str = ""
+    eagle3: bool = False  # The layers were named, and are to be those that the loaded model names.
 
     @classmethod
     @known_vllm()
@@ -75,6 +77,9 @@ class ConnectorConfig:
         if not transfer.is_kv_producer:
             raise ConfigError(f'slotstream only sends: set "kv_role": "kv_producer", not {transfer.kv_role!r}')
         model_config = vllm_config.model_config
+        named = options.named_layers
+        if named is not None:
+            options = replace(options, layers=resolve_layers(named, model_config.get_total_num_hidden_layers()))
         layer_ids = _layer_ids(vllm_config, options)
         if options.layers is None:
             _check_extraction(vllm_config)
@@ -107,6 +112,7 @@ class ConnectorConfig:
             metadata=metadata,
             on_accelerator=not on_cpu(),
             instance=instance_of(vllm_config),
+            eagle3=named == EAGLE3,
         )
 
     @property

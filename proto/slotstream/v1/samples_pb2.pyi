@@ -29,15 +29,23 @@ class ReadRequest(_message.Message):
     columns: _containers.RepeatedScalarFieldContainer[str]
     def __init__(self, namespace: _Optional[str] = ..., sample_id: _Optional[str] = ..., start: _Optional[int] = ..., stop: _Optional[int] = ..., layer_ids: _Optional[_Iterable[int]] = ..., wait_s: _Optional[float] = ..., unverified: bool = ..., in_place: bool = ..., columns: _Optional[_Iterable[str]] = ...) -> None: ...
 
+class ReadManyRequest(_message.Message):
+    __slots__ = ("reads",)
+    READS_FIELD_NUMBER: _ClassVar[int]
+    reads: _containers.RepeatedCompositeFieldContainer[ReadRequest]
+    def __init__(self, reads: _Optional[_Iterable[_Union[ReadRequest, _Mapping]]] = ...) -> None: ...
+
 class ReadReply(_message.Message):
-    __slots__ = ("header", "rows", "data")
+    __slots__ = ("header", "rows", "error", "data")
     HEADER_FIELD_NUMBER: _ClassVar[int]
     ROWS_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
     DATA_FIELD_NUMBER: _ClassVar[int]
     header: ReadHeader
     rows: RowsHeader
+    error: ReadError
     data: bytes
-    def __init__(self, header: _Optional[_Union[ReadHeader, _Mapping]] = ..., rows: _Optional[_Union[RowsHeader, _Mapping]] = ..., data: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, header: _Optional[_Union[ReadHeader, _Mapping]] = ..., rows: _Optional[_Union[RowsHeader, _Mapping]] = ..., error: _Optional[_Union[ReadError, _Mapping]] = ..., data: _Optional[bytes] = ...) -> None: ...
 
 class ReadHeader(_message.Message):
     __slots__ = ("info", "layer_ids", "start", "stop", "token_ids", "header_xxh3", "columns")
@@ -57,6 +65,18 @@ class ReadHeader(_message.Message):
     columns: _containers.RepeatedCompositeFieldContainer[_sample_pb2.ColumnData]
     def __init__(self, info: _Optional[_Union[_sample_pb2.SampleInfo, _Mapping]] = ..., layer_ids: _Optional[_Iterable[int]] = ..., start: _Optional[int] = ..., stop: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., header_xxh3: _Optional[int] = ..., columns: _Optional[_Iterable[_Union[_sample_pb2.ColumnData, _Mapping]]] = ...) -> None: ...
 
+class ReadError(_message.Message):
+    __slots__ = ("read", "code", "message", "reason")
+    READ_FIELD_NUMBER: _ClassVar[int]
+    CODE_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    read: int
+    code: str
+    message: str
+    reason: str
+    def __init__(self, read: _Optional[int] = ..., code: _Optional[str] = ..., message: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
+
 class RowsHeader(_message.Message):
     __slots__ = ("first_row", "rows")
     FIRST_ROW_FIELD_NUMBER: _ClassVar[int]
@@ -74,7 +94,7 @@ class StatRequest(_message.Message):
     def __init__(self, namespace: _Optional[str] = ..., sample_id: _Optional[str] = ...) -> None: ...
 
 class ListRequest(_message.Message):
-    __slots__ = ("namespace", "model", "state", "created_from_unix_ns", "created_until_unix_ns", "tags", "page_size", "page_token")
+    __slots__ = ("namespace", "model", "state", "created_from_unix_ns", "created_until_unix_ns", "tags", "page_size", "page_token", "settle")
     class TagsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -90,6 +110,7 @@ class ListRequest(_message.Message):
     TAGS_FIELD_NUMBER: _ClassVar[int]
     PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
     PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    SETTLE_FIELD_NUMBER: _ClassVar[int]
     namespace: str
     model: str
     state: _sample_pb2.SampleState
@@ -98,15 +119,18 @@ class ListRequest(_message.Message):
     tags: _containers.ScalarMap[str, str]
     page_size: int
     page_token: str
-    def __init__(self, namespace: _Optional[str] = ..., model: _Optional[str] = ..., state: _Optional[_Union[_sample_pb2.SampleState, str]] = ..., created_from_unix_ns: _Optional[int] = ..., created_until_unix_ns: _Optional[int] = ..., tags: _Optional[_Mapping[str, str]] = ..., page_size: _Optional[int] = ..., page_token: _Optional[str] = ...) -> None: ...
+    settle: bool
+    def __init__(self, namespace: _Optional[str] = ..., model: _Optional[str] = ..., state: _Optional[_Union[_sample_pb2.SampleState, str]] = ..., created_from_unix_ns: _Optional[int] = ..., created_until_unix_ns: _Optional[int] = ..., tags: _Optional[_Mapping[str, str]] = ..., page_size: _Optional[int] = ..., page_token: _Optional[str] = ..., settle: bool = ...) -> None: ...
 
 class ListReply(_message.Message):
-    __slots__ = ("samples", "next_page_token")
+    __slots__ = ("samples", "next_page_token", "as_of_unix_ns")
     SAMPLES_FIELD_NUMBER: _ClassVar[int]
     NEXT_PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    AS_OF_UNIX_NS_FIELD_NUMBER: _ClassVar[int]
     samples: _containers.RepeatedCompositeFieldContainer[_sample_pb2.SampleInfo]
     next_page_token: str
-    def __init__(self, samples: _Optional[_Iterable[_Union[_sample_pb2.SampleInfo, _Mapping]]] = ..., next_page_token: _Optional[str] = ...) -> None: ...
+    as_of_unix_ns: int
+    def __init__(self, samples: _Optional[_Iterable[_Union[_sample_pb2.SampleInfo, _Mapping]]] = ..., next_page_token: _Optional[str] = ..., as_of_unix_ns: _Optional[int] = ...) -> None: ...
 
 class DeleteRequest(_message.Message):
     __slots__ = ("namespace", "sample_id")
@@ -185,14 +209,16 @@ class AckReply(_message.Message):
     def __init__(self) -> None: ...
 
 class CountReadRequest(_message.Message):
-    __slots__ = ("namespace", "sample_id", "committed_unix_ns")
+    __slots__ = ("namespace", "sample_id", "committed_unix_ns", "more")
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     SAMPLE_ID_FIELD_NUMBER: _ClassVar[int]
     COMMITTED_UNIX_NS_FIELD_NUMBER: _ClassVar[int]
+    MORE_FIELD_NUMBER: _ClassVar[int]
     namespace: str
     sample_id: str
     committed_unix_ns: int
-    def __init__(self, namespace: _Optional[str] = ..., sample_id: _Optional[str] = ..., committed_unix_ns: _Optional[int] = ...) -> None: ...
+    more: _containers.RepeatedCompositeFieldContainer[CountReadRequest]
+    def __init__(self, namespace: _Optional[str] = ..., sample_id: _Optional[str] = ..., committed_unix_ns: _Optional[int] = ..., more: _Optional[_Iterable[_Union[CountReadRequest, _Mapping]]] = ...) -> None: ...
 
 class CountReadReply(_message.Message):
     __slots__ = ()

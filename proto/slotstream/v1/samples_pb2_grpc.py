@@ -40,6 +40,11 @@ class SamplesStub(object):
                 request_serializer=slotstream_dot_v1_dot_samples__pb2.ReadRequest.SerializeToString,
                 response_deserializer=slotstream_dot_v1_dot_samples__pb2.ReadReply.FromString,
                 _registered_method=True)
+        self.ReadMany = channel.unary_stream(
+                '/slotstream.v1.Samples/ReadMany',
+                request_serializer=slotstream_dot_v1_dot_samples__pb2.ReadManyRequest.SerializeToString,
+                response_deserializer=slotstream_dot_v1_dot_samples__pb2.ReadReply.FromString,
+                _registered_method=True)
         self.Stat = channel.unary_unary(
                 '/slotstream.v1.Samples/Stat',
                 request_serializer=slotstream_dot_v1_dot_samples__pb2.StatRequest.SerializeToString,
@@ -97,6 +102,15 @@ class SamplesServicer(object):
         UNAVAILABLE (IO_ERROR): the disk did not give the file; ask again. UNIMPLEMENTED (UNSUPPORTED_FORMAT): the sample has columns
         that this server does not know, or that the reader does not and that are not optional.
         DEADLINE_EXCEEDED (TOO_SLOW): the reader took nothing for too long. Right: read.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ReadMany(self, request, context):
+        """Rows of many samples, in the order asked. Replies as Read's: of each sample its header and its rows, or an error in place of
+        the header or of what was to follow, after which the next sample comes. Nothing is waited for. INVALID_ARGUMENT (BAD_PARAMS):
+        more than 1000 reads, or a wait_s. Right: read, in every namespace named. Counts as one read of its peer.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -177,6 +191,11 @@ def add_SamplesServicer_to_server(servicer, server):
                     request_deserializer=slotstream_dot_v1_dot_samples__pb2.ReadRequest.FromString,
                     response_serializer=slotstream_dot_v1_dot_samples__pb2.ReadReply.SerializeToString,
             ),
+            'ReadMany': grpc.unary_stream_rpc_method_handler(
+                    servicer.ReadMany,
+                    request_deserializer=slotstream_dot_v1_dot_samples__pb2.ReadManyRequest.FromString,
+                    response_serializer=slotstream_dot_v1_dot_samples__pb2.ReadReply.SerializeToString,
+            ),
             'Stat': grpc.unary_unary_rpc_method_handler(
                     servicer.Stat,
                     request_deserializer=slotstream_dot_v1_dot_samples__pb2.StatRequest.FromString,
@@ -249,6 +268,33 @@ class Samples(object):
             target,
             '/slotstream.v1.Samples/Read',
             slotstream_dot_v1_dot_samples__pb2.ReadRequest.SerializeToString,
+            slotstream_dot_v1_dot_samples__pb2.ReadReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReadMany(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/slotstream.v1.Samples/ReadMany',
+            slotstream_dot_v1_dot_samples__pb2.ReadManyRequest.SerializeToString,
             slotstream_dot_v1_dot_samples__pb2.ReadReply.FromString,
             options,
             channel_credentials,

@@ -28,6 +28,7 @@ LAYER_NAMES_KEY = "layer_names"  # In a sample's metadata, where not every name 
 READ_WAIT_S_MAX = 3600.0  # How long a read may wait for its sample.
 LEASE_S_MAX = 86_400.0
 PAGE_SIZE_MAX = 1000  # Samples in a page of a list.
+READS_IN_CALL_MAX = 1000  # Samples that one call reads, or counts as read.
 TAG_FILTERS_MAX = 8  # Tags that a list filters by.
 
 _SAMPLE_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")

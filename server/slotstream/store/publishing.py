@@ -9,7 +9,9 @@ copy that there is.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from slotstream.store.parts import StoreParts
@@ -30,7 +32,33 @@ class Publisher:
         self._files, self._data_dir, self._opened = parts.files, parts.data_dir, parts.opened
         self._catalogue, self._id_lock, self._free_bytes_min = parts.catalogue, parts.id_lock, parts.free_bytes_min
         self._put_aside_if_rotten = put_aside_if_rotten
+        self._clock = parts.clock
+        self._sealing: dict[object, int] = {}  # A commit under way -> a stamp before the one that it takes.
+        self._sealed = threading.Condition()  # Guards it; notified when one ends.
         self.left_a_file = False  # Of a commit that failed: the next start has to look.
+
+    def settled(self, limit_s: float) -> int:
+        """A stamp up to which every sample that this process stamps, and that is ever committed, is committed already.
+
+        Waits at most so long for commits that are under way; after that it is a stamp before theirs.
+        """
+        with self._sealed:
+            before = dict(self._sealing)
+            until = self._clock.stamp()  # Who begins from here on takes a later one.
+            self._sealed.wait_for(lambda: before.keys().isdisjoint(self._sealing), limit_s)
+            return min([until, *(stamp for one, stamp in before.items() if one in self._sealing)])
+
+    @contextmanager
+    def _under_way(self) -> Iterator[None]:
+        one = object()
+        with self._sealed:
+            self._sealing[one] = self._clock.last
+        try:
+            yield
+        finally:
+            with self._sealed:
+                del self._sealing[one]
+                self._sealed.notify_all()
 
     def publish(self, upload: OpenSample, draft: Draft) -> bool:
         """Make the upload's partial the committed file. True when the same content is stored already, and nothing was done.
@@ -46,15 +74,16 @@ class Publisher:
             # The last half of what samples leave free is for the catalogue alone: deletions need it too.
             if self._files.free_bytes(self._data_dir) < self._free_bytes_min // 2:
                 raise StoreFull("the disk is full: less is free than the catalogue needs")
-            record = upload.seal(draft)
-            self._opened.check()
-            self._files.rename(upload.partial, path)
-            try:
-                self._files.sync_dir(path.parent)
-                self._catalogue.put_committed(record).result()
-            except (OSError, SlotStreamError):
-                self._take_back(path, record)
-                raise
+            with self._under_way():
+                record = upload.seal(draft)
+                self._opened.check()
+                self._files.rename(upload.partial, path)
+                try:
+                    self._files.sync_dir(path.parent)
+                    self._catalogue.put_committed(record).result()
+                except (OSError, SlotStreamError):
+                    self._take_back(path, record)
+                    raise
         return False
 
     def _take_back(self, path: Path, record: SampleRecord) -> None:

@@ -49,6 +49,7 @@ _Open = TypeVar("_Open", Upload, RemoteUpload)
 FREE_BYTES_MIN = 4 << 20
 _FREE_BYTES_TO_START = 1 << 20  # The catalogue writes before it can be read.
 _REFUSED_MAX = 1024
+_SETTLE_S = 2.0
 _DESCRIPTORS_SPARE = 512  # Left for connections, readers and the catalogue.
 
 
@@ -304,6 +305,16 @@ class SampleStore:
         records, token = self._catalogue.list_page(query)
         shown = (self.stat(r.key) if r.state is State.ARRIVING else r for r in records)
         return [r for r in shown if r is not None and r.state is not State.DELETING], token
+
+    def settled(self) -> int:
+        """A moment (Unix ns) up to which nothing commits any more. Waits for commits that are under way, two seconds at most.
+
+        Samples that another process writes get their time there: while some are open, the moment is before they were opened.
+        """
+        until = self._publisher.settled(_SETTLE_S)
+        with self._uploads_lock:
+            still_open = [upload for same in self._uploads.values() for upload in same]
+        return min([until, *(upload.created_unix_ns - 1 for upload in still_open if isinstance(upload, RemoteUpload))])
 
     def reader(self, key: SampleKey) -> SampleReader:
         """Open a committed sample; while it is open, retention leaves it alone.

@@ -232,6 +232,8 @@ def put_capture(runner: Any, vllm_config: VllmConfig, config: ConnectorConfig) -
     ours = config.residual_layer_ids
     drafters = drafter_layers(runner, model)
     asked = tuple(sorted({*ours, *(drafters or ())}))
+    if config.eagle3:
+        check_eagle3(model, ours)
     if ours:
         choose_layers(model, asked, has_drafter=drafters is not None)
         own_layers(model)
@@ -277,6 +279,17 @@ def drafter_layers(runner: Any, model: torch.nn.Module) -> tuple[int, ...] | Non
         f"the drafter wants layers of {type(model).__name__}, and which ones cannot be told: drop the speculative config, or "
         "capture with extract_hidden_states"
     )
+
+
+def check_eagle3(model: torch.nn.Module, ours: Sequence[int]) -> None:
+    """Raises ConfigError where "eagle3" was resolved from configs to other layers than this model gives an EAGLE-3 draft."""
+    named = getattr(model, "get_eagle3_default_aux_hidden_state_layers", None)
+    theirs = sorted({*named(), max(ours)}) if callable(named) else list(ours)
+    if theirs != list(ours):
+        raise ConfigError(
+            f'"layers": "eagle3" is {list(ours)} by the config, but {type(model).__name__} gives an EAGLE-3 draft other ones: '
+            f'write "layers": {theirs}'
+        )
 
 
 def choose_layers(model: torch.nn.Module, asked: Sequence[int], *, has_drafter: bool) -> None:

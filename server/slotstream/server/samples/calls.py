@@ -63,7 +63,7 @@ class Calls:
 
         try:
             session = gate.admit(context)
-            with (self.read_shares if method == "Read" else self.request_shares).one(session.peer):
+            with (self.read_shares if method in ("Read", "ReadMany") else self.request_shares).one(session.peer):
                 yield session, await self.bodies.read(context, session.caller, BODY_S)
             count("")
         except SlotStreamError as error:

@@ -19,8 +19,9 @@ from slotstream.server.samples import convert
 from slotstream.server.samples.admin import AdminCalls
 from slotstream.server.samples.calls import Calls, Context, key_for, parsed, spaces_for, stream, unary
 from slotstream.server.samples.leases import LeaseBook
+from slotstream.server.samples.many import ManyReads
 from slotstream.server.samples.reads import Opened, after, close_unwanted, covers, opened
-from slotstream.store.records import SampleKey
+from slotstream.store.records import SampleKey, SampleRecord
 from slotstream.store.sample.reading import SampleReader
 from slotstream.store.samples import SampleStore
 from slotstream.store.upkeep.retention import Reason
@@ -33,7 +34,7 @@ from slotstream.wire.errors import (
     SlotStreamError,
     StillArriving,
 )
-from slotstream.wire.names import READ_WAIT_S_MAX
+from slotstream.wire.names import READ_WAIT_S_MAX, READS_IN_CALL_MAX
 
 _PAGE_BYTES_MAX = 8 << 20
 
@@ -46,6 +47,7 @@ class SamplesService:
         self._config, self._store, self._pools = parts.config, parts.store, parts.pools
         self._metrics, self._waiters, self._gate = parts.metrics, parts.waiters, parts.gate
         self._calls = Calls(parts)
+        self._many = ManyReads(parts, self._calls, self._count)
         self._admin = AdminCalls(parts, self._calls, housekeeping)
         self._waiting_shares = WAITING_READS.shares(parts.config)
         self._leases = LeaseBook(parts.config)
@@ -58,6 +60,7 @@ class SamplesService:
         gate = gate or self._gate
         methods = {
             "Read": stream(self._read, gate, None),  # Rows are sent as raw bytes.
+            "ReadMany": stream(self._read_many, gate, None),
             "Stat": unary(self._stat, gate, sample_pb2.SampleInfo),
             "List": unary(self._list, gate, pb.ListReply),
             "Delete": unary(self._delete, gate, pb.DeleteReply),
@@ -102,12 +105,19 @@ class SamplesService:
     def _end_read(self, reader: SampleReader, was_whole: bool) -> None:
         """Closes the sample; now it may go, if its read was the last that its namespace's rule grants."""
         reader.close()
-        namespace = reader.record.namespace
+        self._count(reader.record, was_whole)
+
+    def _count(self, record: SampleRecord, was_whole: bool) -> None:
+        namespace = record.namespace
         if was_whole:
-            counted = self._store.lifetimes.count_read(reader.record.key, reader.record.committed_unix_ns)
+            counted = self._store.lifetimes.count_read(record.key, record.committed_unix_ns)
             counted.add_done_callback(lambda _: self._housekeeping.touch(namespace, at_once=True))
         else:
             self._housekeeping.touch(namespace, at_once=True)
+
+    async def _read_many(self, gate: Gate, context: Context) -> None:
+        async with self._calls.answering("ReadMany", gate, context) as (session, raw), self._one_read():
+            await self._many.answer(session, raw, context)
 
     @asynccontextmanager
     async def _one_read(self) -> AsyncIterator[None]:
@@ -180,7 +190,11 @@ class SamplesService:
     async def _list(self, gate: Gate, context: Context) -> pb.ListReply:
         async with self._calls.answering("List", gate, context) as (session, raw):
             request = parsed(pb.ListRequest, raw)
-            return await self._calls.look_up(self._list_page, request, spaces_for(session, "read", request.namespace))
+            spaces = spaces_for(session, "read", request.namespace)
+            as_of = await self._calls.check(self._store.settled) if request.settle else 0
+            reply = await self._calls.look_up(self._list_page, request, spaces)
+            reply.as_of_unix_ns = as_of
+            return reply
 
     def _list_page(self, request: pb.ListRequest, spaces: tuple[str, ...] | None) -> pb.ListReply:
         query = convert.query_of(request, spaces)
@@ -212,9 +226,13 @@ class SamplesService:
     async def _count_read(self, gate: Gate, context: Context) -> pb.CountReadReply:
         async with self._calls.answering("CountRead", gate, context) as (session, raw):
             request = parsed(pb.CountReadRequest, raw)
-            key = key_for(session, "read", request)
-            await asyncio.wrap_future(self._store.lifetimes.count_read(key, request.committed_unix_ns))
-            self._housekeeping.touch(key.namespace, at_once=True)
+            if len(request.more) >= READS_IN_CALL_MAX:
+                raise BadParams(f"one call counts at most {READS_IN_CALL_MAX} reads")
+            counted = [(key_for(session, "read", one), one.committed_unix_ns) for one in (request, *request.more)]
+            for key, committed_unix_ns in counted:
+                await asyncio.wrap_future(self._store.lifetimes.count_read(key, committed_unix_ns))
+            for namespace in {key.namespace for key, _ in counted}:
+                self._housekeeping.touch(namespace, at_once=True)
             return pb.CountReadReply()
 
     async def _lease(self, gate: Gate, context: Context) -> pb.LeaseReply:

@@ -1,0 +1,89 @@
+"""Rows in memory, as torch or as numpy has them: what a stream of rows holds of a stretch, and what it makes of a batch."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from slotstream.client.reading import RowReader
+from slotstream.client.tensors import empty_rows, require_torch
+from slotstream.wire.errors import ConfigError
+
+
+class Arrays(Protocol):
+    """Held rows are [rows, layers, hidden] in the stored dtype; a batch is what the trainer gets."""
+
+    def receive(self, reader: RowReader) -> Any:
+        """All rows of `reader`, in memory of their own. Raises what iterating the reader raises, and MemoryError."""
+
+    def gather(self, parts: Sequence[tuple[Any, Sequence[int]]], order: Sequence[int]) -> Any:
+        """[len(order), layers, hidden] of the rows named of each part; row i is number order[i] of the parts, end to end."""
+
+    def layer(self, rows: Any, at: int) -> Any:
+        """[rows, hidden] of one layer, contiguous, as the trainer wants it."""
+
+    def numbers(self, values: Sequence[int] | Sequence[bool]) -> Any:
+        """int64 [len(values)], or bool where they are."""
+
+
+class TorchArrays:
+    """Tensors of a dtype (None: the stored one) on a device (None: the CPU)."""
+
+    def __init__(self, dtype: Any, device: Any) -> None:
+        """Raises ImportError where torch is missing, ConfigError for a dtype that it has not."""
+        torch = require_torch()
+        self._dtype = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+        if dtype is not None and not isinstance(self._dtype, torch.dtype):
+            raise ConfigError(f"dtype {dtype!r} is not one of torch's")
+        self._device = device
+
+    def receive(self, reader: RowReader) -> Any:
+        rows = empty_rows(reader)
+        reader.read_into(memoryview((ctypes.c_ubyte * reader.nbytes).from_address(rows.data_ptr())).cast("B"))
+        return rows
+
+    def gather(self, parts: Sequence[tuple[Any, Sequence[int]]], order: Sequence[int]) -> Any:
+        torch = require_torch()
+        laid = torch.cat([rows.index_select(0, torch.tensor(wanted)) for rows, wanted in parts])
+        return laid.index_select(0, torch.tensor(order))
+
+    def layer(self, rows: Any, at: int) -> Any:
+        return rows[:, at].to(device=self._device, dtype=self._dtype).contiguous()
+
+    def numbers(self, values: Sequence[int] | Sequence[bool]) -> Any:
+        return require_torch().tensor(values, device=self._device)  # Which makes int64 or bool of them.
+
+
+class NumpyArrays:
+    """float32 arrays. Rows are held in the stored dtype."""
+
+    def __init__(self) -> None:
+        """Raises ImportError where numpy is missing."""
+        import numpy
+
+        self._numpy: Any = numpy
+
+    def receive(self, reader: RowReader) -> Any:
+        memory = bytearray(reader.nbytes)
+        reader.read_into(memoryview(memory))
+        # numpy has no bfloat16: its upper halves of float32 are held as they are.
+        stored = {"BF16": "<u2", "F16": "<f2", "F32": "<f4"}[reader.info.dtype]
+        return self._numpy.frombuffer(memory, dtype=stored).reshape(
+            reader.num_rows, len(reader.layer_ids), reader.info.hidden_size
+        )
+
+    def gather(self, parts: Sequence[tuple[Any, Sequence[int]]], order: Sequence[int]) -> Any:
+        return self._numpy.concatenate([rows[wanted] for rows, wanted in parts])[order]
+
+    def layer(self, rows: Any, at: int) -> Any:
+        return self.float32(rows[:, at])
+
+    def float32(self, rows: Any) -> Any:
+        """A copy: bfloat16 is the upper half of a float32."""
+        if rows.dtype.kind == "u":
+            return (rows.astype(self._numpy.uint32) << 16).view(self._numpy.float32)
+        return self._numpy.ascontiguousarray(rows, dtype=self._numpy.float32)
+
+    def numbers(self, values: Sequence[int] | Sequence[bool]) -> Any:
+        return self._numpy.asarray(values)

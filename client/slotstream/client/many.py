@@ -1,0 +1,310 @@
+"""Many reads, one stream: each is answered in its turn, a bad one too, and what breaks goes on with the next row."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+from slotstream.client.info import SampleInfo
+from slotstream.client.local_file import WrongFileError
+from slotstream.client.reading import RowReader
+from slotstream.client.rpc import NotServed, Rpc, WatchedStream
+from slotstream.v1 import samples_pb2
+from slotstream.wire.errors import (
+    DeadlineExceeded,
+    Interrupted,
+    ProtocolViolation,
+    SampleFailed,
+    SampleNotFound,
+    ServerDraining,
+    ServerUnavailable,
+    SlotStreamError,
+    StillArriving,
+    Unauthenticated,
+    error_from_code,
+)
+from slotstream.wire.frames import decode_reply
+
+K = TypeVar("K")
+R = TypeVar("R")
+Read = samples_pb2.ReadRequest
+_log = logging.getLogger(__name__)
+_CALL_BYTES_MAX = 192 << 10  # Of a request; a server takes a little more.
+_READS_IN_CALL = 256  # A server takes more; but what is asked for early may be deleted before its turn.
+_PAUSE_S, _PAUSE_S_MAX = 0.1, 2.0
+_COUNTED_TOGETHER = 256
+_HEADER_TAG, _ERROR_TAG = 0x0A, 0x1A  # What a reply begins with: ReadReply.header, ReadReply.error.
+# The connection's failures, and not a sample's: they end the stream, where trying again did not help.
+_ENDING = (ServerUnavailable, ServerDraining, Interrupted, DeadlineExceeded, ProtocolViolation, Unauthenticated)
+
+
+class _Call:
+    """One ReadMany call. Each reply is of the read whose turn it is, until a header or an error begins another."""
+
+    def __init__(self, stream: WatchedStream[bytes], first: int) -> None:
+        self._stream = stream
+        self._ahead: list[bytes | None] = []
+        self.first = first
+
+    def take(self, limit_s: float) -> bytes | None:
+        """The next reply; None where the call is over."""
+        return self._ahead.pop() if self._ahead else self._stream.receive(limit_s)
+
+    def put_back(self, frame: bytes | None) -> None:
+        self._ahead.append(frame)
+
+    def close(self) -> None:
+        self._stream.close()
+
+
+class _Turn:
+    """The replies of one read of a call: for a RowReader, a stream like that of a call of its own."""
+
+    def __init__(self, call: _Call, number: int) -> None:
+        self._call = call
+        self._number = number
+        self._has_header = self.is_over = False
+
+    def receive(self, limit_s: float) -> bytes | None:
+        """As `WatchedStream.receive`."""
+        if self.is_over:
+            return None
+        frame = self._call.take(limit_s)
+        if frame is None and not self._has_header:
+            raise Interrupted("the server ended the call before it had answered all reads")
+        begins = frame[0] if frame else 0
+        if begins == _ERROR_TAG:
+            answer = decode_reply(frame or b"")[0].error
+            if answer.read == self._number - self._call.first:
+                self.is_over = True
+                raise _error_of(answer)
+        if frame is None or begins == _ERROR_TAG or (begins == _HEADER_TAG and self._has_header):
+            self._call.put_back(frame)
+            self.is_over = True
+            return None
+        self._has_header = True
+        return frame
+
+    def close(self) -> None:
+        """The call goes on."""
+
+
+def _error_of(answer: samples_pb2.ReadError) -> SlotStreamError:
+    if answer.code == SampleFailed.code:
+        return SampleFailed(answer.message, answer.reason)
+    return error_from_code(answer.code, answer.message)
+
+
+class PatientReader:
+    """A RowReader whose `read_into` goes on at the row at which the connection broke."""
+
+    def __init__(self, reader: RowReader, again: Callable[[RowReader, SlotStreamError], RowReader]) -> None:
+        self._reader = reader
+        self._again = again
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._reader, name)
+
+    def read_into(self, memory: memoryview) -> None:
+        """All rows, to `memory` of `nbytes` bytes. Raises what `RowReader.read_into` raises, once trying again is over."""
+        reader, done = self._reader, 0
+        while True:
+            try:
+                return reader.read_into(memory[done:])
+            except SlotStreamError as error:
+                failed = error
+            done = (reader.next_row - self._reader.start) * self._reader.row_bytes
+            reader = self._again(reader, failed)
+
+
+class ManyReads:
+    """Reads of one client, many in a call. Not thread safe: one object a stream."""
+
+    def __init__(
+        self,
+        rpc: Rpc,
+        *,
+        stall_limit_s: float,
+        retry_s: float,
+        wait_s: float,
+        data_dir: Path | None,
+        count_reads: Callable[[list[SampleInfo]], None],
+    ) -> None:
+        """`count_reads`: tells the server of reads that it did not see."""
+        self._rpc = rpc
+        self._stall_limit_s = stall_limit_s
+        self._retry_s = retry_s
+        self._wait_s = wait_s
+        self._data_dir = data_dir
+        self._count_reads = count_reads
+        self._counted: list[SampleInfo] = []
+        self._is_served = True  # By an older server, not: then each read is a call.
+        self._most = (
+            1  # Reads of the next call: who wants a few does not make the server read hundreds, some of them deleted soon.
+        )
+        self._reads: list[Read] = []
+        self._call: _Call | None = None
+        self._turn: _Turn | None = None
+        self._ends = 0.0  # When trying again is over; 0 while all is well.
+        self._pause_s = _PAUSE_S
+
+    def answers(
+        self, wanted: Iterable[tuple[K, Read | SlotStreamError]], receive: Callable[[RowReader], R]
+    ) -> Iterator[tuple[K, R | SlotStreamError]]:
+        """What `receive` makes of each read, or why there is nothing, in the order asked; an error is its own answer.
+
+        Raises what ends all reads: the server is away for longer than `retry_s`, or does not know the token.
+        """
+        rest = iter(wanted)
+        try:
+            while asked := self._next_call(rest):
+                self._reads = [read for _, read in asked if isinstance(read, Read)]
+                numbers = itertools.count()
+                for key, read in asked:
+                    yield key, self._answer(next(numbers), receive) if isinstance(read, Read) else read
+                self._end_call()
+        finally:
+            self._end_call()
+            self._count(at_least=1)
+
+    def _next_call(self, rest: Iterator[tuple[K, Read | SlotStreamError]]) -> list[tuple[K, Read | SlotStreamError]]:
+        asked, nbytes = [], 0
+        for key, read in itertools.islice(rest, self._most):
+            asked.append((key, read))
+            if isinstance(read, Read):
+                read.in_place = self._data_dir is not None
+                nbytes += read.ByteSize() + 8
+            if nbytes > _CALL_BYTES_MAX:
+                break
+        self._most = min(2 * self._most, _READS_IN_CALL)
+        return asked
+
+    def _answer(self, number: int, receive: Callable[[RowReader], R]) -> R | SlotStreamError:
+        try:
+            reader = self._opened(number, None)
+            answer = receive(cast(RowReader, PatientReader(reader, functools.partial(self._again, number))))
+            while (
+                self._turn is not None and not self._turn.is_over
+            ):  # Whoever wanted fewer rows: the next read's come after them.
+                self._turn.receive(self._stall_limit_s)
+            return answer
+        except SlotStreamError as error:
+            if isinstance(error, _ENDING):
+                raise
+            return error
+        finally:
+            self._ends, self._pause_s = 0.0, _PAUSE_S
+
+    def _again(self, number: int, broken: RowReader, error: SlotStreamError) -> RowReader:
+        """The rest of a read, of the same sample. Raises `error` where that cannot be."""
+        if broken.next_row > broken.start:
+            self._ends, self._pause_s = 0.0, _PAUSE_S  # It went on for a while.
+        self._wait(error)
+        reader = self._opened(number, broken.next_row)
+        if reader.info.committed_unix_ns != broken.info.committed_unix_ns:
+            reader.close()
+            self._end_call()
+            raise SampleNotFound(f"sample {broken.info.sample_id!r} was replaced while it was read")
+        return reader
+
+    def _opened(self, number: int, start: int | None) -> RowReader:
+        """Of one read; `start`: from that row on. Tries again until it is answered, or `retry_s` are over."""
+        while True:
+            try:
+                return self._in_place(self._open(number, start), number, start)
+            except NotServed as error:
+                if not self._is_served:
+                    raise
+                self._is_served = False
+                self._end_call()
+                _log.info("the server reads one sample a call: %s", error)
+            except (SampleNotFound, StillArriving):
+                if not self._wait_s:
+                    raise
+                return self._waited_for(number)
+            except SlotStreamError as error:
+                is_of_call = self._turn is not None and not self._turn.is_over
+                if is_of_call and not error.retryable and not isinstance(error, _ENDING):
+                    # One read spoils the call: perhaps not this one.
+                    self._end_call()
+                    return self._in_place(self._open_alone(number, start, 0.0), number, start)
+                self._wait(error)
+
+    def _waited_for(self, number: int) -> RowReader:
+        """Of a sample that is still arriving, or not known yet."""
+        try:
+            return self._in_place(self._open_alone(number, None, self._wait_s), number, None)
+        except DeadlineExceeded as error:
+            raise StillArriving(str(error)) from error
+
+    def _open(self, number: int, start: int | None) -> RowReader:
+        if not self._is_served:
+            return self._open_alone(number, start, 0.0)
+        if self._call is None:
+            asked = [self._from(number, start), *self._reads[number + 1 :]]
+            self._call = _Call(self._rpc.read_many(samples_pb2.ReadManyRequest(reads=asked)), number)
+        self._turn = _Turn(self._call, number)
+        return self._reader(cast(WatchedStream[bytes], self._turn), self._from(number, start))
+
+    def _open_alone(self, number: int, start: int | None, wait_s: float, *, in_place: bool | None = None) -> RowReader:
+        self._turn = None
+        read = self._from(number, start)
+        read.wait_s = wait_s
+        if in_place is not None:
+            read.in_place = in_place
+        return self._reader(self._rpc.read(read), read)
+
+    def _reader(self, stream: WatchedStream[bytes], read: Read) -> RowReader:
+        return RowReader(stream, read, header_limit_s=read.wait_s + self._stall_limit_s, stall_limit_s=self._stall_limit_s)
+
+    def _from(self, number: int, start: int | None) -> Read:
+        read = Read()
+        read.CopyFrom(self._reads[number])
+        if start is not None:
+            read.start = start
+        return read
+
+    def _in_place(self, reader: RowReader, number: int, start: int | None) -> RowReader:
+        """With the rows out of the sample's file, where that is at hand."""
+        if self._data_dir is None:
+            return reader
+        try:
+            reader.take_from(self._data_dir, lambda: self._counted.append(reader.info))
+            self._count(at_least=_COUNTED_TOGETHER)
+            return reader
+        except WrongFileError as error:
+            _log.debug("rows come from the server, not out of %s: %s", self._data_dir, error)
+            turn, reader = self._turn, self._open_alone(number, start, 0.0, in_place=False)
+            assert turn is None or turn.is_over, "a read in place has no rows"
+            return reader
+
+    def _wait(self, error: SlotStreamError) -> None:
+        """Before the next try. Raises `error` where another would be of no use, or `retry_s` are over."""
+        was_answered = self._turn is not None and self._turn.is_over
+        if not error.retryable or isinstance(error, StillArriving):
+            if not was_answered:
+                self._end_call()
+            raise error
+        self._end_call()
+        now = time.monotonic()
+        self._ends = self._ends or now + self._retry_s
+        if now >= self._ends:
+            raise error
+        time.sleep(min(self._pause_s, self._ends - now))
+        self._pause_s = min(2 * self._pause_s, _PAUSE_S_MAX)
+
+    def _end_call(self) -> None:
+        if self._call is not None:
+            self._call.close()
+        self._call = self._turn = None
+
+    def _count(self, *, at_least: int) -> None:
+        if len(self._counted) >= at_least:
+            counted, self._counted = self._counted, []
+            for together in [counted] if self._is_served else [[info] for info in counted]:
+                self._count_reads(together)

@@ -1,0 +1,118 @@
+"""ReadMany: the replies of many reads in one call, each in its turn, and what limits them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from server.server_kit import Peer, Reader, RunningServer, Sample
+from support.waiting import wait_until
+
+from slotstream.v1 import samples_pb2 as read_pb
+from slotstream.wire.frames import decode_reply
+
+
+def many(reader: Reader, *reads: dict[str, Any]) -> list[tuple[str, bytes]]:
+    """Of each read "header" and all its rows, or its error's code, in the order in which they came."""
+    found: list[tuple[str, bytes]] = []
+    request = read_pb.ReadManyRequest(reads=[read_pb.ReadRequest(**read) for read in reads])
+    for reply in reader.read_many(request, timeout=60):
+        message, data = decode_reply(reply.SerializeToString())
+        match message.WhichOneof("kind"):
+            case "header":
+                found.append((message.header.info.sample_id, b""))
+            case "error":
+                found.append((f"{message.error.read} {message.error.code}", message.error.reason.encode()))
+            case _:
+                found[-1] = found[-1][0], found[-1][1] + bytes(data)
+    return found
+
+
+def test_each_read_is_answered_in_its_turn(running: RunningServer, peer: Peer, reader: Reader) -> None:
+    one, long = Sample("one"), Sample("long", rows=20_000, seed=3)
+    peer.put(one, 1)
+    peer.put(long, 2, chunk_rows=4096)
+    peer.say(Sample("arriving").open(3))
+    wait_until(lambda: running.metric("open_samples") == 1)
+    found = many(
+        reader,
+        {"sample_id": "long"},
+        {"sample_id": "nobody"},
+        {"sample_id": "one", "start": 3, "stop": 9},
+        {"sample_id": "arriving"},
+        {"sample_id": "one", "layer_ids": [7]},
+        {"sample_id": "one", "start": 3, "stop": 41},
+        {"sample_id": "one", "layer_ids": [9, 4]},
+        {"sample_id": "one", "in_place": True},
+    )
+    swapped = b"".join(one.data[at + 128 : at + 256] + one.data[at : at + 128] for at in range(0, len(one.data), 256))
+    assert found == [
+        ("long", long.data),
+        ("1 NOT_FOUND", b""),
+        ("one", one.part(3, 9)),
+        ("3 STILL_ARRIVING", b""),
+        ("4 BAD_LAYERS", b""),
+        ("5 BAD_TOKEN_RANGE", b""),
+        ("one", swapped),
+        ("one", b""),
+    ]
+    assert running.metric("requests_total", method="ReadMany", code="") == 1
+    # Two reads had every row of a sample, whichever layers, and count.
+    wait_until(lambda: reads(reader, "one") == 1 and reads(reader, "long") == 1)
+
+
+def reads(reader: Reader, sample_id: str) -> int:
+    return int(reader.stat(read_pb.StatRequest(sample_id=sample_id), timeout=60).reads)
+
+
+def test_what_a_call_may_ask_for(running: RunningServer, peer: Peer, reader: Reader) -> None:
+    peer.put(Sample("s", rows=1), 1)
+    assert len(many(reader, *[{"sample_id": "s"}] * 1000)) == 1000
+    bad = ("INVALID_ARGUMENT", "BAD_PARAMS")
+    assert reader.refused(lambda: many(reader, *[{"sample_id": "s"}] * 1001)) == bad
+    assert reader.refused(lambda: many(reader, {"sample_id": "s", "wait_s": 1})) == bad
+    assert reader.refused(lambda: many(reader, {"sample_id": ".."})) == ("INVALID_ARGUMENT", "BAD_SAMPLE_ID")
+    assert many(reader) == []
+    wait_until(lambda: running.metric("reads") == 0)
+
+
+def test_one_call_counts_many_reads(peer: Peer, reader: Reader) -> None:
+    for number, name in enumerate(("a", "b")):
+        peer.put(Sample(name, rows=1), number + 1)
+
+    def one(name: str, more: Any = ()) -> read_pb.CountReadRequest:
+        info = reader.stat(read_pb.StatRequest(sample_id=name), timeout=60)
+        return read_pb.CountReadRequest(sample_id=name, committed_unix_ns=info.committed_unix_ns, more=more)
+
+    reader.count_read(one("a", [one("b"), one("a")]), timeout=60)
+    assert (reads(reader, "a"), reads(reader, "b")) == (2, 1)
+    assert reader.refused(lambda: reader.count_read(one("a", [one("b")] * 1000), timeout=60))[1] == "BAD_PARAMS"
+    assert reads(reader, "b") == 1
+
+
+def test_a_call_is_one_read_of_its_peer(tmp_path: Path) -> None:
+    with (
+        RunningServer(tmp_path, reads_max=1, peer_reads_max=1) as server,
+        Peer(server.address) as peer,
+        Reader(server.address) as reader,
+    ):
+        peer.put(Sample("long", rows=80_000), 1, chunk_rows=8192)
+        ask = read_pb.ReadManyRequest(reads=[read_pb.ReadRequest(sample_id="long")])
+        first = reader.read_many(ask, timeout=60)
+        next(first)
+        assert reader.refused(lambda: many(reader, {"sample_id": "long"})) == ("RESOURCE_EXHAUSTED", "TOO_MANY")
+        assert reader.refused(lambda: list(reader.frames(sample_id="long"))) == ("RESOURCE_EXHAUSTED", "TOO_MANY")
+        first.cancel()
+        wait_until(lambda: server.metric("reads") == 0)
+        assert len(many(reader, {"sample_id": "long"})) == 1
+
+
+def test_a_server_that_is_to_stop_ends_the_call(tmp_path: Path) -> None:
+    with RunningServer(tmp_path) as server, Peer(server.address) as peer, Reader(server.address) as reader:
+        peer.put(Sample("long", rows=80_000), 1, chunk_rows=8192)
+        ask = read_pb.ReadManyRequest(reads=[read_pb.ReadRequest(sample_id="long")] * 100)
+        replies = reader.read_many(ask, timeout=60)
+        next(replies)
+        drained = server.start_drain()
+        assert reader.refused(lambda: replies) == ("UNAVAILABLE", "SERVER_DRAINING")
+        drained.result(60)
