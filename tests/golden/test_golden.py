@@ -121,9 +121,6 @@ def _catalogue_rows(directory: Path) -> list[dict[str, object]]:
         tags = [dict(row) for row in db.execute("SELECT key, value, created_unix_ns FROM tags ORDER BY key, value, 3")]
     for row in rows:
         row.pop("id")
-        if row["sample_id"] == kit.ACKED.sample_id:
-            row.pop("row_xxh3")
-            row.pop("acked_unix_ns")
     return rows + tags
 
 

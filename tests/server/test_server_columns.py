@@ -127,6 +127,52 @@ def _flip(data_dir: Path, sample_id: str, at: int) -> None:
     path.write_bytes(raw)
 
 
+def test_a_server_that_does_not_know_the_format_serves_nothing_of_it_and_keeps_the_file(
+    tmp_path: Path, later: dict[str, str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data_dir = tmp_path / "data"
+    with Restarting(data_dir, running=False) as server:
+        server.environment = later
+        server.start()
+        engine = Engine.start(server.address, wait_s_max=WAIT_S)
+        with connect(server.address) as client:
+            for sample_id in ("kept", "deleted"):
+                engine.rig.capture_with(sample_id, _TOKENS, _COLUMNS)
+                wait_until(lambda sample_id=sample_id: _is_stored(client, sample_id), sample_id)  # type: ignore[misc]
+        engine.close()
+        server.stop(signal.SIGTERM)
+        path = data_dir / file_path("default", "kept")
+        raw = path.read_bytes()
+        server.environment = {}
+        monkeypatch.delitem(columns.COLUMNS, "weights")  # Nor does this process.
+        for lost in (False, True):
+            if lost:
+                for part in data_dir.glob("catalog.sqlite*"):
+                    part.unlink()
+            server.options = ("--scrub-every-s", "0.2", "--metrics", "127.0.0.1:0")
+            server.start()
+            for beside in (None, data_dir):
+                with connect(server.address, data_dir=beside) as client, pytest.raises(UnsupportedFormat, match="weights"):
+                    client.get("kept")
+            assert main(["verify", "kept", "--server", server.address]) == 9
+            assert main(["verify", "--quarantine", "--server", server.address]) == 9
+            wait_until(lambda: _passes(server) >= 2, "two passes")
+            assert path.read_bytes() == raw
+            assert main(["restore", "--server", server.address]) == 0
+            server.stop(signal.SIGTERM)
+            assert main(["verify", "kept", "--data", str(data_dir)]) == 9
+        server.start()
+        assert main(["rm", "deleted", "--server", server.address]) == 0
+        assert not (data_dir / file_path("default", "deleted")).exists()
+        assert [name.name for name in data_dir.rglob("*.safetensors")] == ["kept.safetensors"]
+        assert "UNSUPPORTED_FORMAT" in capsys.readouterr().out
+
+
+def _passes(server: Restarting) -> float:
+    assert server.process is not None
+    return server.process.metric("slotstream_scrub_passes_total")
+
+
 # One version back.
 
 
