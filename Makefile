@@ -52,8 +52,10 @@ demo: $(VENV)/.vllm  ## Real vLLM and a real server on this machine; every row c
 
 PYTEST = $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
-test: $(VENV)/.vllm $(VENV)/.tools lint  ## Everything that CI runs.
-	$(BIN)/mypy --config-file tests/mypy_vllm.ini
+test: $(VENV)/.vllm $(VENV)/.dev $(VENV)/.tools  ## Everything that CI runs.
+	@# Each check of types takes one core.
+	$(BIN)/mypy --config-file tests/mypy_vllm.ini --cache-dir .mypy_cache/vllm & vllm_types=$$!; \
+	  { $(LINT); } || { kill $$vllm_types; exit 1; }; wait $$vllm_types
 	$(PYTEST) -m "not extended"
 
 # tests/engine is what starts vLLM: some of it cannot even be imported without.
@@ -62,11 +64,10 @@ unit: $(VENV)/.dev $(VENV)/.tools  ## Every test that starts no vLLM and builds 
 
 tools: $(VENV)/.tools  ## The tools of the deployment's tests: helm, kubectl, promtool and prometheus.
 
+LINT = $(BIN)/ruff check $(SOURCES) && $(BIN)/ruff format --check $(SOURCES) && $(BIN)/mypy && \
+  $(BIN)/python tests/regenerate_protos.py --check
 lint: $(VENV)/.dev  ## Style, types, and whether the generated code is what the .proto files give. Needs no vLLM.
-	$(BIN)/ruff check $(SOURCES)
-	$(BIN)/ruff format --check $(SOURCES)
-	$(BIN)/mypy
-	$(BIN)/python tests/regenerate_protos.py --check
+	$(LINT)
 
 packages:  ## What the extended tests take from Debian, where it is missing (as root): podman and mmdebstrap.
 	@command -v podman >/dev/null && command -v mmdebstrap >/dev/null || \

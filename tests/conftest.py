@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,15 +15,19 @@ if TYPE_CHECKING:
     from support.ingest_client import IngestClient
     from support.server import ServerProcess
 
+# Of what is tested nothing is large: threads of PyTorch's that wait for each other only take the cores from other tests.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 TESTS = Path(__file__).parent
 # Files that take longer than ten seconds, the longest first.
 LONGEST = (
     "engine/test_direct.py",
     "engine/test_reference.py",
+    "engine/test_two_engines.py",
     "engine/test_requests.py",
     "engine/test_dense.py",
     "engine/test_swa.py",
     "engine/test_hook_guard.py",
+    "engine/test_missing_seams.py",
     "engine/test_refused_start.py",
     "breaking/endurance/test_endurance.py",
     "breaking/faults/test_faulty_disk.py",
@@ -77,7 +82,7 @@ def namespace() -> str:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What takes longest first: two processes that share the files then end at about the same time."""
+    """What takes longest first: the processes that share the files then end at about the same time."""
     place = {TESTS / name: number for number, name in enumerate(LONGEST)}
     assert all(path.exists() for path in place), "a file of LONGEST has moved"
     items.sort(key=lambda item: place.get(item.path, len(place)))

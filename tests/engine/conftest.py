@@ -22,14 +22,15 @@ def truth_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def dense(truth_models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    with stack(tmp_path_factory.mktemp("dense"), truth_models["dense"], LAYER_IDS, extract=True, outage_s_max=0) as running:
+    work, model = tmp_path_factory.mktemp("dense"), truth_models["dense"]
+    with stack(work, model, LAYER_IDS, extract=True, one_process=True, outage_s_max=0) as running:
         yield running
 
 
 @pytest.fixture(scope="module")
 def swa(truth_models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     work = tmp_path_factory.mktemp("swa")
-    with stack(work, truth_models["swa"], LAYER_IDS, serve=False, extract=True, sender="process") as running:
+    with stack(work, truth_models["swa"], LAYER_IDS, serve=False, extract=True, one_process=True, sender="process") as running:
         yield running
 
 

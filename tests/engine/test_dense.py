@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import random
 import sqlite3
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from support.outage import capture_is_refused, capture_works, metric, scrape
+from support.prometheus import QUIET, Prometheus, alert_expressions, dashboard_expressions
 from support.stack import Stack
 from support.waiting import wait_until
 from support.workload import LAYER_IDS, MODEL_NAME, Ask, assert_rows_are_true, check_exact, random_prompts, send, text_tokens
@@ -17,6 +19,37 @@ from slotstream.client import Client
 from slotstream.demo.processes import complete
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+
+
+def _still_serves(port: int) -> bool:
+    """One request more: vLLM tells its metrics with its steps."""
+    (answer,) = send(port, [Ask(text_tokens(random.Random(0), 8))])
+    return bool(answer.tokens)
+
+
+def test_every_expression_of_the_dashboard_and_the_alerts_finds_what_a_real_run_exports(dense: Stack, tmp_path: Path) -> None:
+    """First in the module: all is well yet. Then the server is away for a while."""
+    alerts = alert_expressions()
+    with Prometheus(tmp_path, {"slotstream": dense.metrics_port, "vllm": dense.vllm_port}) as prometheus:
+        for number in range(2):
+            asks = [Ask(text_tokens(random.Random(f"{number}{i}"), 40), {"sample_id": f"s{number}-{i}"}) for i in range(3)]
+            send(dense.vllm_port, asks)
+            wait_until(lambda n=number: prometheus.knows(f"slotstream_connector_samples_opened_total >= {3 * n + 3}"))  # type: ignore[misc]
+        wait_until(lambda: prometheus.knows("slotstream_stored_samples{state='committed'} == 6"))
+        # A rate needs two samples of the same series.
+        wait_until(lambda: prometheus.knows("count_over_time(slotstream_connector_rows_total[5m]) > 3"))
+        for expression in dashboard_expressions():
+            assert prometheus.ask(expression) or QUIET.search(expression), expression
+        for name, expression in alerts.items():
+            assert not prometheus.ask(expression), name
+        dense.stop_serving()
+        capture_is_refused(dense, "unseen")
+        wait_until(lambda: prometheus.knows('slotstream_connector_capture_off{reason="SERVER_UNAVAILABLE"} == 1'))
+        wait_until(lambda: prometheus.knows('up{job="slotstream"} == 0'))
+        for name in ("SlotstreamDown", "SlotstreamCaptureOff", "SlotstreamConnectorOutage"):
+            wait_until(lambda n=name: _still_serves(dense.vllm_port) and prometheus.knows(alerts[n]), name)  # type: ignore[misc]
+    dense.serve()
+    capture_works(dense, "seen")
 
 
 def test_every_row_is_right_and_again_when_nearly_everything_is_a_prefix_hit(dense: Stack, client: Client) -> None:

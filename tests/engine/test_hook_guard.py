@@ -25,9 +25,14 @@ def _asks(seed: int, namespace: str) -> list[Ask]:
     ]
 
 
-@pytest.mark.parametrize("extract", [False, True], ids=["direct", "extraction"])
 @pytest.mark.parametrize(
-    "probability", [1.0, pytest.param(0.2, marks=pytest.mark.extended)], ids=["every call of every hook", "one call in five"]
+    ("probability", "extract"),
+    [
+        pytest.param(1.0, False, id="every call of every hook-direct"),
+        pytest.param(1.0, True, id="every call of every hook-extraction", marks=pytest.mark.extended),
+        pytest.param(0.2, False, id="one call in five-direct", marks=pytest.mark.extended),
+        pytest.param(0.2, True, id="one call in five-extraction", marks=pytest.mark.extended),
+    ],
 )
 def test_the_engine_serves_on_whatever_the_hooks_do(
     probability: float, extract: bool, truth_models: dict[str, Path], tmp_path: Path
@@ -36,7 +41,7 @@ def test_the_engine_serves_on_whatever_the_hooks_do(
     env = support_importable() | {"SLOTSTREAM_TEST_FAULTS": json.dumps(faults)}
     connector: dict[str, Any] = {"name": "FaultyConnector", "module": "support.faulty_connector"}
     with (
-        stack(tmp_path, truth_models["dense"], LAYER_IDS, env=env, extract=extract, **connector) as running,
+        stack(tmp_path, truth_models["dense"], LAYER_IDS, env=env, one_process=True, extract=extract, **connector) as running,
         connect(running.address) as client,
     ):
         asks = _asks(31, "faulty")

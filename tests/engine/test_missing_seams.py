@@ -295,6 +295,7 @@ def test_an_engine_without_slotstream_starts_and_one_with_layers_is_refused(
     processes: str, truth_models: dict[str, Path], tmp_path: Path
 ) -> None:
     env = {**_without_seams(_INIT_DEVICE), "VLLM_ENABLE_V1_MULTIPROCESSING": processes}
+    env["VLLM_CACHE_ROOT"] = str(tmp_path / "cache")  # What this vLLM finds out of itself is for no other.
     found = offline.generate(tmp_path / "without", truth_models["dense"], [[5, 6, 7]], 4, env=env)
     assert len(found.texts[0]) == 4
     log = offline.refusal(tmp_path / "with", truth_models["dense"], env=env, **offline.capture("127.0.0.1:1", [0, 3]))

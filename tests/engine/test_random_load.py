@@ -20,7 +20,8 @@ from support.workload import LAYER_IDS
 from slotstream.client import connect
 from slotstream.truth.model import Kind
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
+# In CI a load of each source of rows runs on an engine of other tests: test_direct.py, test_requests.py.
+pytestmark = [pytest.mark.vllm, pytest.mark.extended, pytest.mark.timeout(900)]
 
 SEEDS = [int(seed) for seed in os.environ.get("SLOTSTREAM_LOAD_SEEDS", "1").split(",")]
 REQUESTS = int(os.environ.get("SLOTSTREAM_LOAD_REQUESTS", "100"))
@@ -32,10 +33,10 @@ REQUESTS = int(os.environ.get("SLOTSTREAM_LOAD_REQUESTS", "100"))
     [
         "sync-dense-direct",
         "sync-dense-extraction",
-        *(
-            pytest.param(mode, marks=pytest.mark.extended)
-            for mode in ("async-swa-direct", "async-swa-extraction", "async-mla-direct", "async-dense-drafts")
-        ),
+        "async-swa-direct",
+        "async-swa-extraction",
+        "async-mla-direct",
+        "async-dense-drafts",
     ],
 )
 def test_every_stored_row_is_right_and_every_missing_one_explained(

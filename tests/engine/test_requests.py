@@ -8,6 +8,7 @@ import random
 import threading
 import time
 import urllib.request
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -40,13 +41,14 @@ def engine(truth_models: dict[str, Path], tmp_path_factory: pytest.TempPathFacto
     (work / "chat.jinja").write_text(CHAT_TEMPLATE)
     options = [
         "--max-model-len=2304",
+        "--num-gpu-blocks-override=80",  # Room for less than three of the longest requests of a random load.
         f"--chat-template={work / 'chat.jinja'}",
         "--scheduling-policy=priority",
         "--enable-scale-out",
         "--enable-lora",
         f"--lora-modules=tuned={_adapter(work / 'adapter')}",
     ]
-    with stack(work, truth_models["dense"], LAYER_IDS, *options, extract=True) as running:
+    with stack(work, truth_models["dense"], LAYER_IDS, *options, extract=True, one_process=True) as running:
         yield running
 
 
@@ -321,6 +323,16 @@ def test_clients_hang_up_at_any_moment_and_nothing_leaks(engine: Stack, stored: 
     assert_idle(engine)
     states = {check(stored, request, outcome, "dense") for request, outcome in zip(requests, outcomes, strict=True)}
     assert {"failed", "absent"} & states
+
+
+def test_a_random_load_is_stored_right_though_the_cache_is_too_small_for_it(engine: Stack, stored: Client) -> None:
+    # vLLM admits what there is room for: the texts are what outgrows it.
+    requests = [replace(request, max_tokens=5 * request.max_tokens) for request in random_requests(1, 80, "load")]
+    outcomes = run(engine.vllm_port, requests, at_once=24)
+    assert_idle(engine)
+    states = Counter(check(stored, *pair, "dense") for pair in zip(requests, outcomes, strict=True))
+    assert states["committed"] >= 40, states
+    assert metric(scrape(engine.vllm_port), "vllm:num_preemptions_total") > 0
 
 
 def test_a_sample_says_what_it_is_in_its_file_alone(engine: Stack, stored: Client) -> None:

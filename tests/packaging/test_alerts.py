@@ -42,7 +42,7 @@ DASHBOARD = json.loads((ROOT / "deploy" / "grafana" / "slotstream.json").read_te
 
 
 def test_each_panel_asks_for_what_is_exported_by_the_data_source_that_is_chosen(tmp_path: Path) -> None:
-    """`engine/test_dashboard.py` runs each expression against what a real run exports."""
+    """`engine/test_dense.py` runs each expression against what a real run exports."""
     store = SampleStore.open(tmp_path)
     try:
         families = list(Metrics(store).registry.collect())

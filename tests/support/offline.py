@@ -67,6 +67,16 @@ def refusal(work: Path, model: Path, **how: Any) -> str:
     return log
 
 
+def cache_root(work: Path) -> Path:
+    """A root of vLLM's caches below `work`. What it knows of its model classes is shared: finding out takes another start."""
+    known = Path("~/.cache/vllm/modelinfos").expanduser()
+    known.mkdir(parents=True, exist_ok=True)
+    root = work / "cache"
+    root.mkdir()
+    (root / "modelinfos").symlink_to(known)
+    return root
+
+
 def _run(
     work: Path,
     model: Path,
@@ -97,7 +107,7 @@ def _run(
         **os.environ,
         **SMALL_ENGINE_ENV,
         "PYTHONPATH": os.pathsep.join(paths),
-        "VLLM_CACHE_ROOT": str(work / "cache"),
+        "VLLM_CACHE_ROOT": str(cache_root(work)),
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         **(env or {}),
     }

@@ -12,7 +12,7 @@ from typing import Any
 
 from slotstream.client import Client, Sample, SampleFailed, SampleNotFound
 from slotstream.truth.model import Kind
-from support.workload import MODEL_NAME, PROMPT_TOKENS_MAX, assert_rows_are_true, text_tokens
+from support.workload import LAYER_IDS, MODEL_NAME, PROMPT_TOKENS_MAX, assert_rows_are_true, text_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +99,7 @@ def _send(port: int, request: Request) -> Outcome:
     return Outcome(True, [choice["token_ids"] for choice in parsed["choices"]], said)
 
 
-def check(client: Client, request: Request, outcome: Outcome, kind: Kind) -> str:
+def check(client: Client, request: Request, outcome: Outcome, kind: Kind, layer_ids: Sequence[int] = LAYER_IDS) -> str:
     """Hold one request to its promise, once nothing runs any more; returns committed, failed, absent or not asked."""
     if not request.params.get("capture", True):
         assert outcome.said is None
@@ -110,7 +110,8 @@ def check(client: Client, request: Request, outcome: Outcome, kind: Kind) -> str
     except (SampleFailed, SampleNotFound) as error:
         missing = error
     else:
-        _check_sample(sample, request, outcome, kind)
+        _check_sample(sample, request, outcome)
+        assert_rows_are_true(sample, kind=kind, layer_ids=layer_ids)
         return "committed"
     assert not outcome.answered, f"{request.sample_id} was answered and is not there: {missing.code}: {missing}"
     if isinstance(missing, SampleFailed):
@@ -119,7 +120,7 @@ def check(client: Client, request: Request, outcome: Outcome, kind: Kind) -> str
     return "absent"
 
 
-def _check_sample(sample: Sample, request: Request, outcome: Outcome, kind: Kind) -> None:
+def _check_sample(sample: Sample, request: Request, outcome: Outcome) -> None:
     start, stop = request.params.get("tokens") or (0, None)
     tokens = sample.token_ids.tolist()
     if request.wants_output:
@@ -134,4 +135,3 @@ def _check_sample(sample: Sample, request: Request, outcome: Outcome, kind: Kind
         assert outcome.said is not None
         assert "error" not in outcome.said
         assert outcome.said["num_tokens"] == len(tokens)
-    assert_rows_are_true(sample, kind=kind)

@@ -20,6 +20,11 @@ from slotstream.demo.processes import (
 )
 from support.workload import MODEL_NAME
 
+# The worker in the engine core's process, as vLLM has it on one GPU: on a CPU it takes a third process, which is slow to start.
+_ONE_PROCESS = "--distributed-executor-backend=vllm.v1.executor.uniproc_executor.UniProcExecutor"
+# Enough for a tiny model: where others want the cores too, threads that wait for each other take ten times as long.
+_ONE_THREAD = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+
 
 def support_importable() -> dict[str, str]:
     """The environment of an engine that loads connectors from `support`, and slotstream from where this process has it."""
@@ -64,13 +69,15 @@ def stack(
     serve: bool = True,
     env: Mapping[str, str] | None = None,
     extract: bool = False,
+    one_process: bool = False,
     **connector: Any,
 ) -> Iterator[Stack]:
     """A server and an engine, up; stopped on leaving. `connector` are its options, `env` is added to the engine's.
 
     `layer_ids` are captured directly, or with `extract` by vLLM's `extract_hidden_states`.
 
-    Without `serve` the engine starts with no server there; `Stack.serve` starts it later.
+    Without `serve` the engine starts with no server there; `Stack.serve` starts it later. `one_process`: with the worker in
+    the engine core's process.
     """
     running = Stack(work, free_port(), free_port(), free_port())
     chosen: dict[str, Any] = {} if extract else {"layers": list(layer_ids)}
@@ -78,12 +85,14 @@ def stack(
         f"--served-model-name={MODEL_NAME}",
         *(extraction_options([int(layer) for layer in layer_ids]) if extract else ()),
         *connector_options(server=running.address, **chosen, **connector),
+        *([_ONE_PROCESS] if one_process else ()),
     ]
+    options = [*SMALL_ENGINE, *engine_options, *options]
     try:
         if serve:
             running.serve()
-        log = work / "vllm.log"
-        with start_vllm(model, log, running.vllm_port, *SMALL_ENGINE, *engine_options, *options, env=env) as running.engine:
+        environment = {**_ONE_THREAD, **(env or {})}
+        with start_vllm(model, work / "vllm.log", running.vllm_port, *options, env=environment) as running.engine:
             yield running
     finally:
         running.stop_serving()

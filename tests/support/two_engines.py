@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from slotstream.demo.processes import SMALL_ENGINE_ENV
-from support.offline import ENGINE
+from support.offline import ENGINE, cache_root
 
 _SAID = "SAID "
 _UNCAPTURED = {"kv_transfer_params": {"slotstream": {"capture": False}}}
@@ -34,7 +34,7 @@ def run(work: Path, model: Path, engines: Sequence[dict[str, Any]], turns: Seque
         **os.environ,
         **SMALL_ENGINE_ENV,
         "PYTHONPATH": os.pathsep.join([tests, *filter(None, [os.environ.get("PYTHONPATH")])]),
-        "VLLM_CACHE_ROOT": str(work / "cache"),
+        "VLLM_CACHE_ROOT": str(cache_root(work)),
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     }
     command = [sys.executable, "-m", "support.two_engines", str(work / "asked.json")]
