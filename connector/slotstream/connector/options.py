@@ -34,8 +34,8 @@ class ConnectorOptions:
         default=None,
         metadata={
             "help": "layers to capture directly: whole numbers from 0 (the residual stream after so many layers) and "
-            '"final" (the output of the last norm); or "eagle3": 2, L//2, L-3 and L, the number of layers; or '
-            '{"draft": "PATH or id"}: what that draft\'s config asks for, and L; null: what extract_hidden_states caches'
+            '"final" (the output of the last norm). "eagle3": 2, L//2, L-3 and L, the number of layers. '
+            '{"draft": "PATH or id"}: what that draft\'s config asks for, and L. null: what extract_hidden_states caches'
         },
     )
     row_pool_bytes: int | None = field(
