@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from slotstream.connector import facade
+from slotstream.connector import worker_side
 from slotstream.connector.facade import SlotStreamConnector
 from slotstream.connector.sending.sender import in_thread
 from slotstream.connector.vllm_config import ConnectorConfig
@@ -56,5 +56,5 @@ class DroppingConnector(SlotStreamConnector):
     """See the module."""
 
     def register_kv_caches(self, kv_caches: Any) -> None:
-        vars(facade)["sender_for"] = _dropping  # In this worker alone.
+        vars(worker_side)["sender_for"] = _dropping  # In this worker alone.
         super().register_kv_caches(kv_caches)

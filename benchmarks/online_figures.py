@@ -146,12 +146,12 @@ def load_table(load: str, rounds: Sequence[dict[str, Turn]], *, keep_void: bool)
     pairs += [(f"grpc{end}", f"nixl{end}") for end in ("", "-before") if {f"grpc{end}", f"nixl{end}"} <= {*names}]
     pairs += [(name, f"{name}-before") for name in names if f"{name}-before" in names]
     columns = ["no capture", *(f"{name} / {base}" if base != BASE else name for name, base in pairs)]
-    lines.append(f"{'':{wide}}" + "".join(f"{column:>26}" for column in columns))
+    lines.append(f"{'':{wide}}" + "".join(f"  {column:>24}" for column in columns))
     for metric in metrics:
         base = [metric.of(one[BASE]) for one in good if BASE in one]
         cells = [f"{statistics.median(base):.4g} {metric.unit}".strip() if base else "-"]
         cells += [str(found) if (found := ratios(good, name, other, metric)) else "-" for name, other in pairs]
-        lines.append(f"{metric.name:{wide}}" + "".join(f"{cell:>26}" for cell in cells))
+        lines.append(f"{metric.name:{wide}}" + "".join(f"  {cell:>24}" for cell in cells))
     lines += _verdicts(good, names, metrics)
     return "\n".join(lines)
 

@@ -27,6 +27,7 @@ from slotstream.connector.vllm_config import ConnectorConfig
 from slotstream.transport.base import Committed, Failed, LinkDown, LinkUp, SinkEvent
 from slotstream.transport.grpc import Frames, GrpcSink
 from slotstream.v1 import ingest_pb2
+from slotstream.wire.columns import RowFormat
 from slotstream.wire.names import PROTOCOL_VERSION
 
 _BATCH_SLOTS = 16  # Frames that one gather would stage.
@@ -88,8 +89,7 @@ class Sender:
             engine_id="benchmark",
             model="benchmark",
             layer_ids=tuple(range(shape.layers)),
-            hidden_size=shape.hidden,
-            dtype="BF16",
+            row_format=RowFormat.of("BF16", shape.layers, shape.hidden),
             metadata={},
         )
         slots = staging_bytes // shape.frame_bytes
@@ -102,7 +102,7 @@ class Sender:
         hello = ingest_pb2.Hello(protocol=PROTOCOL_VERSION, engine_id="benchmark")
         sink = _WatchedSink(address, hello, self._outcome, transport)
         sink.use_staging(memory.area.slots, shape.frame_bytes)
-        self._pump = Pump(config, self._pool, memory.area, sink, shape.row_bytes, Counters())
+        self._pump = Pump(config, self._pool, memory.area, sink, Counters())
         self._pump.start()
         self._runs = 0
         self._sent: dict[str, list[tuple[int, int]]] = {}  # sample id -> (slot, bytes) of its rows, in order

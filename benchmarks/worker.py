@@ -44,6 +44,7 @@ from slotstream.connector.sending.staging_area import HostMemory
 from slotstream.connector.sending.staging_pool import StagingShape
 from slotstream.connector.vllm_config import ConnectorConfig
 from slotstream.v1 import ingest_pb2
+from slotstream.wire.columns import RowFormat
 from slotstream.wire.errors import SlotStreamError
 from slotstream.wire.names import DEFAULT_ADDRESS, PROTOCOL_VERSION
 from slotstream.wire.nixl import is_installed
@@ -115,7 +116,9 @@ class Engine:
             sender=sender,
             chunk_bytes=self._rows * ROW_BYTES // options.chunks,
         )
-        config = ConnectorConfig(chosen, "benchmark", "benchmark", tuple(range(LAYERS)), HIDDEN, "BF16", {})
+        config = ConnectorConfig(
+            chosen, "benchmark", "benchmark", tuple(range(LAYERS)), RowFormat.of("BF16", LAYERS, HIDDEN), {}
+        )
         hello = ingest_pb2.Hello(protocol=PROTOCOL_VERSION, engine_id="benchmark")
         make = _nowhere if address is None else sender_for(config, hello)
         cache = torch.randn(self._samples * blocks, LAYERS, BLOCK, HIDDEN).to(torch.bfloat16)

@@ -64,6 +64,7 @@ DAMAGE = {
     "UNREADABLE": "the file cannot be read, is too long, or is not the sample's",
     "FOREIGN": "a file that the catalogue does not know",
     "IO_ERROR": "nothing is damaged, but the disk did not give some file; its bytes may be sound",
+    "UNSUPPORTED_FORMAT": "nothing is damaged, but some file has columns or elements that this version does not know",
 }
 
 _HEAD = """\

@@ -191,7 +191,7 @@ def test_an_older_server_sends_the_rows_that_were_to_be_taken_in_place(tmp_path:
 def test_no_peer_can_name_the_file_that_is_read(tmp_path: Path) -> None:
     """A sound file elsewhere, which the peer describes rightly: the names are those that were asked for."""
     metadata = {"hash_rows": "64", "hashes": to_hex(xxh3(SAMPLE.rows()))}
-    facts = SampleHeader(SAMPLE.dtype, SAMPLE.num_tokens, len(SAMPLE.layer_ids), SAMPLE.hidden_size, metadata, 4096)
+    facts = SampleHeader(SAMPLE.row_format, SAMPLE.num_tokens, metadata, 4096)
     header = encode_header(facts)
     secret = tmp_path / file_path("secret", "a")
     secret.parent.mkdir(parents=True)
@@ -225,8 +225,7 @@ def test_no_peer_can_name_the_file_that_is_read(tmp_path: Path) -> None:
 )
 def test_a_file_whose_hashes_are_nonsense_is_not_read(tmp_path: Path, facts: dict[str, str]) -> None:
     """Though the server vouches for it."""
-    shape = (SAMPLE.dtype, SAMPLE.num_tokens, len(SAMPLE.layer_ids), SAMPLE.hidden_size)
-    header = encode_header(SampleHeader(*shape, facts, 4096))
+    header = encode_header(SampleHeader(SAMPLE.row_format, SAMPLE.num_tokens, facts, 4096))
     file = tmp_path / file_path("default", "a")
     file.parent.mkdir(parents=True)
     file.write_bytes(header + SAMPLE.rows() + bytes(8 * SAMPLE.num_tokens))

@@ -230,7 +230,7 @@ def _aborts(base: Path) -> list[str]:
     for path in base.glob("*/*.spool"):
         serial, namespace, sample_id = path.stem.split("~")
         with contextlib.suppress(FileNotFoundError):  # It is being written again.
-            file = SpoolFile(int(serial), namespace, sample_id, OwnedDir(path.parent, -1), path.stat().st_size)
+            file = SpoolFile(int(serial), namespace, sample_id, OwnedDir(path.parent, -1), nbytes=path.stat().st_size)
             found.append(spool_files.read_index(file))
     return [sample.abort.code for sample in found if sample.abort is not None]
 

@@ -23,6 +23,7 @@ from slotstream.connector.sending.row_check import StampEvidence
 from slotstream.connector.sending.sender import in_thread
 from slotstream.connector.vllm_config import RowKind
 from slotstream.transport.base import Committed, Failed
+from slotstream.wire.columns import RowFormat
 from slotstream.wire.errors import ConfigError, InternalFault, SlotMismatch
 
 CPU = torch.device("cpu")
@@ -276,14 +277,16 @@ def _engine(tokens: int, requests: int) -> Any:
 def test_the_pool_holds_a_step_and_the_output_rows_that_wait_up_to_2_gib() -> None:
     small = config(layers=list(LAYER_IDS))
     assert pool_rows(small, _engine(8192, 64)) == 8192 + 64 * (32 + 2 * PAGE_ROWS_MAX)
-    large = replace(small, hidden_size=4096, layer_ids=tuple(range(4)))  # 32 KiB a row.
+    large = replace(small, row_format=RowFormat.of("BF16", 4, 4096), layer_ids=tuple(range(4)))  # 32 KiB a row.
     assert pool_rows(large, _engine(8192, 1024)) == (2 << 30) // (32 << 10)
     assert pool_rows(large, _engine(1 << 17, 8)) == 1 << 17  # One step always has room.
     assert pool_rows(config(layers=list(LAYER_IDS), row_pool_bytes=1 << 20), _engine(8192, 64)) == (1 << 20) // 48
 
 
 def test_a_pool_of_less_than_eight_pages_stops_the_start() -> None:
-    small = replace(config(layers=list(LAYER_IDS), row_pool_bytes=1 << 16), hidden_size=4096)
+    small = replace(
+        config(layers=list(LAYER_IDS), row_pool_bytes=1 << 16), row_format=RowFormat.of("BF16", len(LAYER_IDS), 4096)
+    )
     with pytest.raises(ConfigError, match="row_pool_bytes must be at least 6291456: 8 pages of 32 rows"):
         pool_rows(small, _engine(8192, 64))
 

@@ -25,6 +25,7 @@ from slotstream.connector.sending.row_check import BadRowCount
 from slotstream.connector.sending.staging_pool import default_staging_bytes
 from slotstream.transport.base import Acked, Committed, Failed, LinkDown, LinkUp, StagedChunk
 from slotstream.v1 import ingest_pb2
+from slotstream.wire.columns import RowFormat
 from slotstream.wire.errors import ConfigError
 
 
@@ -337,7 +338,7 @@ def test_options_that_do_not_fit_the_model_are_known_before_there_is_one() -> No
     with pytest.raises(ConfigError, match="staging_bytes must be at least 2097152: 8 chunks of 262144 bytes"):
         StagingPlan.of(config(staging_bytes=1 << 20, chunk_bytes=4096), 1 << 15)
     with pytest.raises(ConfigError, match="a row takes 9437184 bytes, and a message 8388608: capture fewer layers"):
-        StagingPlan.of(replace(config(), hidden_size=3 << 19), 16)
+        StagingPlan.of(replace(config(), row_format=RowFormat.of("BF16", 3, 3 << 19)), 16)
 
 
 @pytest.mark.parametrize("chunk_bytes", [4096, 5000, 64 << 10, 1 << 20])

@@ -13,7 +13,7 @@ import pytest
 from support import offline
 
 from slotstream.connector import plugin
-from slotstream.connector.reading import vllm_seams
+from slotstream.connector.reading import vllm_checks
 from slotstream.connector.row_sources import check_capture
 from slotstream.connector.vllm_config import ConnectorConfig
 from slotstream.wire.errors import ConfigError
@@ -26,7 +26,7 @@ _BASE = "vllm.distributed.kv_transfer.kv_connector.v1.base"
 _INTERFACES = "vllm.model_executor.models.interfaces"
 # What is looked for before the model is loaded. Only the last part may be missing.
 _SEAMS = [
-    *(f"{module}.{name}" for module, name in vllm_seams._NEEDED),
+    *(f"{module}.{name}" for module, name in vllm_checks.NEEDED),
     f"{_INTERFACES}.supports_eagle3",
     f"{_INTERFACES}.EagleModelMixin",
     f"{_INTERFACES}.EagleModelMixin._maybe_add_hidden_state",
@@ -289,6 +289,7 @@ def _without_seams(*seams: str) -> dict[str, str | None]:
     return {"PYTHONPATH": os.pathsep.join(paths), "SLOTSTREAM_TEST_MISSING": ",".join(seams)}
 
 
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("processes", ["0", pytest.param("1", marks=pytest.mark.extended)], ids=["one process", "several"])
 def test_an_engine_without_slotstream_starts_and_one_with_layers_is_refused(
     processes: str, truth_models: dict[str, Path], tmp_path: Path

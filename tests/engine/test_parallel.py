@@ -191,10 +191,11 @@ def test_a_worker_that_has_no_hidden_states_does_nothing_and_fails_nothing(truth
     )
     spec = FullAttentionSpec(block_size=32, num_kv_heads=2, head_size=64, dtype=torch.bfloat16)
     caches = KVCacheConfig(num_blocks=4, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layers.0.attn"], spec)])
-    connector = SlotStreamConnector(arguments.create_engine_config(), KVConnectorRole.WORKER, caches)
+    vllm_config = arguments.create_engine_config()
+    connector = SlotStreamConnector(vllm_config, KVConnectorRole.WORKER, caches)
     connector.register_kv_caches({"layers.0.attn": torch.zeros(2, 4, 32, 2, 64)})
     plan = StepPlan((), (), (SampleFinish("r", (1,), {}),), (), ("r",))
-    for metadata in (SlotStreamMetadata(plan), KVConnectorMetadata()):
+    for metadata in (SlotStreamMetadata(plan, vllm_config.kv_transfer_config.engine_id), KVConnectorMetadata()):
         connector.bind_connector_metadata(metadata)
         connector.start_load_kv(None)
         connector.save_kv_layer("layers.0.attn", torch.zeros(1), None)

@@ -106,6 +106,19 @@ def test_the_compile_cache_hears_of_the_layers() -> None:
     assert len(hashes | {VllmConfig().compute_hash()}) == 4
 
 
+def test_what_the_user_gave_stays_as_it_is() -> None:
+    """Two engines may be made of the same arguments."""
+    from vllm.config import VllmConfig
+
+    given: dict[str, Any] = {"mine": 1}
+    found, chosen = VllmConfig(additional_config=given), config(layers=[1])
+    object.__setattr__(chosen, "metadata", {"slotstream_version": "1"})
+    vllm_seams.tell_compile_cache(found, chosen)
+    assert given == {"mine": 1}
+    assert found.additional_config["mine"] == 1
+    assert vllm_seams.CONFIG_KEY in found.additional_config
+
+
 def test_a_start_up_plan_counts_for_the_same_row_pool_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM keeps the size of a KV cache for the next start (VLLM_ENABLE_STARTUP_PLAN): what the pool takes must be the same."""
     from vllm.config import VllmConfig

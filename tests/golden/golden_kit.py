@@ -31,6 +31,7 @@ from slotstream.store.records import Failure, SampleKey, SampleSpec
 from slotstream.store.samples import SampleStore
 from slotstream.transport.loopback import LoopbackSink
 from slotstream.v1 import ingest_pb2
+from slotstream.wire.columns import RowFormat
 from slotstream.wire.hashing import xxh3
 
 FILES = Path(__file__).parent / "files"
@@ -89,9 +90,8 @@ class GoldenSample:
             self.namespace,
             self.sample_id,
             self.model,
-            self.dtype,
             self.layer_ids,
-            self.hidden_size,
+            RowFormat.of(self.dtype, len(self.layer_ids), self.hidden_size),
             self.rows_max or self.rows,
             not self.rows_max,
             self.tags,
@@ -236,7 +236,12 @@ def write_spool(base: Path) -> Path:
     disk = HandDisk(base, 1 << 20, counters)
     outbox = Outbox(
         ConnectorConfig(
-            ConnectorOptions(), "golden", "golden/model", SPOOL_LAYER_IDS, SPOOL_HIDDEN, "BF16", {"engine_id": "golden"}
+            ConnectorOptions(),
+            "golden",
+            "golden/model",
+            SPOOL_LAYER_IDS,
+            RowFormat.of("BF16", 2, SPOOL_HIDDEN),
+            {"engine_id": "golden"},
         ),
         pool,
         LoopbackSink(),

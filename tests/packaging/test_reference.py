@@ -20,6 +20,7 @@ from slotstream.connector.planning.scheduler import SchedulerHalf
 from slotstream.connector.vllm_config import ConnectorConfig
 from slotstream.server.metrics import Metrics
 from slotstream.store.samples import SampleStore
+from slotstream.wire.columns import RowFormat
 from slotstream.wire.errors import BadParams, SlotStreamError, _all_subclasses
 
 REFERENCE = (Path(__file__).resolve().parents[2] / "docs" / "reference.md").read_text()
@@ -57,7 +58,7 @@ def test_every_error_code_has_its_row() -> None:
 
 
 def test_answers_have_the_keys_that_the_page_names() -> None:
-    config = ConnectorConfig(ConnectorOptions(), "engine", "model", (1, 3), 8, "BF16", {})
+    config = ConnectorConfig(ConnectorOptions(), "engine", "model", (1, 3), RowFormat.of("BF16", 2, 8), {})
     half = SchedulerHalf(config, 0, 16, 1024, lambda longer_than_s: None)
     params = parse_params(None, req_id="r", namespace="default", capture=True, include_output_tokens=False)
     request: Any = SimpleNamespace(request_id="r")

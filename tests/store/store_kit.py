@@ -14,6 +14,7 @@ from slotstream.store.disk.files import Files
 from slotstream.store.records import SampleKey, SampleSpec
 from slotstream.store.sample.upload import Upload
 from slotstream.store.samples import SampleStore
+from slotstream.wire.columns import LateColumns, RowFormat
 from slotstream.wire.hashing import Buffer, xxh3
 
 CHUNK_ROWS = 3
@@ -33,6 +34,7 @@ class Sample:
     tags: dict[str, str] = field(default_factory=dict)
     metadata: dict[str, str] = field(default_factory=dict)
     layer_ids: tuple[int, ...] = (3, 7)
+    columns: dict[str, bytes] = field(default_factory=dict)
 
     @property
     def key(self) -> SampleKey:
@@ -55,9 +57,8 @@ class Sample:
             self.namespace,
             self.sample_id,
             self.model,
-            "F32",
             self.layer_ids,
-            8,
+            RowFormat.of("F32", len(self.layer_ids), 8, self.columns),
             self.rows_max or self.rows,
             self.exact,
             self.tags,
@@ -80,7 +81,7 @@ class Sample:
 
     def put(self, store: SampleStore, chunks: Iterable[tuple[int, int]] | None = None) -> bool:
         """Stores it; whether it was there before."""
-        return self.send(store, chunks).commit(self.rows, self.token_ids)
+        return self.send(store, chunks).commit(self.rows, self.token_ids, columns=LateColumns(self.columns))
 
     def path(self, store: SampleStore) -> Path:
         return self.key.path(store.data_dir)

@@ -19,6 +19,7 @@ from slotstream.store.records import Failure, SampleRecord, SampleSpec, State
 from slotstream.store.sample.upload import Upload
 from slotstream.store.samples import SampleStore
 from slotstream.wire import errors
+from slotstream.wire.columns import RowFormat
 from slotstream.wire.hashing import xxh3
 from slotstream.wire.names import METADATA_BYTES_MAX
 
@@ -341,9 +342,13 @@ def test_a_malformed_announcement_has_a_stable_code(change: dict[str, Any], erro
         "hidden_size": 8,
         "rows_max": 4,
     }
-    SampleSpec(**spec)
+    _announced(**spec)
     with pytest.raises(error):
-        SampleSpec(**{**spec, **change})
+        _announced(**{**spec, **change})
+
+
+def _announced(dtype: str, layer_ids: tuple[int, ...], hidden_size: int, **others: Any) -> SampleSpec:
+    return SampleSpec(layer_ids=layer_ids, row_format=RowFormat.of(dtype, len(layer_ids), hidden_size), **others)
 
 
 def test_rows_in_too_many_pieces_fail_the_sample(store: SampleStore, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -116,17 +116,18 @@ def account(address: str, promised: dict[str, bytes | None]) -> dict[str, str]:
 class Restarting:
     """A server that comes and goes on one address and one data directory."""
 
-    def __init__(self, data_dir: Path, *options: str, running: bool = True) -> None:
+    def __init__(self, data_dir: Path, *options: str, running: bool = True, address: str | None = None) -> None:
         self._sockets = tempfile.TemporaryDirectory(prefix="slotstream-")
-        self.address = f"unix:{self._sockets.name}/s"
+        self.address = address or f"unix:{self._sockets.name}/s"
         self._data_dir = data_dir
-        self._options = options
+        self.options = options
+        self.environment: dict[str, str] = {}
         self.process: ServerProcess | None = None
         if running:
             self.start()
 
     def start(self) -> None:
-        self.process = ServerProcess(self._data_dir, *self._options, address=self.address)
+        self.process = ServerProcess(self._data_dir, *self.options, address=self.address, environment=self.environment)
 
     def send(self, number: int) -> None:
         assert self.process is not None

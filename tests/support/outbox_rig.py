@@ -24,6 +24,7 @@ from slotstream.connector.sending.staging_pool import StagingPool, StagingShape
 from slotstream.connector.vllm_config import ConnectorConfig
 from slotstream.transport.base import Committed, Failed, SinkEvent, StagedChunk
 from slotstream.v1 import ingest_pb2
+from slotstream.wire.columns import RowFormat
 from slotstream.wire.hashing import xxh3
 from support.hand_disk import HandDisk
 
@@ -222,7 +223,7 @@ class Engine:
         self._now = 0.0
         self._reader = SpoolReader(self._disk, self.pool)
         self.outbox = Outbox(
-            ConnectorConfig(ConnectorOptions(), "engine", "model", (1,), self._row_bytes // 2, "BF16", {}),
+            ConnectorConfig(ConnectorOptions(), "engine", "model", (1,), RowFormat.of("BF16", 1, self._row_bytes // 2), {}),
             self.pool,
             server,
             SpoolWriter(self._disk, self.pool, lambda: self._now),

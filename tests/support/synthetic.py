@@ -6,7 +6,7 @@ import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from slotstream.wire.dtypes import row_bytes
+from slotstream.wire.columns import RowFormat
 
 
 def _encode(dtype: str, values: list[float]) -> bytes:
@@ -38,7 +38,11 @@ class SyntheticSample:
 
     @property
     def row_bytes(self) -> int:
-        return row_bytes(self.dtype, len(self.layer_ids), self.hidden_size)
+        return self.row_format.row_bytes
+
+    @property
+    def row_format(self) -> RowFormat:
+        return RowFormat.of(self.dtype, len(self.layer_ids), self.hidden_size)
 
     def value(self, row: int, layer_id: int, element: int) -> float:
         return float((31 * row + 7 * layer_id + element + self.seed) % 251)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,18 +21,20 @@ from slotstream.connector.vllm_config import ConnectorConfig, RowKind
 from slotstream.transport.base import Committed, Failed, SampleSink, SinkEvent
 from slotstream.transport.loopback import LoopbackSample, LoopbackSink
 from slotstream.v1 import ingest_pb2
+from slotstream.wire.columns import LateColumns, RowFormat
 
 LAYER_IDS = (1, 2, 5)
 HIDDEN = 8
 BLOCK_SIZE = 4
 BLOCKS = 64
-ROW_BYTES = len(LAYER_IDS) * HIDDEN * 2
+ROW_FORMAT = RowFormat.of("BF16", len(LAYER_IDS), HIDDEN)
+ROW_BYTES = ROW_FORMAT.row_bytes
 
 
 def config(**options: object) -> ConnectorConfig:
     """A connector's configuration as vLLM would have given it."""
     chosen = {"staging_bytes": 4 << 20, "chunk_bytes": 4096, **options}
-    return ConnectorConfig(ConnectorOptions.from_extra(chosen), "engine", "model", LAYER_IDS, HIDDEN, "BF16", {})
+    return ConnectorConfig(ConnectorOptions.from_extra(chosen), "engine", "model", LAYER_IDS, ROW_FORMAT, {})
 
 
 def row_kind(layers: int) -> RowKind:
@@ -114,6 +116,18 @@ class Rig:
         if slot_mapping is not None:
             self.worker.remember_slot_mapping(torch.tensor(slot_mapping, dtype=torch.int64))
         self.worker.execute()
+
+    def capture_with(self, req_id: str, tokens: int, columns: Mapping[str, bytes], rows_max: int = 0) -> bytes:
+        """A prompt of `tokens` tokens in one step, opened and finished with these columns; its rows. Its blocks go back."""
+        table = self.table(req_id, tokens)
+        written = self.slots(req_id, 0, tokens)
+        self.write(written)
+        opening = SampleOpen(req_id, "default", req_id, 0, rows_max or tokens, not rows_max, columns=tuple(columns))
+        finish = SampleFinish(req_id, tuple(range(tokens)), columns=LateColumns(columns))
+        self.step(StepPlan((opening,), (cached_rows(req_id, 0, tokens, 0, table),), (finish,)), written)
+        rows = self.rows(req_id, 0, tokens)
+        self.free(req_id)
+        return rows
 
     def capture(self, req_id: str, tokens: int, slot_mapping: list[int] | None = None) -> None:
         """A prompt of `tokens` tokens in one step, opened and finished; `slot_mapping` other than the truth on request."""

@@ -46,6 +46,7 @@ CODES = {
     "TOO_MANY": ("TooMany", "RESOURCE_EXHAUSTED", True),
     "TOO_SLOW": ("TooSlow", "DEADLINE_EXCEEDED", True),
     "UNAUTHENTICATED": ("Unauthenticated", "UNAUTHENTICATED", False),
+    "UNSUPPORTED_FORMAT": ("UnsupportedFormat", "UNIMPLEMENTED", False),
     "UNSUPPORTED_REQUEST": ("UnsupportedRequest", "UNIMPLEMENTED", False),
 }
 

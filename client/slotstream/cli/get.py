@@ -60,7 +60,8 @@ def add_get_arguments(parser: argparse.ArgumentParser) -> None:
     add_access_arguments(parser)
     add_namespace_argument(parser)
     parser.epilog = """\
-The file holds `hidden_states` [rows, layers, hidden] and `token_ids` int64 [rows], as plain safetensors:
+The file holds `hidden_states` [rows, layers, hidden], `token_ids` int64 [rows] and what else the sample has, such as
+`loss_mask`, as plain safetensors:
 
   slotstream get my-sample -o my-sample.safetensors --start 0 --stop 512 --layers 2,18,33
   python -c 'import safetensors.torch as s; print(s.load_file("my-sample.safetensors")["hidden_states"].shape)'
@@ -98,6 +99,7 @@ def run_get(arguments: argparse.Namespace) -> int:
 def _export(reader: RowReader, file: BinaryIO) -> None:
     """Writes the rows as they arrive: memory use does not depend on the sample's size."""
     from slotstream.client.reading import little_endian
+    from slotstream.wire.columns import TOKEN_IDS
     from slotstream.wire.layout import encode_header
 
     with progress_bar(*_progress_columns()) as progress:
@@ -106,7 +108,8 @@ def _export(reader: RowReader, file: BinaryIO) -> None:
         for block in reader:
             file.write(block.data)
             progress.advance(task, block.data.nbytes)
-        file.write(little_endian(reader.token_ids))
+        for column in reader.row_format.columns[1:]:
+            file.write(little_endian(reader.token_ids) if column.name == TOKEN_IDS else reader.columns[column.name])
 
 
 def _header(reader: RowReader) -> SampleHeader:
@@ -131,7 +134,7 @@ def _header(reader: RowReader) -> SampleHeader:
         "first_row": str(reader.start),
         "sample_rows": str(info.num_tokens),
     }
-    header = SampleHeader(info.dtype, reader.num_rows, len(reader.layer_ids), info.hidden_size, metadata, header_bytes=0)
+    header = SampleHeader(reader.row_format, reader.num_rows, metadata, header_bytes=0)
     return dataclasses.replace(header, header_bytes=header_bytes_for(header))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -23,7 +24,11 @@ from slotstream.cli.common import (
 from slotstream.wire.names import DEFAULT_NAMESPACE
 
 # Part of the public interface: scripts match on these.
-EXIT_CODES = {"HASH_MISMATCH": 3, "TRUNCATED": 4, "MISSING": 5, "UNREADABLE": 6, "FOREIGN": 7, "IO_ERROR": 8}
+EXIT_CODES = {
+    **{"HASH_MISMATCH": 3, "TRUNCATED": 4, "MISSING": 5, "UNREADABLE": 6, "FOREIGN": 7},
+    **{"IO_ERROR": 8, "UNSUPPORTED_FORMAT": 9},
+}
+_NO_DAMAGE = {"IO_ERROR": "could not be read", "UNSUPPORTED_FORMAT": "of an unknown format"}
 
 
 class Check(NamedTuple):
@@ -65,6 +70,7 @@ exit codes, by the first damage found:
   6  UNREADABLE     the file cannot be read, is too long, or is not the sample's
   7  FOREIGN        a file that the catalogue does not know
   8  IO_ERROR       nothing is damaged, but the disk did not give some file; its bytes may be sound
+  9  UNSUPPORTED_FORMAT  nothing is damaged, but some file has columns or elements that this version does not know
 
 examples:
   slotstream verify my-sample
@@ -73,25 +79,27 @@ examples:
 
 
 def run_verify(arguments: argparse.Namespace) -> int:
-    samples = damaged = unread = nbytes = 0
+    samples = damaged = nbytes = 0
+    unchecked: Counter[str] = Counter()
     first_damage = ""
     with progress_bar("checking", "{task.fields[shown_bytes]}", "{task.completed} samples") as progress:
         task = progress.add_task("verify", total=None, shown_bytes="")
         for check in _checks(arguments):
             samples += 1
             nbytes += check.nbytes
-            if check.damage == "IO_ERROR":
-                unread += 1
+            if check.damage in _NO_DAMAGE:
+                unchecked[check.damage] += 1
             elif check.damage:
                 damaged += 1
                 first_damage = first_damage or check.damage
             _report(check, as_json=arguments.json)
             progress.update(task, completed=samples, shown_bytes=size_text(nbytes))
-    found = [f"{damaged} damaged"] * bool(damaged) + [f"{unread} could not be read"] * bool(unread)
+    counts = {"damaged": damaged} | {words: unchecked[code] for code, words in _NO_DAMAGE.items()}
+    found = [f"{count} {what}" for what, count in counts.items() if count]
     note(f"{samples} samples checked, {size_text(nbytes)}: " + (", ".join(found) or "all sound"))
     if damaged:
         return EXIT_CODES.get(first_damage, 1)
-    return EXIT_CODES["IO_ERROR"] if unread else 0
+    return next((EXIT_CODES[code] for code in _NO_DAMAGE if unchecked[code]), 0)
 
 
 def _checks(arguments: argparse.Namespace) -> Iterator[Check]:

@@ -23,6 +23,7 @@ from slotstream.wire.errors import (
     SlotStreamError,
     StillArriving,
     Unauthenticated,
+    UnsupportedFormat,
 )
 
 __all__ = [
@@ -49,6 +50,7 @@ __all__ = [
     "SlotStreamError",
     "StillArriving",
     "Unauthenticated",
+    "UnsupportedFormat",
     "Usage",
     "Verdict",
     "connect",

@@ -22,6 +22,7 @@ from slotstream.client.rpc import Rpc
 from slotstream.client.tensors import Sample, receive_sample, require_torch
 from slotstream.v1 import samples_pb2
 from slotstream.wire.access import Access, token_from_environment
+from slotstream.wire.columns import further_columns
 from slotstream.wire.errors import (
     BadLayers,
     BadPage,
@@ -185,7 +186,8 @@ class Client:
 
         Raises SampleNotFound (the id did not appear within wait_s, nor within the server's own shorter grace for ids that
         nobody has opened), SampleFailed (its `reason` is the code of why), DeadlineExceeded (still arriving after wait_s),
-        BadTokenRange, BadLayers, and Damaged (the file fails its hashes).
+        BadTokenRange, BadLayers, Damaged (the file fails its hashes), and UnsupportedFormat (the sample has columns without
+        which its rows mean something else, and this version, or the server's, does not know them).
         """
         wait_s = float(wait_s)
         if not 0 <= wait_s <= READ_WAIT_S_MAX:
@@ -199,6 +201,7 @@ class Client:
             wait_s=wait_s,
             unverified=not verify,
             in_place=self.data_dir is not None,
+            columns=further_columns(),
         )
         request.layer_ids.extend(_checked_layers(self._with_ids(layers, request)))
         reader = self._reader(request)

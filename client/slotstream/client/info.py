@@ -119,7 +119,7 @@ class Restored:
 @dataclass(frozen=True, slots=True)
 class Verdict:
     """What checking one stored sample found. `damage` is None for a sound one, else a class of damage:
-    MISSING, UNREADABLE, TRUNCATED, HASH_MISMATCH, FOREIGN or IO_ERROR, with `message` saying more.
+    MISSING, UNREADABLE, TRUNCATED, HASH_MISMATCH, FOREIGN, IO_ERROR or UNSUPPORTED_FORMAT, with `message` saying more.
     """
 
     namespace: str

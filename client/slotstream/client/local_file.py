@@ -7,7 +7,7 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
-from slotstream.wire.errors import Damaged, IoError
+from slotstream.wire.errors import Damaged, IoError, UnsupportedFormat
 from slotstream.wire.hashing import xxh3
 from slotstream.wire.layout import SampleHeader, decode_hashes, decode_header, groups_of, header_length
 
@@ -22,14 +22,16 @@ class SampleFile:
     """An open sample file. It stays readable when the sample is deleted or replaced meanwhile."""
 
     def __init__(self, path: Path, header_xxh3: int) -> None:
-        """Raises WrongFileError when there is no such file, or its header is not the one that the server hashed."""
+        """Raises WrongFileError when there is no such file, its header is not the one that the server hashed, or it has columns
+        that only the server knows.
+        """
         self._fd = -1
         try:
             self._fd = os.open(path, _FLAGS)
             self.header = self._checked_header(header_xxh3)
             self._hash_rows = int(self.header.metadata["hash_rows"])
             self._hashes = decode_hashes(self.header.metadata["hashes"], self.header.num_tokens, self._hash_rows)
-        except (OSError, Damaged, KeyError, ValueError) as error:
+        except (OSError, Damaged, UnsupportedFormat, KeyError, ValueError) as error:
             self.close()
             why = os.strerror(error.errno or 0) if isinstance(error, OSError) else error
             raise WrongFileError(f"{path}: {why}") from error

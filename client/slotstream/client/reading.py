@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -13,8 +13,9 @@ from typing import Self
 from slotstream.client.info import SampleInfo
 from slotstream.client.local_file import SampleFile, WrongFileError
 from slotstream.client.rpc import WatchedStream
-from slotstream.v1 import samples_pb2
+from slotstream.v1 import sample_pb2, samples_pb2
 from slotstream.wire import dtypes
+from slotstream.wire.columns import RowFormat
 from slotstream.wire.errors import Interrupted, ProtocolViolation
 from slotstream.wire.frames import decode_reply
 from slotstream.wire.layout import byte_runs, file_path, pick
@@ -42,6 +43,8 @@ class RowReader:
     start: int
     stop: int
     token_ids: array[int]  # signed 64-bit, one a row
+    row_format: RowFormat  # of the rows that follow, and of `columns`
+    columns: dict[str, bytes]  # what the sample has beside hidden states and token ids: name -> rows [start, stop)
 
     def __init__(
         self, stream: WatchedStream[bytes], request: samples_pb2.ReadRequest, *, header_limit_s: float, stall_limit_s: float
@@ -74,7 +77,7 @@ class RowReader:
     @property
     def row_bytes(self) -> int:
         """Bytes of one row [layers, hidden], of the layers wanted."""
-        return dtypes.row_bytes(self.info.dtype, len(self.layer_ids), self.info.hidden_size)
+        return self.row_format.row_bytes
 
     @property
     def nbytes(self) -> int:
@@ -95,8 +98,8 @@ class RowReader:
             self._stream.close()
         path = data_dir / self._path
         file = SampleFile(path, self._header_xxh3)
-        stored = (file.header.dtype, file.header.num_tokens, file.header.num_layers, file.header.hidden_size)
-        if stored != (self.info.dtype, self.info.num_tokens, len(self.info.layer_ids), self.info.hidden_size):
+        stored = RowFormat.of(self.info.dtype, len(self.info.layer_ids), self.info.hidden_size, self.row_format.names)
+        if (file.header.row_format, file.header.num_tokens) != (stored, self.info.num_tokens):
             file.close()
             raise WrongFileError(f"{path} is not what the server says of the sample")
         self._file, self._file_rows = file, self._rows_of(file)
@@ -166,12 +169,23 @@ class RowReader:
             raise ProtocolViolation("the server's read header names more rows or layers, or other token ids, than it may")
         if self.info.dtype not in dtypes.ELEMENT_BYTES:
             raise ProtocolViolation(f"the server's rows are of dtype {self.info.dtype!r}, which this client does not know")
+        self._take_columns(header.columns, request)
         if not self.row_bytes or self.nbytes > SAMPLE_BYTES_MAX:
             raise ProtocolViolation(f"the server's rows are {self.nbytes} bytes, outside of what a sample may be")
         try:
             self.token_ids = array("q", header.token_ids)
         except OverflowError as error:
             raise ProtocolViolation("the server sent a token id past the signed 64-bit range") from error
+
+    def _take_columns(self, columns: Iterable[sample_pb2.ColumnData], request: samples_pb2.ReadRequest) -> None:
+        """The sample's format and what it has beside the default pair. Raises ProtocolViolation."""
+        self.columns = {column.name: column.data for column in columns}
+        if not self.columns.keys() <= set(request.columns):
+            raise ProtocolViolation("the server sent columns that were not asked for")
+        self.row_format = RowFormat.of(self.info.dtype, len(self.layer_ids), self.info.hidden_size, self.columns)
+        for column in self.row_format.further:
+            if len(self.columns[column.name]) != self.num_rows * column.row_bytes:
+                raise ProtocolViolation(f"the server sent a column {column.name} that does not fit the rows")
 
     def _next_block(self) -> RowBlock | None:
         if self._file is not None:
@@ -183,7 +197,7 @@ class RowReader:
         runs = None
         if self.layer_ids != self.info.layer_ids:
             positions = [self.info.layer_ids.index(layer) for layer in self.layer_ids]
-            runs = byte_runs(positions, dtypes.row_bytes(self.info.dtype, 1, self.info.hidden_size))
+            runs = byte_runs(positions, self.row_format.layer_bytes)
         rows = file.rows(self.start, self.stop, verify=self._verify, into=into)
         return _blocks(rows, file.header.row_bytes, runs)
 

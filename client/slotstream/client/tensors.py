@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from types import ModuleType
 from typing import TYPE_CHECKING
 
 from slotstream.client.reading import RowReader
 from slotstream.common.memory import map_memory
+from slotstream.wire.columns import LOSS_MASK
 
 if TYPE_CHECKING:
     import torch
 
 _HUGE_BYTES = 4 << 20  # From here on in memory of its own.
-_TORCH_NAMES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
+_TORCH_NAMES = {
+    **{"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float64", "BOOL": "bool", "U8": "uint8"},
+    **{"I8": "int8", "I16": "int16", "I32": "int32", "I64": "int64"},
+}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -30,6 +35,13 @@ class Sample:
     tags: dict[str, str]  # the request's
     metadata: dict[str, str]  # what the connector and the store recorded; times in Unix nanoseconds
     layer_names: tuple[str, ...] = ()  # the ids as people name them: "final" is the output of the model's last norm
+    columns: Mapping[str, torch.Tensor] = field(default_factory=dict)  # what else it has, as stored: name -> [tokens, ...]
+
+    @property
+    def loss_mask(self) -> torch.Tensor | None:
+        """Bool [tokens], true where a trainer's loss counts the token; None where the sample was stored without."""
+        stored = self.columns.get(LOSS_MASK)
+        return None if stored is None else stored != 0
 
 
 def require_torch() -> ModuleType:
@@ -67,6 +79,7 @@ def receive_sample(reader: RowReader) -> Sample:
         layer_ids=reader.layer_ids,
         layer_names=reader.layer_names,
         start=reader.start,
+        columns=_columns(reader),
         tags=info.tags,
         metadata={
             **info.metadata,
@@ -75,6 +88,17 @@ def receive_sample(reader: RowReader) -> Sample:
             "committed_unix_ns": str(info.committed_unix_ns or 0),
         },
     )
+
+
+def _columns(reader: RowReader) -> dict[str, torch.Tensor]:
+    torch_module = require_torch()
+    tensors: dict[str, torch.Tensor] = {}
+    for column in reader.row_format.further:
+        dtype, shape = getattr(torch_module, _TORCH_NAMES[column.dtype]), column.shape(reader.num_rows)
+        raw = bytearray(reader.columns[column.name])  # Which frombuffer takes over; but it does not take an empty one.
+        flat = torch_module.frombuffer(raw, dtype=dtype) if raw else torch_module.empty(0, dtype=dtype)
+        tensors[column.name] = flat.reshape(shape)
+    return tensors
 
 
 def _empty(nbytes: int) -> torch.Tensor:

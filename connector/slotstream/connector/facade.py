@@ -39,9 +39,6 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
-_closed: set[str] = set()
-"""Engine ids whose workers' connector vLLM has shut down in this process, perhaps together with another engine's."""
-
 
 @dataclass
 class SlotStreamMetadata(KVConnectorMetadata):
@@ -115,7 +112,6 @@ class SlotStreamConnector(KVConnectorBase_V1, SupportsHMA):
         side = self._sides.get(config.engine_id)
         if side is None:
             self._sides[config.engine_id] = WorkerSide(config, vllm_config, kv_caches)
-            _closed.discard(config.engine_id)
         elif side.config.instance != config.instance:
             raise ConfigError(f"another engine of this process has engine_id {config.engine_id}: give each its own, or none")
 
@@ -179,8 +175,6 @@ class SlotStreamConnector(KVConnectorBase_V1, SupportsHMA):
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         assert self._scheduler is not None, "vLLM asks its scheduler half only"
-        if self._config.engine_id in _closed:  # What is planned now, nobody does.
-            self._guard.run(self._scheduler.fail_all, None)
         plan = self._guard.run(self._plan, None, scheduler_output)
         if plan is None:
             self._guard.run(self._scheduler.fail_all, None)
@@ -233,10 +227,6 @@ class SlotStreamConnector(KVConnectorBase_V1, SupportsHMA):
     def _why_no_capture(self, longer_than_s: float) -> SlotStreamError | None:
         if self._guard.disabled:
             return InternalFault("capture is off after too many faults; the log says which")
-        if self._config.engine_id in _closed:
-            return InternalFault(
-                "capture is off until vLLM restarts: another engine of this process was shut down, and the connector with it"
-            )
         assert self._watch is not None
         return self._watch.problem(longer_than_s)
 
@@ -281,11 +271,8 @@ class SlotStreamConnector(KVConnectorBase_V1, SupportsHMA):
     def shutdown(self) -> None:
         if self._watch is not None:
             self._guard.run(self._watch.close, None)
-        for engine_id, side in self._sides.items():
+        for side in self._sides.values():
             side.close()
-            _closed.add(engine_id)
-        self._sides.clear()
-        self._side = None
 
     def _count_fault(self) -> None:
         if self._scheduler is not None:

@@ -8,13 +8,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from slotstream.wire.columns import NO_COLUMNS, LateColumns
+
 
 @dataclass(frozen=True, slots=True)
 class SampleOpen:
     """A sample is about to be captured for request `req_id`.
 
     `first_position` is the token position that row 0 of the sample holds. `rows_max` bounds its rows; `rows_exact` says
-    that it will have exactly as many.
+    that it will have exactly as many. `columns` names those that its SampleFinish will carry.
     """
 
     req_id: str
@@ -25,6 +27,7 @@ class SampleOpen:
     rows_exact: bool
     tags: Mapping[str, str] = field(default_factory=dict)
     metadata: Mapping[str, str] = field(default_factory=dict)
+    columns: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.rows_max < 1 or self.first_position < 0:
@@ -96,11 +99,14 @@ class TableUpdate:
 
 @dataclass(frozen=True, slots=True)
 class SampleFinish:
-    """Every row of the sample has been planned, in this step or before: commit it. One token id a row."""
+    """Every row of the sample has been planned, in this step or before: commit it. One token id a row, and so many rows of each
+    of the columns that its SampleOpen named.
+    """
 
     req_id: str
     token_ids: tuple[int, ...]
     metadata: Mapping[str, str] = field(default_factory=dict)
+    columns: LateColumns = NO_COLUMNS
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """What vLLM loads in each of its processes (entry point group `vllm.general_plugins`), before any model is loaded.
 
 It does nothing unless vLLM runs our connector: see `reading/vllm_seams.py` for what it does then. Without our connector in the
-configuration nothing here raises, whatever this vLLM lacks: vLLM calls plug-ins unguarded.
+configuration nothing here raises, also where this vLLM lacks something: it calls plug-ins unguarded.
 """
 
 from __future__ import annotations

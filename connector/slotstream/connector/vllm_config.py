@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Self
 
 from slotstream.connector.options import ConnectorOptions
 from slotstream.transport.logs import connector_logger
-from slotstream.wire.dtypes import row_bytes as row_bytes_of
+from slotstream.wire.columns import RowFormat
 from slotstream.wire.errors import ConfigError
 from slotstream.wire.names import FINAL, LAYER_NAMES_KEY, LAYERS_MAX
 
@@ -60,8 +60,7 @@ class ConnectorConfig:
     engine_id: str
     model: str
     layer_ids: tuple[int, ...]
-    hidden_size: int
-    dtype: str
+    row_format: RowFormat
     metadata: Mapping[str, str]
     on_accelerator: bool = False
     instance: str = ""
@@ -104,8 +103,7 @@ class ConnectorConfig:
             engine_id=str(transfer.engine_id),
             model=str(model if isinstance(model, str) else model_config.model)[:1024],
             layer_ids=layer_ids,
-            hidden_size=model_config.get_hidden_size(),
-            dtype=_dtype_name(model_config.dtype),
+            row_format=RowFormat.of(_dtype_name(model_config.dtype), len(layer_ids), model_config.get_hidden_size()),
             metadata=metadata,
             on_accelerator=not on_cpu(),
             instance=instance_of(vllm_config),
@@ -114,7 +112,17 @@ class ConnectorConfig:
     @property
     def row_bytes(self) -> int:
         """Bytes of one row: every captured layer of one token."""
-        return row_bytes_of(self.dtype, len(self.layer_ids), self.hidden_size)
+        return self.row_format.row_bytes
+
+    @property
+    def dtype(self) -> str:
+        """Of the rows, in safetensors' spelling."""
+        return self.row_format.dtype
+
+    @property
+    def hidden_size(self) -> int:
+        """Elements of one layer of a row."""
+        return self.row_format.hidden_size
 
     @property
     def row_kind(self) -> RowKind:
@@ -208,11 +216,13 @@ def on_cpu() -> bool:
 
 @contextlib.contextmanager
 def logged_refusal() -> Iterator[None]:
-    """Log a ConfigError that passes, in one line: vLLM buries it in a page of traceback. Also a decorator; not to be nested."""
+    """Log a ConfigError that passes, in one line, once: vLLM buries it in a page of traceback. Also a decorator."""
     try:
         yield
     except ConfigError as error:
-        logger.error("slotstream cannot start: %s", error)
+        if not hasattr(error, "logged"):
+            logger.error("slotstream cannot start: %s", error)
+            error.logged = True  # type: ignore[attr-defined]
         raise
 
 

@@ -50,9 +50,10 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class LinkUp:
-    """The server answers. `server_version` for the log."""
+    """The server answers. `server_version` for the log; `columns`: what it takes beside hidden states and token ids."""
 
     server_version: str
+    columns: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)

@@ -303,7 +303,7 @@ class GrpcSink:
                 self._plane.refused(reply.resend.chunks)
                 self._changed.notify_all()
         if kind == "welcome":
-            self._on_event(LinkUp(reply.welcome.server_version))
+            self._on_event(LinkUp(reply.welcome.server_version, frozenset(reply.welcome.columns)))
         elif kind == "ack":
             self._on_event(Acked(tuple(reply.ack.chunks)))
         elif kind == "committed":

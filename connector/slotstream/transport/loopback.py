@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from slotstream.transport.base import Acked, Committed, Failed, LinkUp, SinkEvent, StagedChunk
 from slotstream.v1 import ingest_pb2
+from slotstream.wire.columns import taken_columns
 from slotstream.wire.hashing import xxh3
 
 
@@ -38,7 +39,7 @@ class LoopbackSink:
 
     def start(self, on_event: Callable[[SinkEvent], None]) -> None:
         self._on_event = on_event
-        on_event(LinkUp("loopback"))
+        on_event(LinkUp("loopback", frozenset(taken_columns())))
 
     def open_sample(self, request: ingest_pb2.OpenSample) -> None:
         self.samples[request.sample] = LoopbackSample(request)

@@ -22,9 +22,10 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from slotstream.v1 import sample_pb2 as slotstream_dot_v1_dot_sample__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1aslotstream/v1/ingest.proto\x12\rslotstream.v1\"\xe5\x02\n\rIngestRequest\x12%\n\x05hello\x18\x01 \x01(\x0b\x32\x14.slotstream.v1.HelloH\x00\x12)\n\x04open\x18\x02 \x01(\x0b\x32\x19.slotstream.v1.OpenSampleH\x00\x12+\n\x05\x63hunk\x18\x03 \x01(\x0b\x32\x1a.slotstream.v1.ChunkHeaderH\x00\x12-\n\x06\x63ommit\x18\x04 \x01(\x0b\x32\x1b.slotstream.v1.CommitSampleH\x00\x12+\n\x05\x61\x62ort\x18\x05 \x01(\x0b\x32\x1a.slotstream.v1.AbortSampleH\x00\x12\x35\n\rannouncements\x18\x06 \x01(\x0b\x32\x1c.slotstream.v1.AnnouncementsH\x00\x12,\n\x05\x62\x61tch\x18\x07 \x01(\x0b\x32\x1b.slotstream.v1.RequestBatchH\x00\x12\x0c\n\x04\x64\x61ta\x18\x0f \x01(\x0c\x42\x06\n\x04kind\">\n\x0cRequestBatch\x12.\n\x08requests\x18\x01 \x03(\x0b\x32\x1c.slotstream.v1.IngestRequest\"\xac\x01\n\x05Hello\x12\x10\n\x08protocol\x18\x01 \x01(\r\x12\x11\n\tengine_id\x18\x02 \x01(\t\x12\x13\n\x0bworker_rank\x18\x03 \x01(\r\x12\x14\n\x0cvllm_version\x18\x04 \x01(\t\x12\x1a\n\x12slotstream_version\x18\x05 \x01(\t\x12&\n\x04nixl\x18\x06 \x01(\x0b\x32\x18.slotstream.v1.NixlOffer\x12\x0f\n\x07\x62\x61tches\x18\x07 \x01(\x08\"\x95\x01\n\tNixlOffer\x12\r\n\x05\x61gent\x18\x01 \x01(\t\x12\x10\n\x08metadata\x18\x02 \x01(\x0c\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\x06\x12\x12\n\nslot_bytes\x18\x04 \x01(\x04\x12\r\n\x05slots\x18\x05 \x01(\r\x12\x0b\n\x03pid\x18\x06 \x01(\r\x12\x16\n\x0e\x63\x61nary_address\x18\x07 \x01(\x06\x12\x0e\n\x06\x63\x61nary\x18\x08 \x01(\x0c\"8\n\rAnnouncements\x12\'\n\x06\x63hunks\x18\x01 \x03(\x0b\x32\x17.slotstream.v1.Announce\"y\n\x08\x41nnounce\x12*\n\x06header\x18\x01 \x01(\x0b\x32\x1a.slotstream.v1.ChunkHeader\x12\x0c\n\x04slot\x18\x02 \x01(\x07\x12\x12\n\ngeneration\x18\x03 \x01(\x07\x12\x0f\n\x07\x61\x64\x64ress\x18\x04 \x01(\x06\x12\x0e\n\x06length\x18\x05 \x01(\x07\"\xfa\x02\n\nOpenSample\x12\x0e\n\x06sample\x18\x01 \x01(\x04\x12\x11\n\tnamespace\x18\x02 \x01(\t\x12\x11\n\tsample_id\x18\x03 \x01(\t\x12\r\n\x05model\x18\x04 \x01(\t\x12\r\n\x05\x64type\x18\x05 \x01(\t\x12\x11\n\tlayer_ids\x18\x06 \x03(\r\x12\x13\n\x0bhidden_size\x18\x07 \x01(\r\x12\x10\n\x08rows_max\x18\x08 \x01(\x04\x12\x12\n\nrows_exact\x18\t \x01(\x08\x12\x31\n\x04tags\x18\n \x03(\x0b\x32#.slotstream.v1.OpenSample.TagsEntry\x12\x39\n\x08metadata\x18\x0b \x03(\x0b\x32\'.slotstream.v1.OpenSample.MetadataEntry\x1a+\n\tTagsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x1a/\n\rMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"[\n\x0b\x43hunkHeader\x12\x0e\n\x06sample\x18\x01 \x01(\x06\x12\r\n\x05\x63hunk\x18\x02 \x01(\x06\x12\x11\n\tfirst_row\x18\x03 \x01(\x07\x12\x0c\n\x04rows\x18\x04 \x01(\x07\x12\x0c\n\x04xxh3\x18\x05 \x01(\x06\"\xb2\x01\n\x0c\x43ommitSample\x12\x0e\n\x06sample\x18\x01 \x01(\x04\x12\x11\n\trow_count\x18\x02 \x01(\x04\x12\x11\n\ttoken_ids\x18\x03 \x03(\x04\x12;\n\x08metadata\x18\x04 \x03(\x0b\x32).slotstream.v1.CommitSample.MetadataEntry\x1a/\n\rMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"<\n\x0b\x41\x62ortSample\x12\x0e\n\x06sample\x18\x01 \x01(\x04\x12\x0c\n\x04\x63ode\x18\x02 \x01(\t\x12\x0f\n\x07message\x18\x03 \x01(\t\"\xbd\x02\n\x0bIngestReply\x12)\n\x07welcome\x18\x01 \x01(\x0b\x32\x16.slotstream.v1.WelcomeH\x00\x12!\n\x03\x61\x63k\x18\x02 \x01(\x0b\x32\x12.slotstream.v1.AckH\x00\x12-\n\tcommitted\x18\x03 \x01(\x0b\x32\x18.slotstream.v1.CommittedH\x00\x12\'\n\x06\x66\x61iled\x18\x04 \x01(\x0b\x32\x15.slotstream.v1.FailedH\x00\x12+\n\x08\x64raining\x18\x05 \x01(\x0b\x32\x17.slotstream.v1.DrainingH\x00\x12\'\n\x06resend\x18\x06 \x01(\x0b\x32\x15.slotstream.v1.ResendH\x00\x12*\n\x05\x62\x61tch\x18\x07 \x01(\x0b\x32\x19.slotstream.v1.ReplyBatchH\x00\x42\x06\n\x04kind\"9\n\nReplyBatch\x12+\n\x07replies\x18\x01 \x03(\x0b\x32\x1a.slotstream.v1.IngestReply\"\x81\x01\n\x07Welcome\x12\x10\n\x08protocol\x18\x01 \x01(\r\x12\x16\n\x0eserver_version\x18\x02 \x01(\t\x12\x14\n\x0cwindow_bytes\x18\x03 \x01(\x04\x12\x17\n\x0f\x63hunk_bytes_max\x18\x04 \x01(\x04\x12\x0c\n\x04nixl\x18\x05 \x01(\x08\x12\x0f\n\x07\x62\x61tches\x18\x06 \x01(\x08\"\x15\n\x03\x41\x63k\x12\x0e\n\x06\x63hunks\x18\x01 \x03(\x04\"\x18\n\x06Resend\x12\x0e\n\x06\x63hunks\x18\x01 \x03(\x04\".\n\tCommitted\x12\x0e\n\x06sample\x18\x01 \x01(\x04\x12\x11\n\tduplicate\x18\x02 \x01(\x08\"J\n\x06\x46\x61iled\x12\x0e\n\x06sample\x18\x01 \x01(\x04\x12\x0c\n\x04\x63ode\x18\x02 \x01(\t\x12\x0f\n\x07message\x18\x03 \x01(\t\x12\x11\n\tretryable\x18\x04 \x01(\x08\"\n\n\x08\x44raining2P\n\x06Ingest\x12\x46\n\x06Stream\x12\x1c.slotstream.v1.IngestRequest\x1a\x1a.slotstream.v1.IngestReply(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1aslotstream/v1/ingest.proto\x12\rslotstream.v1\x1a\x1aslotstream/v1/sample.proto\"\xe5\x02\n\rIngestRequest\x12%\n\x05hello\x18\x01 \x01(\x0b\x32\x14.slotstream.v1.HelloH\x00\x12)\n\x04open\x18\x02 \x01(\x0b\x32\x19.slotstream.v1.OpenSampleH\x00\x12+\n\x05\x63hunk\x18\x03 \x01(\x0b\x32\x1a.slotstream.v1.ChunkHeaderH\x00\x12-\n\x06\x63ommit\x18\x04 \x01(\x0b\x32\x1b.slotstream.v1.CommitSampleH\x00\x12+\n\x05\x61\x62ort\x18\x05 \x01(\x0b\x32\x1a.slotstream.v1.AbortSampleH\x00\x12\x35\n\rannouncements\x18\x06 \x01(\x0b\x32\x1c.slotstream.v1.AnnouncementsH\x00\x12,\n\x05\x62\x61tch\x18\x07 \x01(\x0b\x32\x1b.slotstream.v1.RequestBatchH\x00\x12\x0c\n\x04\x64\x61ta\x18\x0f \x01(\x0c\x42\x06\n\x04kind\">\n\x0cRequestBatch\x12.\n\x08requests\x18\x01 \x03(\x0b\x32\x1c.slotstream.v1.IngestRequest\"\xac\x01\n\x05Hello\x12\x10\n\x08protocol\x18\x01 \x01(\r\x12\x11\n\tengine_id\x18\x02 \x01(\t\x12\x13\n\x0bworker_rank\x18\x03 \x01(\r\x12\x14\n\x0cvllm_version\x18\x04 \x01(\t\x12\x1a\n\x12slotstream_version\x18\x05 \x01(\t\x12&\n\x04nixl\x18\x06 \x01(\x0b\x32\x18.slotstream.v1.NixlOffer\x12\x0f\n\x07\x62\x61tches\x18\x07 \x01(\x08\"\x95\x01\n\tNixlOffer\x12\r\n\x05\x61gent\x18\x01 \x01(\t\x12\x10\n\x08metadata\x18\x02 \x01(\x0c\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\x06\x12\x12\n\nslot_bytes\x18\x04 \x01(\x04\x12\r\n\x05slots\x18\x05 \x01(\r\x12\x0b\n\x03pid\x18\x06 \x01(\r\x12\x16\n\x0e\x63\x61nary_address\x18\x07 \x01(\x06\x12\x0e\n\x06\x63\x61nary\x18\x08 \x01(\x0c\"8\n\rAnnouncements\x12\'\n\x06\x63hunks\x18\x01 \x03(\x0b\x32\x17.slotstream.v1.Announce\"y\n\x08\x41nnounce\x12*\n\x06header\x18\x01 \x01(\x0b\x32\x1a.slotstream.v1.ChunkHeader\x12\x0c\n\x04slot\x18\x02 \x01(\x07\x12\x12\n\ngeneration\x18\x03 \x01(\x07\x12\x0f\n\x07\x61\x64\x64ress\x18\x04 \x01(\x06\x12\x0e\n\x06length\x18\x05 \x01(\x07\"\x8b\x03\n\nOpenSample\x12\x0e\n\x06sample\x18\x01 \x01(\x04\x12\x11\n\tnamespace\x18\x02 \x01(\t\x12\x11\n\tsample_id\x18\x03 \x01(\t\x12\r\n\x05model\x18\x04 \x01(\t\x12\r\n\x05\x64type\x18\x05 \x01(\t\x12\x11\n\tlayer_ids\x18\x06 \x03(\r\x12\x13\n\x0bhidden_size\x18\x07 \x01(\r\x12\x10\n\x08rows_max\x18\x08 \x01(\x04\x12\x12\n\nrows_exact\x18\t \x01(\x08\x12\x31\n\x04tags\x18\n \x03(\x0b\x32#.slotstream.v1.OpenSample.TagsEntry\x12\x39\n\x08metadata\x18\x0b \x03(\x0b\x32\'.slotstream.v1.OpenSample.MetadataEntry\x12\x0f\n\x07\x63olumns\x18\x0c \x03(\t\x1a+\n\tTagsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x1a/\n\rMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"[\n\x0b\x43hunkHeader\x12\x0e\n\x06sample\x18\x01 \x01(\x06\x12\r\n\x05\x63hunk\x18\x02 \x01(\x06\x12\x11\n\tfirst_row\x18\x03 \x01(\x07\x12\x0c\n\x04rows\x18\x04 \x01(\x07\x12\x0c\n\x04xxh3\x18\x05 \x01(\x06\"\xde\x01\n\x0c\x43ommitSample\x12\x0e\n\x06sample\x18\x01 \x01(\x04\x12\x11\n\trow_count\x18\x02 \x01(\x04\x12\x11\n\ttoken_ids\x18\x03 \x03(\x04\x12;\n\x08metadata\x18\x04 \x03(\x0b\x32).slotstream.v1.CommitSample.MetadataEntry\x12*\n\x07\x63olumns\x18\x05 \x03(\x0b\x32\x19.slotstream.v1.ColumnData\x1a/\n\rMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"<\n\x0b\x41\x62ortSample\x12\x0e\n\x06sample\x18\x01 \x01(\x04\x12\x0c\n\x04\x63ode\x18\x02 \x01(\t\x12\x0f\n\x07message\x18\x03 \x01(\t\"\xbd\x02\n\x0bIngestReply\x12)\n\x07welcome\x18\x01 \x01(\x0b\x32\x16.slotstream.v1.WelcomeH\x00\x12!\n\x03\x61\x63k\x18\x02 \x01(\x0b\x32\x12.slotstream.v1.AckH\x00\x12-\n\tcommitted\x18\x03 \x01(\x0b\x32\x18.slotstream.v1.CommittedH\x00\x12\'\n\x06\x66\x61iled\x18\x04 \x01(\x0b\x32\x15.slotstream.v1.FailedH\x00\x12+\n\x08\x64raining\x18\x05 \x01(\x0b\x32\x17.slotstream.v1.DrainingH\x00\x12\'\n\x06resend\x18\x06 \x01(\x0b\x32\x15.slotstream.v1.ResendH\x00\x12*\n\x05\x62\x61tch\x18\x07 \x01(\x0b\x32\x19.slotstream.v1.ReplyBatchH\x00\x42\x06\n\x04kind\"9\n\nReplyBatch\x12+\n\x07replies\x18\x01 \x03(\x0b\x32\x1a.slotstream.v1.IngestReply\"\x92\x01\n\x07Welcome\x12\x10\n\x08protocol\x18\x01 \x01(\r\x12\x16\n\x0eserver_version\x18\x02 \x01(\t\x12\x14\n\x0cwindow_bytes\x18\x03 \x01(\x04\x12\x17\n\x0f\x63hunk_bytes_max\x18\x04 \x01(\x04\x12\x0c\n\x04nixl\x18\x05 \x01(\x08\x12\x0f\n\x07\x62\x61tches\x18\x06 \x01(\x08\x12\x0f\n\x07\x63olumns\x18\x07 \x03(\t\"\x15\n\x03\x41\x63k\x12\x0e\n\x06\x63hunks\x18\x01 \x03(\x04\"\x18\n\x06Resend\x12\x0e\n\x06\x63hunks\x18\x01 \x03(\x04\".\n\tCommitted\x12\x0e\n\x06sample\x18\x01 \x01(\x04\x12\x11\n\tduplicate\x18\x02 \x01(\x08\"J\n\x06\x46\x61iled\x12\x0e\n\x06sample\x18\x01 \x01(\x04\x12\x0c\n\x04\x63ode\x18\x02 \x01(\t\x12\x0f\n\x07message\x18\x03 \x01(\t\x12\x11\n\tretryable\x18\x04 \x01(\x08\"\n\n\x08\x44raining2P\n\x06Ingest\x12\x46\n\x06Stream\x12\x1c.slotstream.v1.IngestRequest\x1a\x1a.slotstream.v1.IngestReply(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -37,48 +38,48 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_OPENSAMPLE_METADATAENTRY']._serialized_options = b'8\001'
   _globals['_COMMITSAMPLE_METADATAENTRY']._loaded_options = None
   _globals['_COMMITSAMPLE_METADATAENTRY']._serialized_options = b'8\001'
-  _globals['_INGESTREQUEST']._serialized_start=46
-  _globals['_INGESTREQUEST']._serialized_end=403
-  _globals['_REQUESTBATCH']._serialized_start=405
-  _globals['_REQUESTBATCH']._serialized_end=467
-  _globals['_HELLO']._serialized_start=470
-  _globals['_HELLO']._serialized_end=642
-  _globals['_NIXLOFFER']._serialized_start=645
-  _globals['_NIXLOFFER']._serialized_end=794
-  _globals['_ANNOUNCEMENTS']._serialized_start=796
-  _globals['_ANNOUNCEMENTS']._serialized_end=852
-  _globals['_ANNOUNCE']._serialized_start=854
-  _globals['_ANNOUNCE']._serialized_end=975
-  _globals['_OPENSAMPLE']._serialized_start=978
-  _globals['_OPENSAMPLE']._serialized_end=1356
-  _globals['_OPENSAMPLE_TAGSENTRY']._serialized_start=1264
-  _globals['_OPENSAMPLE_TAGSENTRY']._serialized_end=1307
-  _globals['_OPENSAMPLE_METADATAENTRY']._serialized_start=1309
-  _globals['_OPENSAMPLE_METADATAENTRY']._serialized_end=1356
-  _globals['_CHUNKHEADER']._serialized_start=1358
-  _globals['_CHUNKHEADER']._serialized_end=1449
-  _globals['_COMMITSAMPLE']._serialized_start=1452
-  _globals['_COMMITSAMPLE']._serialized_end=1630
-  _globals['_COMMITSAMPLE_METADATAENTRY']._serialized_start=1309
-  _globals['_COMMITSAMPLE_METADATAENTRY']._serialized_end=1356
-  _globals['_ABORTSAMPLE']._serialized_start=1632
-  _globals['_ABORTSAMPLE']._serialized_end=1692
-  _globals['_INGESTREPLY']._serialized_start=1695
-  _globals['_INGESTREPLY']._serialized_end=2012
-  _globals['_REPLYBATCH']._serialized_start=2014
-  _globals['_REPLYBATCH']._serialized_end=2071
-  _globals['_WELCOME']._serialized_start=2074
-  _globals['_WELCOME']._serialized_end=2203
-  _globals['_ACK']._serialized_start=2205
-  _globals['_ACK']._serialized_end=2226
-  _globals['_RESEND']._serialized_start=2228
-  _globals['_RESEND']._serialized_end=2252
-  _globals['_COMMITTED']._serialized_start=2254
-  _globals['_COMMITTED']._serialized_end=2300
-  _globals['_FAILED']._serialized_start=2302
-  _globals['_FAILED']._serialized_end=2376
-  _globals['_DRAINING']._serialized_start=2378
-  _globals['_DRAINING']._serialized_end=2388
-  _globals['_INGEST']._serialized_start=2390
-  _globals['_INGEST']._serialized_end=2470
+  _globals['_INGESTREQUEST']._serialized_start=74
+  _globals['_INGESTREQUEST']._serialized_end=431
+  _globals['_REQUESTBATCH']._serialized_start=433
+  _globals['_REQUESTBATCH']._serialized_end=495
+  _globals['_HELLO']._serialized_start=498
+  _globals['_HELLO']._serialized_end=670
+  _globals['_NIXLOFFER']._serialized_start=673
+  _globals['_NIXLOFFER']._serialized_end=822
+  _globals['_ANNOUNCEMENTS']._serialized_start=824
+  _globals['_ANNOUNCEMENTS']._serialized_end=880
+  _globals['_ANNOUNCE']._serialized_start=882
+  _globals['_ANNOUNCE']._serialized_end=1003
+  _globals['_OPENSAMPLE']._serialized_start=1006
+  _globals['_OPENSAMPLE']._serialized_end=1401
+  _globals['_OPENSAMPLE_TAGSENTRY']._serialized_start=1309
+  _globals['_OPENSAMPLE_TAGSENTRY']._serialized_end=1352
+  _globals['_OPENSAMPLE_METADATAENTRY']._serialized_start=1354
+  _globals['_OPENSAMPLE_METADATAENTRY']._serialized_end=1401
+  _globals['_CHUNKHEADER']._serialized_start=1403
+  _globals['_CHUNKHEADER']._serialized_end=1494
+  _globals['_COMMITSAMPLE']._serialized_start=1497
+  _globals['_COMMITSAMPLE']._serialized_end=1719
+  _globals['_COMMITSAMPLE_METADATAENTRY']._serialized_start=1354
+  _globals['_COMMITSAMPLE_METADATAENTRY']._serialized_end=1401
+  _globals['_ABORTSAMPLE']._serialized_start=1721
+  _globals['_ABORTSAMPLE']._serialized_end=1781
+  _globals['_INGESTREPLY']._serialized_start=1784
+  _globals['_INGESTREPLY']._serialized_end=2101
+  _globals['_REPLYBATCH']._serialized_start=2103
+  _globals['_REPLYBATCH']._serialized_end=2160
+  _globals['_WELCOME']._serialized_start=2163
+  _globals['_WELCOME']._serialized_end=2309
+  _globals['_ACK']._serialized_start=2311
+  _globals['_ACK']._serialized_end=2332
+  _globals['_RESEND']._serialized_start=2334
+  _globals['_RESEND']._serialized_end=2358
+  _globals['_COMMITTED']._serialized_start=2360
+  _globals['_COMMITTED']._serialized_end=2406
+  _globals['_FAILED']._serialized_start=2408
+  _globals['_FAILED']._serialized_end=2482
+  _globals['_DRAINING']._serialized_start=2484
+  _globals['_DRAINING']._serialized_end=2494
+  _globals['_INGEST']._serialized_start=2496
+  _globals['_INGEST']._serialized_end=2576
 # @@protoc_insertion_point(module_scope)

@@ -1,3 +1,4 @@
+from slotstream.v1 import sample_pb2 as _sample_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
@@ -91,7 +92,7 @@ class Announce(_message.Message):
     def __init__(self, header: _Optional[_Union[ChunkHeader, _Mapping]] = ..., slot: _Optional[int] = ..., generation: _Optional[int] = ..., address: _Optional[int] = ..., length: _Optional[int] = ...) -> None: ...
 
 class OpenSample(_message.Message):
-    __slots__ = ("sample", "namespace", "sample_id", "model", "dtype", "layer_ids", "hidden_size", "rows_max", "rows_exact", "tags", "metadata")
+    __slots__ = ("sample", "namespace", "sample_id", "model", "dtype", "layer_ids", "hidden_size", "rows_max", "rows_exact", "tags", "metadata", "columns")
     class TagsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -117,6 +118,7 @@ class OpenSample(_message.Message):
     ROWS_EXACT_FIELD_NUMBER: _ClassVar[int]
     TAGS_FIELD_NUMBER: _ClassVar[int]
     METADATA_FIELD_NUMBER: _ClassVar[int]
+    COLUMNS_FIELD_NUMBER: _ClassVar[int]
     sample: int
     namespace: str
     sample_id: str
@@ -128,7 +130,8 @@ class OpenSample(_message.Message):
     rows_exact: bool
     tags: _containers.ScalarMap[str, str]
     metadata: _containers.ScalarMap[str, str]
-    def __init__(self, sample: _Optional[int] = ..., namespace: _Optional[str] = ..., sample_id: _Optional[str] = ..., model: _Optional[str] = ..., dtype: _Optional[str] = ..., layer_ids: _Optional[_Iterable[int]] = ..., hidden_size: _Optional[int] = ..., rows_max: _Optional[int] = ..., rows_exact: bool = ..., tags: _Optional[_Mapping[str, str]] = ..., metadata: _Optional[_Mapping[str, str]] = ...) -> None: ...
+    columns: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, sample: _Optional[int] = ..., namespace: _Optional[str] = ..., sample_id: _Optional[str] = ..., model: _Optional[str] = ..., dtype: _Optional[str] = ..., layer_ids: _Optional[_Iterable[int]] = ..., hidden_size: _Optional[int] = ..., rows_max: _Optional[int] = ..., rows_exact: bool = ..., tags: _Optional[_Mapping[str, str]] = ..., metadata: _Optional[_Mapping[str, str]] = ..., columns: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class ChunkHeader(_message.Message):
     __slots__ = ("sample", "chunk", "first_row", "rows", "xxh3")
@@ -145,7 +148,7 @@ class ChunkHeader(_message.Message):
     def __init__(self, sample: _Optional[int] = ..., chunk: _Optional[int] = ..., first_row: _Optional[int] = ..., rows: _Optional[int] = ..., xxh3: _Optional[int] = ...) -> None: ...
 
 class CommitSample(_message.Message):
-    __slots__ = ("sample", "row_count", "token_ids", "metadata")
+    __slots__ = ("sample", "row_count", "token_ids", "metadata", "columns")
     class MetadataEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -157,11 +160,13 @@ class CommitSample(_message.Message):
     ROW_COUNT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     METADATA_FIELD_NUMBER: _ClassVar[int]
+    COLUMNS_FIELD_NUMBER: _ClassVar[int]
     sample: int
     row_count: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     metadata: _containers.ScalarMap[str, str]
-    def __init__(self, sample: _Optional[int] = ..., row_count: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., metadata: _Optional[_Mapping[str, str]] = ...) -> None: ...
+    columns: _containers.RepeatedCompositeFieldContainer[_sample_pb2.ColumnData]
+    def __init__(self, sample: _Optional[int] = ..., row_count: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., metadata: _Optional[_Mapping[str, str]] = ..., columns: _Optional[_Iterable[_Union[_sample_pb2.ColumnData, _Mapping]]] = ...) -> None: ...
 
 class AbortSample(_message.Message):
     __slots__ = ("sample", "code", "message")
@@ -198,20 +203,22 @@ class ReplyBatch(_message.Message):
     def __init__(self, replies: _Optional[_Iterable[_Union[IngestReply, _Mapping]]] = ...) -> None: ...
 
 class Welcome(_message.Message):
-    __slots__ = ("protocol", "server_version", "window_bytes", "chunk_bytes_max", "nixl", "batches")
+    __slots__ = ("protocol", "server_version", "window_bytes", "chunk_bytes_max", "nixl", "batches", "columns")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     SERVER_VERSION_FIELD_NUMBER: _ClassVar[int]
     WINDOW_BYTES_FIELD_NUMBER: _ClassVar[int]
     CHUNK_BYTES_MAX_FIELD_NUMBER: _ClassVar[int]
     NIXL_FIELD_NUMBER: _ClassVar[int]
     BATCHES_FIELD_NUMBER: _ClassVar[int]
+    COLUMNS_FIELD_NUMBER: _ClassVar[int]
     protocol: int
     server_version: str
     window_bytes: int
     chunk_bytes_max: int
     nixl: bool
     batches: bool
-    def __init__(self, protocol: _Optional[int] = ..., server_version: _Optional[str] = ..., window_bytes: _Optional[int] = ..., chunk_bytes_max: _Optional[int] = ..., nixl: bool = ..., batches: bool = ...) -> None: ...
+    columns: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, protocol: _Optional[int] = ..., server_version: _Optional[str] = ..., window_bytes: _Optional[int] = ..., chunk_bytes_max: _Optional[int] = ..., nixl: bool = ..., batches: bool = ..., columns: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Ack(_message.Message):
     __slots__ = ("chunks",)

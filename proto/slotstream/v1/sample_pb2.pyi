@@ -18,6 +18,14 @@ SAMPLE_STATE_ARRIVING: SampleState
 SAMPLE_STATE_COMMITTED: SampleState
 SAMPLE_STATE_FAILED: SampleState
 
+class ColumnData(_message.Message):
+    __slots__ = ("name", "data")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    data: bytes
+    def __init__(self, name: _Optional[str] = ..., data: _Optional[bytes] = ...) -> None: ...
+
 class SampleInfo(_message.Message):
     __slots__ = ("namespace", "sample_id", "state", "model", "dtype", "layer_ids", "hidden_size", "num_tokens", "file_bytes", "created_unix_ns", "committed_unix_ns", "error_code", "error_message", "tags", "metadata", "reads", "acked_unix_ns", "leased_until_unix_ns", "expires_unix_ns")
     class TagsEntry(_message.Message):

@@ -8,7 +8,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class ReadRequest(_message.Message):
-    __slots__ = ("namespace", "sample_id", "start", "stop", "layer_ids", "wait_s", "unverified", "in_place")
+    __slots__ = ("namespace", "sample_id", "start", "stop", "layer_ids", "wait_s", "unverified", "in_place", "columns")
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     SAMPLE_ID_FIELD_NUMBER: _ClassVar[int]
     START_FIELD_NUMBER: _ClassVar[int]
@@ -17,6 +17,7 @@ class ReadRequest(_message.Message):
     WAIT_S_FIELD_NUMBER: _ClassVar[int]
     UNVERIFIED_FIELD_NUMBER: _ClassVar[int]
     IN_PLACE_FIELD_NUMBER: _ClassVar[int]
+    COLUMNS_FIELD_NUMBER: _ClassVar[int]
     namespace: str
     sample_id: str
     start: int
@@ -25,7 +26,8 @@ class ReadRequest(_message.Message):
     wait_s: float
     unverified: bool
     in_place: bool
-    def __init__(self, namespace: _Optional[str] = ..., sample_id: _Optional[str] = ..., start: _Optional[int] = ..., stop: _Optional[int] = ..., layer_ids: _Optional[_Iterable[int]] = ..., wait_s: _Optional[float] = ..., unverified: bool = ..., in_place: bool = ...) -> None: ...
+    columns: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, namespace: _Optional[str] = ..., sample_id: _Optional[str] = ..., start: _Optional[int] = ..., stop: _Optional[int] = ..., layer_ids: _Optional[_Iterable[int]] = ..., wait_s: _Optional[float] = ..., unverified: bool = ..., in_place: bool = ..., columns: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class ReadReply(_message.Message):
     __slots__ = ("header", "rows", "data")
@@ -38,20 +40,22 @@ class ReadReply(_message.Message):
     def __init__(self, header: _Optional[_Union[ReadHeader, _Mapping]] = ..., rows: _Optional[_Union[RowsHeader, _Mapping]] = ..., data: _Optional[bytes] = ...) -> None: ...
 
 class ReadHeader(_message.Message):
-    __slots__ = ("info", "layer_ids", "start", "stop", "token_ids", "header_xxh3")
+    __slots__ = ("info", "layer_ids", "start", "stop", "token_ids", "header_xxh3", "columns")
     INFO_FIELD_NUMBER: _ClassVar[int]
     LAYER_IDS_FIELD_NUMBER: _ClassVar[int]
     START_FIELD_NUMBER: _ClassVar[int]
     STOP_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     HEADER_XXH3_FIELD_NUMBER: _ClassVar[int]
+    COLUMNS_FIELD_NUMBER: _ClassVar[int]
     info: _sample_pb2.SampleInfo
     layer_ids: _containers.RepeatedScalarFieldContainer[int]
     start: int
     stop: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     header_xxh3: int
-    def __init__(self, info: _Optional[_Union[_sample_pb2.SampleInfo, _Mapping]] = ..., layer_ids: _Optional[_Iterable[int]] = ..., start: _Optional[int] = ..., stop: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., header_xxh3: _Optional[int] = ...) -> None: ...
+    columns: _containers.RepeatedCompositeFieldContainer[_sample_pb2.ColumnData]
+    def __init__(self, info: _Optional[_Union[_sample_pb2.SampleInfo, _Mapping]] = ..., layer_ids: _Optional[_Iterable[int]] = ..., start: _Optional[int] = ..., stop: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., header_xxh3: _Optional[int] = ..., columns: _Optional[_Iterable[_Union[_sample_pb2.ColumnData, _Mapping]]] = ...) -> None: ...
 
 class RowsHeader(_message.Message):
     __slots__ = ("first_row", "rows")

@@ -94,7 +94,8 @@ class SamplesServicer(object):
         """Rows of one sample. Waits while the sample is ARRIVING, and for an id not seen yet (its Open may still be under way).
         NOT_FOUND: the id did not appear. FAILED_PRECONDITION (SAMPLE_FAILED): it failed. DEADLINE_EXCEEDED: still ARRIVING
         when wait_s passed. INVALID_ARGUMENT (BAD_TOKEN_RANGE, BAD_LAYERS). DATA_LOSS (DAMAGED): the file fails its hashes.
-        UNAVAILABLE (IO_ERROR): the disk did not give the file; ask again.
+        UNAVAILABLE (IO_ERROR): the disk did not give the file; ask again. UNIMPLEMENTED (UNSUPPORTED_FORMAT): the sample has columns
+        that this server does not know, or that the reader does not and that are not optional.
         DEADLINE_EXCEEDED (TOO_SLOW): the reader took nothing for too long. Right: read.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

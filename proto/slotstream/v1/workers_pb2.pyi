@@ -84,8 +84,15 @@ class UploadBegun(_message.Message):
     def __init__(self, upload: _Optional[int] = ..., partial: _Optional[str] = ..., failure: _Optional[_Union[UploadFailure, _Mapping]] = ..., created_unix_ns: _Optional[int] = ...) -> None: ...
 
 class PublishUpload(_message.Message):
-    __slots__ = ("upload", "num_tokens", "file_bytes", "created_unix_ns", "committed_unix_ns", "metadata", "header_xxh3", "hash_rows", "hashes", "token_ids_xxh3")
+    __slots__ = ("upload", "num_tokens", "file_bytes", "created_unix_ns", "committed_unix_ns", "metadata", "header_xxh3", "hash_rows", "hashes", "late_xxh3")
     class MetadataEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    class LateXxh3Entry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
         VALUE_FIELD_NUMBER: _ClassVar[int]
@@ -101,7 +108,7 @@ class PublishUpload(_message.Message):
     HEADER_XXH3_FIELD_NUMBER: _ClassVar[int]
     HASH_ROWS_FIELD_NUMBER: _ClassVar[int]
     HASHES_FIELD_NUMBER: _ClassVar[int]
-    TOKEN_IDS_XXH3_FIELD_NUMBER: _ClassVar[int]
+    LATE_XXH3_FIELD_NUMBER: _ClassVar[int]
     upload: int
     num_tokens: int
     file_bytes: int
@@ -111,8 +118,8 @@ class PublishUpload(_message.Message):
     header_xxh3: str
     hash_rows: int
     hashes: _containers.RepeatedScalarFieldContainer[int]
-    token_ids_xxh3: str
-    def __init__(self, upload: _Optional[int] = ..., num_tokens: _Optional[int] = ..., file_bytes: _Optional[int] = ..., created_unix_ns: _Optional[int] = ..., committed_unix_ns: _Optional[int] = ..., metadata: _Optional[_Mapping[str, str]] = ..., header_xxh3: _Optional[str] = ..., hash_rows: _Optional[int] = ..., hashes: _Optional[_Iterable[int]] = ..., token_ids_xxh3: _Optional[str] = ...) -> None: ...
+    late_xxh3: _containers.ScalarMap[str, str]
+    def __init__(self, upload: _Optional[int] = ..., num_tokens: _Optional[int] = ..., file_bytes: _Optional[int] = ..., created_unix_ns: _Optional[int] = ..., committed_unix_ns: _Optional[int] = ..., metadata: _Optional[_Mapping[str, str]] = ..., header_xxh3: _Optional[str] = ..., hash_rows: _Optional[int] = ..., hashes: _Optional[_Iterable[int]] = ..., late_xxh3: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
 class FailUpload(_message.Message):
     __slots__ = ("upload", "failure")

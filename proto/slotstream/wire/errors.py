@@ -47,6 +47,7 @@ __all__ = [
     "TooMany",
     "TooSlow",
     "Unauthenticated",
+    "UnsupportedFormat",
     "UnsupportedRequest",
     "error_from_code",
 ]
@@ -269,6 +270,12 @@ class IoError(SlotStreamError):
     """The disk did not give a stored file's bytes, though it was asked several times. They may be sound: ask again."""
 
     code, status, retryable = "IO_ERROR", "UNAVAILABLE", True
+
+
+class UnsupportedFormat(SlotStreamError):
+    """A sample has columns or elements that this server or reader does not know; a newer version does. Nothing is damaged."""
+
+    code, status = "UNSUPPORTED_FORMAT", "UNIMPLEMENTED"
 
 
 class SampleNotFound(SlotStreamError):

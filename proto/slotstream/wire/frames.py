@@ -23,6 +23,8 @@ _BATCH_TAG = (7 << 3) | _LENGTH_DELIMITED  # IngestRequest.batch
 _REQUESTS_TAG = (1 << 3) | _LENGTH_DELIMITED  # RequestBatch.requests
 _COMMIT_TAG = (4 << 3) | _LENGTH_DELIMITED  # IngestRequest.commit
 _TOKEN_IDS_TAG = (3 << 3) | _LENGTH_DELIMITED  # CommitSample.token_ids, packed
+_COLUMNS_TAG = (5 << 3) | _LENGTH_DELIMITED  # CommitSample.columns
+_COLUMN_DATA_TAG = (2 << 3) | _LENGTH_DELIMITED  # ColumnData.data
 _VARINT_BYTES_MAX = 10
 _HEADER_BYTES_MAX = 4096  # A chunk's or rows' header; ours are below 64.
 _FIELDS_MAX = 4096  # Fields of a long request.
@@ -101,7 +103,7 @@ def _fields(frame: bytes, at: int, stop: int) -> Iterator[tuple[int, int, int]]:
 
 
 def _check_bulk(frame: bytes) -> None:
-    """Refuse a request that is long in anything but rows and token ids. Raises ProtocolViolation.
+    """Refuse a request that is long in anything but rows, token ids and columns. Raises ProtocolViolation.
 
     A parser makes an object of every map entry, at ten times its bytes and a second for a message's worth: so this looks
     at the lengths alone, before there are objects.
@@ -117,8 +119,12 @@ def _check_bulk(frame: bytes) -> None:
                 if inner == _TOKEN_IDS_TAG:
                     beside -= last - first
                     token_ids += len(frame[first:last].translate(None, _CONTINUED))
+                elif inner == _COLUMNS_TAG:
+                    beside -= sum(e - b for data, b, e in _fields(frame, first, last) if data == _COLUMN_DATA_TAG)
     if beside > CONTROL_BYTES_MAX:
-        raise ProtocolViolation(f"a request has {beside} bytes beside rows and token ids, more than {CONTROL_BYTES_MAX}")
+        raise ProtocolViolation(
+            f"a request has {beside} bytes beside rows, token ids and columns, more than {CONTROL_BYTES_MAX}"
+        )
     if token_ids > ROWS_MAX:
         raise ProtocolViolation(f"a commit has {token_ids} token ids, more than the {ROWS_MAX} rows of a sample")
 

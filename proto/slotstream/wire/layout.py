@@ -1,4 +1,4 @@
-"""The one file format: plain safetensors, `hidden_states` [tokens, layers, hidden] then `token_ids` int64 [tokens].
+"""The one file format: plain safetensors, `hidden_states` [tokens, layers, hidden], `token_ids` int64 [tokens], further ones.
 
 Rows are written in place before their number is final, so the header is reserved in full at the front of the file and
 padded with spaces, which the format allows. Format facts: https://github.com/huggingface/safetensors (README, "Format"):
@@ -8,18 +8,23 @@ padded with spaces, which the format allows. Format facts: https://github.com/hu
 from __future__ import annotations
 
 import json
+import math
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from slotstream.wire.dtypes import ELEMENT_BYTES
-from slotstream.wire.errors import Damaged
+from slotstream.wire.columns import COLUMNS, HIDDEN_STATES, TOKEN_IDS, Place, RowFormat, further_columns
+from slotstream.wire.dtypes import ELEMENT_BYTES, SAFETENSORS_BYTES
+from slotstream.wire.errors import Damaged, UnsupportedFormat
 from slotstream.wire.hashing import HASH_HEX_CHARS, to_hex, xxh3
 
 FILE_SUFFIX = ".safetensors"
 HEADER_ALIGN = 4096  # Rows begin on a page.
 HEADER_BYTES_MAX = 4 << 20
 TOKEN_ID_BYTES = 8
+COLUMNS_KEY = "columns"  # In the metadata of a file with further columns: a JSON object, column -> xxh3-64 of its bytes.
+_METADATA = "__metadata__"
+_COUNT_END, _SIZE_END = 1 << 40, 1 << 63
 _LENGTH = struct.Struct("<Q")
 _compact_json = json.JSONEncoder(separators=(",", ":")).encode
 
@@ -38,24 +43,29 @@ def file_path(namespace: str, sample_id: str) -> str:
 class SampleHeader:
     """What a sample file's header says. Offsets and sizes in bytes, from the start of the file."""
 
-    dtype: str
+    row_format: RowFormat
     num_tokens: int
-    num_layers: int
-    hidden_size: int
     metadata: dict[str, str]
     header_bytes: int
 
     @property
     def row_bytes(self) -> int:
-        return ELEMENT_BYTES[self.dtype] * self.num_layers * self.hidden_size
+        """Of hidden states."""
+        return self.row_format.row_bytes
 
     @property
-    def token_ids_at(self) -> int:
+    def rows_end(self) -> int:
+        """Where hidden states end."""
         return self.header_bytes + self.num_tokens * self.row_bytes
+
+    def place_of(self, name: str) -> Place:
+        """Where a column of the file lies, from the start of the file."""
+        place = next(p for p in self.row_format.file_layout(self.num_tokens) if p.column.name == name)
+        return Place(place.column, self.header_bytes + place.begin, self.header_bytes + place.end)
 
     @property
     def file_bytes(self) -> int:
-        return self.token_ids_at + self.num_tokens * TOKEN_ID_BYTES
+        return self.header_bytes + self.row_format.data_bytes(self.num_tokens)
 
 
 def encode_header(header: SampleHeader) -> bytes:
@@ -74,19 +84,15 @@ def header_bytes_for(header: SampleHeader, spare_bytes: int = 0) -> int:
 
 
 def _body(header: SampleHeader) -> bytes:
-    rows = header.num_tokens * header.row_bytes
-    shape = [header.num_tokens, header.num_layers, header.hidden_size]
-    return _compact_json(
-        {
-            "__metadata__": header.metadata,
-            "hidden_states": {"dtype": header.dtype, "shape": shape, "data_offsets": [0, rows]},
-            "token_ids": {
-                "dtype": "I64",
-                "shape": [header.num_tokens],
-                "data_offsets": [rows, rows + header.num_tokens * TOKEN_ID_BYTES],
-            },
+    tensors = {
+        place.column.name: {
+            "dtype": place.column.dtype,
+            "shape": place.column.shape(header.num_tokens),
+            "data_offsets": [place.begin, place.end],
         }
-    ).encode()
+        for place in header.row_format.file_layout(header.num_tokens)
+    }
+    return _compact_json({_METADATA: header.metadata, **tensors}).encode()
 
 
 def header_length(first_bytes: bytes) -> int:
@@ -100,28 +106,99 @@ def header_length(first_bytes: bytes) -> int:
 
 
 def decode_header(raw: bytes) -> SampleHeader:
-    """The header of a sample file, from its first `header_length` bytes. Raises Damaged for anything that is not ours."""
+    """The header of a sample file, from its first `header_length` bytes.
+
+    Raises Damaged for anything that is not ours, and UnsupportedFormat for what a later version may have written.
+    """
+    return parse_header(raw).known()
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """What a header says of one tensor; `begin` and `end` behind the header."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class FileHeader:
+    """The header of a safetensors file that has hidden states, whatever else it has."""
+
+    tensors: Mapping[str, Tensor]
+    metadata: dict[str, str]
+    header_bytes: int
+
+    @property
+    def hidden_states(self) -> Tensor:
+        """Of shape [tokens, layers, hidden]."""
+        return self.tensors[HIDDEN_STATES]
+
+    @property
+    def file_bytes(self) -> int:
+        return self.header_bytes + max(tensor.end for tensor in self.tensors.values())
+
+    def known(self) -> SampleHeader:
+        """The same of a format that this version knows. Raises UnsupportedFormat."""
+        hidden = self.hidden_states
+        tokens, num_layers, hidden_size = hidden.shape
+        if unknown := sorted(self.tensors.keys() - COLUMNS.keys()):
+            raise UnsupportedFormat(f"the file has column {unknown[0][:64]!r}; this version knows {sorted(further_columns())}")
+        if hidden.dtype not in ELEMENT_BYTES:
+            raise UnsupportedFormat(f"the file's rows are {hidden.dtype[:64]!r}, which this version does not know")
+        further = [name for name in self.tensors if name not in (HIDDEN_STATES, TOKEN_IDS)]
+        row_format = RowFormat.of(hidden.dtype, num_layers, hidden_size, further)
+        expected = {
+            place.column.name: Tensor(place.column.dtype, tuple(place.column.shape(tokens)), place.begin, place.end)
+            for place in row_format.file_layout(tokens)
+        }
+        if self.tensors != expected:
+            raise UnsupportedFormat("the file's columns have other elements, shapes or an order than this version knows")
+        return SampleHeader(row_format, tokens, self.metadata, self.header_bytes)
+
+
+def parse_header(raw: bytes) -> FileHeader:
+    """The header of a file, from its first `header_length` bytes. Raises Damaged unless it is one of plain safetensors whose
+    tensors lie without gaps, with hidden states first.
+    """
     if header_length(raw) != len(raw):
         raise Damaged("the file's header is cut short, or its length is wrong")
     try:
         parsed = json.loads(raw[_LENGTH.size :].decode(), object_pairs_hook=_without_repeats)
-        tensor = parsed["hidden_states"]
-        tokens, layers, hidden = (_count(n) for n in tensor["shape"])
-        header = SampleHeader(
-            dtype=tensor["dtype"],
-            num_tokens=tokens,
-            num_layers=layers,
-            hidden_size=hidden,
-            metadata=_strings(parsed["__metadata__"]),
-            header_bytes=len(raw),
-        )
-        # Compared as text: to Python 12 == 12.0 and 0 == False, to other readers of the file they are not.
-        found, canonical = (json.dumps(body, sort_keys=True) for body in (parsed, json.loads(_body(header))))
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        metadata = _strings(parsed.pop(_METADATA))
+        tensors = {name: _tensor(entry) for name, entry in parsed.items()}
+        hidden = tensors[HIDDEN_STATES]
+        _, _, _ = map(_count, hidden.shape)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise Damaged("the file's header is not that of a sample") from error
-    if found != canonical:
+    end = 0
+    for tensor in sorted(tensors.values(), key=lambda tensor: (tensor.begin, tensor.end)):
+        if tensor.begin != end:
+            raise Damaged("the file's header describes tensors that overlap, or with gaps between them")
+        end = tensor.end
+    if hidden.begin or len(tensors) == 1:
         raise Damaged("the file's header does not describe hidden_states followed by token_ids")
-    return header
+    return FileHeader(tensors, metadata, len(raw))
+
+
+def _tensor(entry: object) -> Tensor:
+    """Raises ValueError unless this describes a tensor, whose bytes are as many as its elements take."""
+    if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
+        raise ValueError("this does not describe a tensor")
+    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    sizes = [*shape, *offsets] if isinstance(shape, list) and isinstance(offsets, list) and len(offsets) == 2 else [-1]
+    # To Python 12 == 12.0 and 0 == False, to other readers of the file they are not.
+    if not isinstance(dtype, str) or not all(type(size) is int and 0 <= size < _SIZE_END for size in sizes):
+        raise ValueError("this does not describe a tensor")
+    begin, end = offsets
+    if begin > end:
+        raise ValueError("a tensor ends before it begins")
+    wanted = math.prod(shape) * SAFETENSORS_BYTES[dtype] if dtype in SAFETENSORS_BYTES else end - begin
+    if end - begin != wanted:
+        raise ValueError("a tensor's bytes are not those of its elements")
+    return Tensor(dtype, tuple(shape), begin, end)
 
 
 def _without_repeats(pairs: list[tuple[str, object]]) -> dict[str, object]:
@@ -132,7 +209,7 @@ def _without_repeats(pairs: list[tuple[str, object]]) -> dict[str, object]:
 
 
 def _count(value: object) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 1 << 40:
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < _COUNT_END:
         raise ValueError(f"{value!r} is not a size")
     return value
 
@@ -164,6 +241,26 @@ def pick(rows: memoryview, row_bytes: int, runs: Sequence[tuple[int, int]]) -> l
 def groups_of(start: int, stop: int, hash_rows: int) -> range:
     """The groups that rows [start, stop) lie in."""
     return range(start // hash_rows, -(-stop // hash_rows) if stop > start else 0)
+
+
+def encode_columns(hashes: Mapping[str, str]) -> str:
+    """What a file's `columns` entry says of its further columns: column -> hash."""
+    return _compact_json(dict(hashes))
+
+
+def decode_columns(text: str, row_format: RowFormat) -> dict[str, str]:
+    """Column -> hash, in the file's order. Raises Damaged unless these are the file's further columns."""
+    try:
+        hashes = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise Damaged("the file's list of columns is malformed") from error
+    if not isinstance(hashes, dict) or list(hashes) != row_format.names or not all(map(_is_hash, hashes.values())):
+        raise Damaged("the file's list of columns is not that of its columns")
+    return hashes
+
+
+def _is_hash(value: object) -> bool:
+    return isinstance(value, str) and len(value) == HASH_HEX_CHARS
 
 
 def group_count(num_rows: int, hash_rows: int) -> int:

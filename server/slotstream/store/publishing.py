@@ -17,7 +17,7 @@ from slotstream.store.records import SampleRecord, State
 from slotstream.store.sample.file import sample_file_at
 from slotstream.store.sample.reading import unreadable
 from slotstream.store.sample.upload import Draft, OpenSample, VerdictUnknown
-from slotstream.wire.errors import AlreadyExists, Damaged, SlotStreamError, StoreFull
+from slotstream.wire.errors import AlreadyExists, Damaged, SlotStreamError, StoreFull, UnsupportedFormat
 
 _log = logging.getLogger(__name__)
 
@@ -35,8 +35,8 @@ class Publisher:
     def publish(self, upload: OpenSample, draft: Draft) -> bool:
         """Make the upload's partial the committed file. True when the same content is stored already, and nothing was done.
 
-        Raises AlreadyExists, Damaged and IoError for what is stored under the id, StoreFull, StoreGone, InternalFault, OSError
-        and VerdictUnknown.
+        Raises AlreadyExists, Damaged, UnsupportedFormat and IoError for what is stored under the id, StoreFull, StoreGone,
+        InternalFault, OSError and VerdictUnknown.
         """
         key = upload.spec.key
         path = key.path(self._data_dir)
@@ -77,7 +77,7 @@ class Publisher:
     def _is_stored(self, upload: OpenSample, draft: Draft, path: Path) -> bool:
         """True when the same content is stored, and sound; False when nothing is in the way.
 
-        Raises AlreadyExists, Damaged and IoError (what is stored cannot be checked now).
+        Raises AlreadyExists, Damaged, UnsupportedFormat and IoError (what is stored cannot be checked now).
         """
         key = upload.spec.key
         if self._files.path_size(path) is None:
@@ -88,11 +88,13 @@ class Publisher:
             return False
         committed = record if record is not None and record.state is State.COMMITTED else None
         try:
-            stored = sample_file_at(self._files, path)
+            stored = sample_file_at(self._files, path, committed.header_xxh3 if committed is not None else "")
         except FileNotFoundError:
             return False
         except OSError as error:
             raise unreadable(error) from error
+        except UnsupportedFormat as error:
+            raise UnsupportedFormat(f"what is stored under {key} cannot be compared, and stays: {error}") from error
         except Damaged as error:
             if record is not None and record.state is State.FAILED:
                 return False  # It was given up already; what arrives now replaces it.

@@ -9,9 +9,9 @@ from enum import StrEnum
 from functools import lru_cache
 from pathlib import Path
 
-from slotstream.wire.dtypes import row_bytes
+from slotstream.wire.columns import RowFormat
 from slotstream.wire.errors import BadLayers, BadParams, SlotStreamError, TooLarge
-from slotstream.wire.layout import FILE_SUFFIX, TOKEN_ID_BYTES, shard_of
+from slotstream.wire.layout import FILE_SUFFIX, shard_of
 from slotstream.wire.names import (
     CHUNK_BYTES_MAX,
     LAYERS_MAX,
@@ -87,9 +87,8 @@ class SampleSpec:
     namespace: str
     sample_id: str
     model: str
-    dtype: str
     layer_ids: tuple[int, ...]
-    hidden_size: int
+    row_format: RowFormat
     rows_max: int
     rows_exact: bool = False
     tags: Mapping[str, str] = field(default_factory=dict)
@@ -103,20 +102,23 @@ class SampleSpec:
             raise BadLayers(f"a sample has 1 to {LAYERS_MAX} layers, not {len(self.layer_ids)}")
         if len(set(self.layer_ids)) != len(self.layer_ids) or min(self.layer_ids) < 0:
             raise BadLayers("layer ids must be distinct and not negative")
-        if self.hidden_size < 1:
+        assert len(self.layer_ids) == self.row_format.num_layers, "a format is made for its layers"
+        if self.row_format.hidden_size < 1:
             raise BadParams("hidden_size must be at least 1")
         if self.row_bytes > CHUNK_BYTES_MAX:
             raise TooLarge(f"a row of {self.row_bytes} bytes does not fit a chunk of {CHUNK_BYTES_MAX}")
         if self.rows_max < 1:
             raise BadParams("rows_max must be at least 1")
-        if self.rows_max > ROWS_MAX or self.rows_max * (self.row_bytes + TOKEN_ID_BYTES) > SAMPLE_BYTES_MAX:
+        if self.rows_max > ROWS_MAX or self.row_format.data_bytes(self.rows_max) > SAMPLE_BYTES_MAX:
             raise TooLarge(f"{self.rows_max} rows are more than a sample's {ROWS_MAX} rows or {SAMPLE_BYTES_MAX} bytes")
+        self.row_format.check_commit(self.rows_max)
         check_tags(self.tags)
         check_metadata(self.metadata)
 
     @property
     def row_bytes(self) -> int:
-        return row_bytes(self.dtype, len(self.layer_ids), self.hidden_size)
+        """Of hidden states."""
+        return self.row_format.row_bytes
 
     @property
     def key(self) -> SampleKey:
@@ -156,9 +158,9 @@ class SampleRecord:
             state=State.ARRIVING,
             created_unix_ns=created_unix_ns,
             model=spec.model,
-            dtype=spec.dtype,
+            dtype=spec.row_format.dtype,
             layer_ids=spec.layer_ids,
-            hidden_size=spec.hidden_size,
+            hidden_size=spec.row_format.hidden_size,
             num_tokens=spec.rows_max,
             tags=dict(spec.tags),
             metadata=connector_metadata(spec.metadata),

@@ -41,6 +41,7 @@ from slotstream.wire.errors import (
     SlotStreamError,
     StillArriving,
     StoreFull,
+    UnsupportedFormat,
 )
 
 _log = logging.getLogger(__name__)
@@ -307,7 +308,7 @@ class SampleStore:
     def reader(self, key: SampleKey) -> SampleReader:
         """Open a committed sample; while it is open, retention leaves it alone.
 
-        Raises SampleNotFound, SampleFailed, StillArriving, Damaged, StoreFull, StoreGone and InternalFault.
+        Raises SampleNotFound, SampleFailed, StillArriving, Damaged, UnsupportedFormat, StoreFull, StoreGone and InternalFault.
         """
         self.lifetimes.begin_read(key)  # Before looking: a deletion that has not begun by then waits.
         try:
@@ -324,10 +325,10 @@ class SampleStore:
                 return SampleReader(self._files, key.path(self.data_dir), record, closed)
             except FileNotFoundError:
                 self._opened.check()
-                error = Damaged(f"the file of {key} is gone")
+                error: SlotStreamError = Damaged(f"the file of {key} is gone")
             except OSError as failure:
                 raise unreadable(failure) from failure
-            except Damaged as failure:
+            except (Damaged, UnsupportedFormat) as failure:
                 error = failure
             # Unless it was deleted, or replaced, between the look at the catalogue and the look at the disk.
             current = self.stat(key)

@@ -37,6 +37,7 @@ from slotstream.transport.base import Committed, Failed, SinkEvent
 from slotstream.transport.grpc import GrpcSink
 from slotstream.transport.nixl import plane_for
 from slotstream.v1 import ingest_pb2
+from slotstream.wire.columns import RowFormat
 from slotstream.wire.names import PROTOCOL_VERSION
 
 _BLOCK_SIZE = 16
@@ -120,7 +121,8 @@ class Sender:
             ack_timeout_s=5.0,
             spool_dir=None if spool is None else str(spool),
         )
-        config = ConnectorConfig(options, self._prefix, "synthetic", LAYER_IDS, HIDDEN, "BF16", {"engine_id": self._prefix})
+        row_format = RowFormat.of("BF16", len(LAYER_IDS), HIDDEN)
+        config = ConnectorConfig(options, self._prefix, "synthetic", LAYER_IDS, row_format, {"engine_id": self._prefix})
         hello = ingest_pb2.Hello(protocol=PROTOCOL_VERSION, engine_id=self._prefix)
         self._watch = ServerHealth(address, patient=spool is not None)
         sink = _Sink(options, hello, transport, ledger, lambda sample_id: self._ended(sample_id, "committed"))

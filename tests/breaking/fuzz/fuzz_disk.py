@@ -29,7 +29,8 @@ from slotstream.store.sample.reading import SampleReader
 from slotstream.store.samples import SampleStore
 from slotstream.store.upkeep import verifying
 from slotstream.store.upkeep.verifying import verify_directory, verify_record
-from slotstream.wire.errors import ConfigError, Damaged, SlotStreamError
+from slotstream.wire.columns import RowFormat
+from slotstream.wire.errors import ConfigError, Damaged, SlotStreamError, UnsupportedFormat
 from slotstream.wire.hashing import xxh3
 from slotstream.wire.layout import decode_header, encode_header
 
@@ -50,7 +51,9 @@ def scratch(name: str) -> Path:
 def put(store: SampleStore, key: SampleKey = KEY, data: bytes = _DATA, token_ids: list[int] | None = None) -> None:
     """Stores rows of 2 layers x 8 F32 values."""
     ids = _TOKEN_IDS if token_ids is None else token_ids
-    spec = SampleSpec(key.namespace, key.sample_id, "m", "F32", (3, 7), 8, len(ids), True, {"k": "v"}, {"engine_id": "e"})
+    spec = SampleSpec(
+        key.namespace, key.sample_id, "m", (3, 7), RowFormat.of("F32", 2, 8), len(ids), True, {"k": "v"}, {"engine_id": "e"}
+    )
     upload = store.open_upload(spec)
     upload.write_chunk(0, len(ids), data, xxh3(data))
     upload.commit(len(ids), ids)
@@ -77,13 +80,14 @@ def check_headers(data: bytes) -> None:
     raw = struct.pack("<Q", len(data)) + data
     try:
         header = decode_header(raw)
-    except Damaged:
+    except (Damaged, UnsupportedFormat):
         return
     again = decode_header(encode_header(header)) if _fits(header) else header
     assert again == header
-    assert header.num_tokens * header.num_layers * header.hidden_size > 0
+    shape = (header.num_tokens, header.row_format.num_layers, header.row_format.hidden_size)
+    assert min(shape) > 0
     if header.file_bytes < 1 << 16:
-        _as_others_read_it(raw, header.file_bytes, (header.num_tokens, header.num_layers, header.hidden_size))
+        _as_others_read_it(raw, header.file_bytes, shape)
 
 
 def _fits(header: object) -> bool:
@@ -133,7 +137,7 @@ def check_sample_files(data: bytes) -> None:
         os.write(fd, file)
         sample = read_sample_file(Files(), fd)
         record = sample.record()
-    except Damaged:
+    except (Damaged, UnsupportedFormat):
         return
     finally:
         os.close(fd)
@@ -235,7 +239,7 @@ def _directories() -> tuple[Path, ...]:
     for directory in (clean, killed):
         store = SampleStore.open(directory)
         put(store)
-        upload = store.open_upload(SampleSpec("default", "half", "m", "F32", (3, 7), 8, 4, False))
+        upload = store.open_upload(SampleSpec("default", "half", "m", (3, 7), RowFormat.of("F32", 2, 8), 4, False))
         upload.abort(Failure("ABORTED", "no"))
         put(store, SampleKey("other", "t"), bytes(64), [5])
         if directory is clean:

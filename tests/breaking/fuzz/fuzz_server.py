@@ -34,6 +34,7 @@ from slotstream.store.samples import SampleStore
 from slotstream.v1 import ingest_pb2 as pb
 from slotstream.v1 import sample_pb2, samples_pb2
 from slotstream.wire import errors
+from slotstream.wire.columns import RowFormat
 from slotstream.wire.errors import SlotStreamError
 from slotstream.wire.frames import decode_reply, encode_batch, encode_chunk
 from slotstream.wire.hashing import xxh3
@@ -446,8 +447,10 @@ _READ_DATA = rows_of(1, 0, _READ_ROWS)
 @cache
 def _reads_harness() -> Harness:
     harness = Harness()
-    harness.store.open_upload(SampleSpec("default", "arriving", "m", "F32", _LAYERS, _HIDDEN, 4))
-    failed = harness.store.open_upload(SampleSpec("default", "failed", "m", "F32", _LAYERS, _HIDDEN, 4))
+    harness.store.open_upload(SampleSpec("default", "arriving", "m", _LAYERS, RowFormat.of("F32", len(_LAYERS), _HIDDEN), 4))
+    failed = harness.store.open_upload(
+        SampleSpec("default", "failed", "m", _LAYERS, RowFormat.of("F32", len(_LAYERS), _HIDDEN), 4)
+    )
     failed.abort(Failure("ABORTED", "no"))
     for index in range(3):
         put(harness.store, SampleKey("other", f"n{index}"), bytes(ROW_BYTES), [index])

@@ -202,9 +202,9 @@ def _() -> None:
     """A commit does not look whether all rows came."""
     draft = Upload._draft
 
-    def blind(self: Upload, row_count: int, token_ids: Any, metadata: Any) -> Any:
+    def blind(self: Upload, row_count: int, *others: Any) -> Any:
         self._rows.add(0, row_count)
-        return draft(self, row_count, token_ids, metadata)
+        return draft(self, row_count, *others)
 
     _set(Upload, "_draft", blind)
 

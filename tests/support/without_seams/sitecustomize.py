@@ -1,6 +1,7 @@
 """Takes names out of vLLM's modules: with this directory on its path, Python runs this in every process.
 
-SLOTSTREAM_TEST_MISSING holds them, as `module:Class.name`, with a comma between two.
+SLOTSTREAM_TEST_MISSING holds them, as `module:Class.name`, with a comma between two. vLLM itself goes on without them: what was
+a method of a class, each instance has as an attribute.
 """
 
 import importlib.abc
@@ -9,11 +10,21 @@ import importlib.util
 import os
 import sys
 import types
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 _missing: dict[str, list[str]] = {}
 for _one in filter(None, os.environ.get("SLOTSTREAM_TEST_MISSING", "").split(",")):
     _missing.setdefault(_one.partition(":")[0], []).append(_one.partition(":")[2])
+
+
+def _give_instances(owner: type, name: str, method: Callable[..., object]) -> None:
+    init = owner.__init__  # type: ignore[misc]
+
+    def initialize(self: object, *args: object, **kwargs: object) -> None:
+        vars(self)[name] = types.MethodType(method, self)
+        init(self, *args, **kwargs)
+
+    setattr(owner, "__init__", initialize)  # noqa: B010  (mypy: a method is no variable)
 
 
 class _Without(importlib.abc.MetaPathFinder):
@@ -37,7 +48,10 @@ class _Without(importlib.abc.MetaPathFinder):
                 owner: object = module
                 for part in owners:
                     owner = getattr(owner, part)
+                found = getattr(owner, last)
                 delattr(owner, last)
+                if isinstance(owner, type) and callable(found):
+                    _give_instances(owner, last, found)
 
         setattr(loader, "exec_module", exec_module)  # noqa: B010  (mypy: a method is no variable)
         return spec

@@ -22,7 +22,6 @@ missing is said before the model is loaded; where the first is missing, by `Work
 from __future__ import annotations
 
 import functools
-import importlib
 import inspect
 import math
 from collections.abc import Callable, Sequence
@@ -36,8 +35,17 @@ from slotstream.connector.reading.forward_capture import ForwardCapture
 from slotstream.connector.reading.row_pages import RowPages
 from slotstream.connector.reading.row_write import write_rows
 from slotstream.connector.reading.staging_plan import StagingPlan, step_tokens_max
+from slotstream.connector.reading.vllm_checks import (
+    WORKERS,
+    attribute,
+    check_connector,
+    check_needed,
+    check_own_layers,
+    find,
+    missing,
+)
 from slotstream.connector.row_pool import pool_rows, pool_shape, slot_group
-from slotstream.connector.vllm_config import ConnectorConfig, known_vllm, logged_refusal, on_cpu, vllm_version
+from slotstream.connector.vllm_config import ConnectorConfig, known_vllm, logged_refusal, on_cpu
 from slotstream.transport.logs import connector_logger
 from slotstream.wire.errors import ConfigError
 
@@ -47,22 +55,6 @@ if TYPE_CHECKING:
 logger = connector_logger(__name__)
 
 CONFIG_KEY = "slotstream"
-
-
-_WORKERS = "vllm.v1.worker.worker_base"
-# What is called after the model is loaded, and can be looked for before.
-_NEEDED = (
-    ("vllm.forward_context", "get_forward_context"),
-    ("vllm.distributed.parallel_state", "get_pp_group"),
-    ("vllm.distributed.parallel_state", "get_tensor_model_parallel_rank"),
-    ("vllm.v1.kv_cache_interface", "AttentionSpec"),
-    ("vllm.v1.kv_cache_interface", "CrossAttentionSpec"),
-    ("vllm.v1.kv_cache_interface", "EncoderOnlyAttentionSpec"),
-    ("vllm.v1.kv_cache_interface", "FullAttentionSpec"),
-    ("vllm.v1.kv_cache_interface", "UniformTypeKVCacheSpecs"),
-)
-_INTERFACES = "vllm.model_executor.models.interfaces"
-
 ConfigOf = Callable[["VllmConfig | None"], "ConnectorConfig | None"]
 
 
@@ -73,7 +65,7 @@ def install(config_of: ConfigOf) -> None:
     where this vLLM has no such place; each worker that would need it then refuses to start, where it still can.
     """
     try:
-        wrapper = _find(_WORKERS, "WorkerWrapperBase", extraction=False)
+        wrapper = find(WORKERS, "WorkerWrapperBase", extraction=False)
         inner = getattr(wrapper, "init_device", None)
         if not callable(inner):
             raise missing("WorkerWrapperBase.init_device", extraction=False)
@@ -85,7 +77,7 @@ def install(config_of: ConfigOf) -> None:
 
     @functools.wraps(inner)
     def init_device(self: Any, *args: Any, **kwargs: Any) -> Any:
-        vllm_config = _attribute(self, "vllm_config")
+        vllm_config = attribute(self, "vllm_config")
         with logged_refusal():
             config = config_of(vllm_config)
             if config is not None:
@@ -93,7 +85,7 @@ def install(config_of: ConfigOf) -> None:
         result = inner(self, *args, **kwargs)
         if config is None:
             return result
-        runner = _attribute(_attribute(self, "worker"), "model_runner")
+        runner = attribute(attribute(self, "worker"), "model_runner")
         if config.direct:
             attach(runner, vllm_config, config)
         else:
@@ -107,7 +99,7 @@ def install(config_of: ConfigOf) -> None:
 def _refuse_in_workers(config_of: ConfigOf, error: ConfigError) -> None:
     """Have each worker say `error` when it is made, which is before it loads its model, if our connector is to be in it."""
     try:
-        worker = _find(_WORKERS, "WorkerBase")
+        worker = find(WORKERS, "WorkerBase")
     except ConfigError:
         return
     inner = worker.__init__
@@ -118,9 +110,9 @@ def _refuse_in_workers(config_of: ConfigOf, error: ConfigError) -> None:
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         inner(self, *args, **kwargs)
         with logged_refusal():
-            config = config_of(_attribute(self, "vllm_config"))
+            config = config_of(attribute(self, "vllm_config"))
             if config is not None:
-                raise error
+                raise ConfigError(str(error))
 
     init.slotstream = True  # type: ignore[attr-defined]
     worker.__init__ = init
@@ -134,69 +126,6 @@ def _check(config: ConnectorConfig, vllm_config: VllmConfig) -> None:
     if config.direct:
         check_needed(config)
         tell_compile_cache(vllm_config, config)
-
-
-def check_connector(vllm_config: VllmConfig) -> None:
-    """Raises ConfigError where another engine's connector would be given the steps of this one, and could not tell them apart.
-
-    vLLM keeps one connector for a process. Ours knows whose step it is, but only where it is not behind MultiConnector.
-    """
-    try:
-        from vllm.distributed.kv_transfer.kv_transfer_state import get_kv_transfer_group, has_kv_transfer_group
-    except ImportError:
-        return
-    if not has_kv_transfer_group():
-        return
-    transfer = vllm_config.kv_transfer_config
-    alone = transfer is not None and "connectors" not in (transfer.kv_connector_extra_config or {})
-    if not (alone and getattr(get_kv_transfer_group(), "is_slotstream", False)):
-        raise ConfigError(
-            "another engine of this process has a KV connector, which vLLM would give this engine's steps too: start this "
-            "engine in a process of its own"
-        )
-
-
-def check_needed(config: ConnectorConfig) -> None:
-    """Raises ConfigError, naming it, where this vLLM lacks something that a capture of layers needs later."""
-    for module, name in _NEEDED:
-        _find(module, name)
-    if config.residual_layer_ids:
-        _find(_INTERFACES, "supports_eagle3")
-        check_own_layers()
-    context = _find("vllm.forward_context", "ForwardContext")
-    if "slot_mapping" not in getattr(context, "__dataclass_fields__", {}):
-        raise missing("ForwardContext.slot_mapping")
-    request = _find("vllm.v1.request", "Request")
-    if "skip_reading_prefix_cache" not in request.__init__.__code__.co_names:
-        raise missing("Request.skip_reading_prefix_cache")
-
-
-def check_own_layers() -> None:
-    """Raises ConfigError where a model cannot be told to give copies of its layers: see `own_layers`."""
-    if not hasattr(_find(_INTERFACES, "EagleModelMixin", extraction=False), "_maybe_add_hidden_state"):
-        raise missing("EagleModelMixin._maybe_add_hidden_state", extraction=False)
-
-
-def _find(module: str, name: str, *, extraction: bool = True) -> Any:
-    """Something of vLLM's, by its name in a module. Raises ConfigError where it is not there."""
-    try:
-        return getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise missing(f"{module}.{name}", extraction=extraction) from error
-
-
-def _attribute(owner: Any, name: str) -> Any:
-    """An attribute that another vLLM may not have: None then. Its wrapper of workers looks further for what it lacks."""
-    try:
-        return getattr(owner, name, None)
-    except RecursionError:
-        return None
-
-
-def missing(seam: str, *, extraction: bool = True) -> ConfigError:
-    """What to say of a seam that this vLLM does not have. `extraction`: whether `extract_hidden_states` does without it."""
-    instead = ", or capture with extract_hidden_states instead of connector option layers" if extraction else ""
-    return ConfigError(f"vLLM {vllm_version()} has no {seam} as slotstream knows it: use vLLM 0.32 or 0.33{instead}")
 
 
 def tell_compile_cache(vllm_config: VllmConfig, config: ConnectorConfig) -> None:

@@ -37,6 +37,7 @@ class Report:
         request.rows_exact = False  # Nothing is to be preallocated for a sample that will not come.
         request.ClearField("tags")
         request.ClearField("metadata")
+        request.ClearField("columns")  # Those that the server does not take may be why it failed.
         return cls(request.SerializeToString(), serial, fault, file)
 
 

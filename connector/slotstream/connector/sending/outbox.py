@@ -17,7 +17,7 @@ from slotstream.connector.faults import Faults, SampleFault
 from slotstream.connector.plan import SampleOpen
 from slotstream.connector.sending.failure_reports import Report, Reports
 from slotstream.connector.sending.phases import Event, Phase
-from slotstream.connector.sending.sample_state import ChunkState, SampleState, numbered, open_message
+from slotstream.connector.sending.sample_state import ChunkState, SampleState, format_of, numbered, open_message
 from slotstream.connector.sending.spool.backlog import Backlog
 from slotstream.connector.sending.spool.disk_thread import Adopted, Appended, Loaded, ReadBack
 from slotstream.connector.sending.spool.reader import SpoolReader
@@ -28,7 +28,7 @@ from slotstream.connector.sending.verdicts import is_final
 from slotstream.connector.vllm_config import ConnectorConfig
 from slotstream.transport.base import Failed, SampleSink
 from slotstream.v1 import ingest_pb2
-from slotstream.wire.errors import Damaged, Interrupted
+from slotstream.wire.errors import Damaged, Interrupted, SlotStreamError, UnsupportedFormat
 
 _RETRY_S, _RETRY_S_MAX = 0.5, 30.0
 _DOUBLINGS_MAX = 16
@@ -75,6 +75,7 @@ class Outbox:
         self._backlog = Backlog(reader)
         self._rows = StagedRows(pool, sink, writer, reader, clock)
         self._reports = Reports(sink, counters, self._numbers, faults, writer.put_report, writer.drop, on_end, clock)
+        self._taken_columns: frozenset[str] = frozenset()  # By the server of this link.
         self.link_up = False
 
     @property
@@ -109,10 +110,16 @@ class Outbox:
         sample = SampleState(next(self._serials), item.req_id, open_message(self._config, item))
         self._live[item.req_id] = self._held[sample.serial] = sample
         self._counters.add("samples_opened")
-        if self.link_up:
-            self._announce(sample)
-        else:
+        if item.columns:
+            try:
+                format_of(sample.opened)
+            except SlotStreamError as error:
+                self.give_up(sample, error.code, str(error))
+                return
+        if not self.link_up:
             self._writer.put(sample)
+        elif self._is_taken(sample):
+            self._announce(sample)
 
     def sample(self, req_id: str) -> SampleState | None:
         """The sample of a request, if it still takes rows."""
@@ -154,9 +161,13 @@ class Outbox:
 
     # What the link says.
 
-    def link_is_up(self) -> None:
-        """The server answers: what waits in memory is sent again at once, what only the spool holds bit by bit."""
+    def link_is_up(self, taken_columns: frozenset[str] = frozenset()) -> None:
+        """The server answers: what waits in memory is sent again at once, what only the spool holds bit by bit.
+
+        `taken_columns`: what it takes beside the default pair.
+        """
         self.link_up = True
+        self._taken_columns = taken_columns
         for sample in list(self._held.values()):
             if sample.commit is None or sample.in_memory:
                 self._guard(self._send, sample)
@@ -298,6 +309,14 @@ class Outbox:
 
     # Sending.
 
+    def _is_taken(self, sample: SampleState) -> bool:
+        """Whether the server takes samples of this format. One that it does not take fails before a row of it is sent."""
+        if not (unknown := sorted(set(sample.opened.columns) - self._taken_columns)):
+            return True
+        message = f"the server takes no column {unknown[0][:64]!r}: upgrade servers before connectors"
+        self.give_up(sample, UnsupportedFormat.code, message)
+        return False
+
     def _announce(self, sample: SampleState) -> None:
         sample.move(Event.SEND)
         sample.number = next(self._numbers)
@@ -307,6 +326,8 @@ class Outbox:
 
     def _send(self, sample: SampleState) -> None:
         """Open a sample again and send all there is of it. One that lost rows meanwhile fails."""
+        if not self._is_taken(sample):
+            return
         if not self._rows.recover(sample, spare=True):
             self._rows_lost(sample)
             return

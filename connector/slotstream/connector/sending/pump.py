@@ -22,7 +22,7 @@ from slotstream.connector.sending.outbox import Outbox
 from slotstream.connector.sending.phases import Phase
 from slotstream.connector.sending.row_check import INFINITY, Checkable, Segment, count_bad_rows
 from slotstream.connector.sending.row_hashes import Digests
-from slotstream.connector.sending.sample_state import ChunkState, NotAllowed, SampleState
+from slotstream.connector.sending.sample_state import ChunkState, NotAllowed, SampleState, format_of
 from slotstream.connector.sending.spool.disk_thread import Adopted, Appended, DiskThread, Loaded, ReadBack, SpoolEvent
 from slotstream.connector.sending.spool.reader import SpoolReader
 from slotstream.connector.sending.spool.writer import SpoolWriter
@@ -33,6 +33,7 @@ from slotstream.transport.base import Acked, Committed, Failed, FellBack, LinkDo
 from slotstream.transport.logs import connector_logger
 from slotstream.v1 import ingest_pb2
 from slotstream.wire.errors import (
+    BadParams,
     BadRows,
     CaptureAborted,
     InternalFault,
@@ -58,7 +59,6 @@ class Pump:
         pool: StagingPool,
         area: StagingArea,
         sink: SampleSink,
-        row_bytes: int,
         counters: Counters,
         on_end: Callable[[str], None] = lambda req_id: None,
         looks: Looks = BESIDE_THE_ENGINE,
@@ -71,7 +71,7 @@ class Pump:
         self._pool = pool
         self._area = area
         self._sink = sink
-        self._row_bytes = row_bytes
+        self._row_bytes = config.row_bytes
         self._counters = counters
         self._inbox: Inbox[_Event] = Inbox(lambda: area.done, looks)
         self._disk: DiskThread | None = None
@@ -255,7 +255,7 @@ class Pump:
                 outbox.read_back(item)
             case LinkUp():
                 logger.info("slotstream: connected to %s (server %s)", self._server, item.server_version)
-                outbox.link_is_up()
+                outbox.link_is_up(item.columns)
                 self._refused = False
             case LinkDown():
                 # A server that refuses our token says so at every try.
@@ -339,11 +339,19 @@ class Pump:
         sample = self._outbox.sample(item.req_id)
         if sample is None:
             return
+        if sample.opened.columns or item.columns.values:
+            try:
+                item.columns.check(format_of(sample.opened), len(item.token_ids))
+            except BadParams as error:
+                self._give_up(item.req_id, error)
+                return
         metadata = {**item.metadata, **(sample.bad_rows.metadata if sample.bad_rows is not None else {})}
         metadata["last_rows_unix_ns"] = str(sample.rows_unix_ns)  # By this host's clock.
         self._outbox.finish(
             sample,
-            ingest_pb2.CommitSample(row_count=len(item.token_ids), token_ids=item.token_ids, metadata=metadata),
+            ingest_pb2.CommitSample(
+                row_count=len(item.token_ids), token_ids=item.token_ids, metadata=metadata, columns=item.columns.to_wire()
+            ),
         )
 
     def _give_up(self, req_id: str, error: SlotStreamError) -> None:

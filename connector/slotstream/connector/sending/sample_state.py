@@ -10,6 +10,7 @@ from slotstream.connector.sending.row_check import BadRowCount
 from slotstream.connector.sending.spool.files import Place, SpoolFile
 from slotstream.connector.vllm_config import ConnectorConfig
 from slotstream.v1 import ingest_pb2
+from slotstream.wire.columns import RowFormat
 from slotstream.wire.errors import Interrupted
 
 
@@ -89,18 +90,27 @@ class SampleState:
 
 def open_message(config: ConnectorConfig, item: SampleOpen) -> ingest_pb2.OpenSample:
     """The OpenSample of a planned sample, without its number."""
+    row_format = config.row_format
     return ingest_pb2.OpenSample(
         namespace=item.namespace,
         sample_id=item.sample_id,
         model=config.model,
-        dtype=config.dtype,
+        dtype=row_format.dtype,
         layer_ids=config.layer_ids,
-        hidden_size=config.hidden_size,
+        hidden_size=row_format.hidden_size,
         rows_max=item.rows_max,
         rows_exact=item.rows_exact,
         tags=item.tags,
         metadata={**config.metadata, **item.metadata},
+        columns=item.columns,
     )
+
+
+def format_of(opened: ingest_pb2.OpenSample) -> RowFormat:
+    """What a sample of this engine announces. Raises UnsupportedFormat, TooLarge and BadParams where it cannot be sent."""
+    row_format = RowFormat.of(opened.dtype, len(opened.layer_ids), opened.hidden_size, opened.columns)
+    row_format.check_commit(opened.rows_max)
+    return row_format
 
 
 def numbered(opened: ingest_pb2.OpenSample, number: int) -> ingest_pb2.OpenSample:

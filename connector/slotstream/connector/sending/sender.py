@@ -62,6 +62,6 @@ def in_thread(config: ConnectorConfig, sink: SampleSink) -> SenderMaker:
     def make(memory: HostMemory, shape: StagingShape, counters: Counters) -> Sender:
         area = memory.area
         sink.use_staging(area.slots, shape.slot_bytes)
-        return Pump(config, StagingPool(area.slots, shape), area, sink, shape.row_bytes, counters)
+        return Pump(config, StagingPool(area.slots, shape), area, sink, counters)
 
     return make

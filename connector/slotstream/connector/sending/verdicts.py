@@ -30,6 +30,7 @@ _FINAL = (
     errors.BadParams,
     errors.BadPage,
     errors.UnsupportedRequest,
+    errors.UnsupportedFormat,
     errors.TooLarge,
     errors.AlreadyExists,
     errors.PermissionDenied,

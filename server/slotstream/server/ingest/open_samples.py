@@ -19,7 +19,9 @@ from slotstream.server.nixl.reader import ReadAnswer, ReadRequest, Slot
 from slotstream.store.records import Failure, SampleKey
 from slotstream.store.sample.ranges import RangeSet
 from slotstream.v1 import ingest_pb2 as pb
+from slotstream.wire.columns import LateColumns
 from slotstream.wire.errors import (
+    BadParams,
     Interrupted,
     PermissionDenied,
     ProtocolViolation,
@@ -253,11 +255,12 @@ class OpenSamples:
             return
         try:
             nbytes = max(commit.ByteSize(), commit_bytes(commit))
-        except TooLarge as error:
+            columns = LateColumns.from_wire(commit.columns)
+        except (BadParams, TooLarge) as error:
             self._hold(0)
             writer.push(Abort(Failure.of(error)))
             return
-        self._push(writer, Commit(commit.row_count, commit.token_ids, dict(commit.metadata)), nbytes)
+        self._push(writer, Commit(commit.row_count, commit.token_ids, dict(commit.metadata), columns), nbytes)
 
     def _take_open(self, request: pb.OpenSample) -> None:
         number = request.sample

@@ -7,6 +7,7 @@ import time
 
 from slotstream.store.records import MODEL_BYTES_MAX, Failure, SampleKey, SampleRecord, SampleSpec, State
 from slotstream.v1 import ingest_pb2 as pb
+from slotstream.wire.columns import RowFormat
 from slotstream.wire.errors import InternalFault, TooLarge, error_from_code
 from slotstream.wire.layout import TOKEN_ID_BYTES
 from slotstream.wire.names import LAYERS_MAX, METADATA_BYTES_MAX, ROWS_MAX
@@ -19,17 +20,18 @@ def commit_bytes(commit: pb.CommitSample) -> int:
     """Bytes that the parsed message takes: eight times its own length where ids are small. Raises TooLarge, to drop it."""
     if len(commit.token_ids) > ROWS_MAX or len(commit.metadata) > METADATA_BYTES_MAX:
         raise TooLarge(f"a commit has more than {ROWS_MAX} token ids, or more metadata than {METADATA_BYTES_MAX} bytes")
-    return TOKEN_ID_BYTES * len(commit.token_ids)
+    return TOKEN_ID_BYTES * len(commit.token_ids) + sum(len(column.data) for column in commit.columns)
 
 
 def spec_of(request: pb.OpenSample) -> SampleSpec:
+    """Raises the code of whatever is malformed, past its limit, or of a format that this server does not know."""
+    layer_ids = tuple(request.layer_ids[: LAYERS_MAX + 1])
     return SampleSpec(
         namespace=request.namespace,
         sample_id=request.sample_id,
         model=request.model,
-        dtype=request.dtype,
-        layer_ids=tuple(request.layer_ids[: LAYERS_MAX + 1]),
-        hidden_size=request.hidden_size,
+        layer_ids=layer_ids,
+        row_format=RowFormat.of(request.dtype, len(layer_ids), request.hidden_size, request.columns),
         rows_max=request.rows_max,
         rows_exact=request.rows_exact,
         tags=dict(request.tags),

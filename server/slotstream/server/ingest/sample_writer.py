@@ -22,6 +22,7 @@ from slotstream.server.nixl.reader import Slot
 from slotstream.server.pools import Pools
 from slotstream.store.records import Failure, SampleKey, SampleRecord, SampleSpec
 from slotstream.store.sample.upload import Upload, VerdictUnknown
+from slotstream.wire.columns import NO_COLUMNS, LateColumns
 from slotstream.wire.errors import InternalFault, Interrupted, SlotStreamError
 from slotstream.wire.hashing import xxh3
 
@@ -60,6 +61,7 @@ class Commit:
     row_count: int
     token_ids: Sequence[int]
     metadata: Mapping[str, str]
+    columns: LateColumns = NO_COLUMNS
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,7 +235,7 @@ class SampleWriter:
 
     def _commit(self, upload: Upload, item: Commit) -> Ended:
         begun_at = time.monotonic()
-        duplicate = upload.commit(item.row_count, item.token_ids, item.metadata)
+        duplicate = upload.commit(item.row_count, item.token_ids, item.metadata, item.columns)
         now = time.monotonic()
         return Ended(None, duplicate=duplicate, open_s=now - self._opened_at, commit_s=now - begun_at)
 

@@ -15,6 +15,7 @@ from slotstream.server.ingest.shared import Shared
 from slotstream.server.version import server_version
 from slotstream.store.records import Failure
 from slotstream.v1 import ingest_pb2 as pb
+from slotstream.wire.columns import taken_columns
 from slotstream.wire.errors import ProtocolViolation, ServerDraining, TooSlow
 from slotstream.wire.frames import decode_request
 from slotstream.wire.names import CHUNK_BYTES_MAX, PROTOCOL_VERSION
@@ -127,6 +128,7 @@ class Stream:
             chunk_bytes_max=CHUNK_BYTES_MAX,
             nixl=nixl,
             batches=True,
+            columns=taken_columns(),
         )
         self._replies.batches = hello.batches
         self._replies.add(pb.IngestReply(welcome=welcome))

@@ -214,11 +214,11 @@ def _sealed(upload: RemoteUpload, request: pb.PublishUpload) -> tuple[SampleReco
         header_xxh3=request.header_xxh3,
     )
     content = Content(
-        dtype=spec.dtype,
-        shape=(request.num_tokens, len(spec.layer_ids), spec.hidden_size),
+        row_format=spec.row_format,
+        num_tokens=request.num_tokens,
         layer_ids=spec.layer_ids,
         hash_rows=request.hash_rows,
         hashes=tuple(request.hashes),
-        token_ids_xxh3=request.token_ids_xxh3,
+        column_xxh3=dict(request.late_xxh3),
     )
     return record, content

@@ -99,7 +99,7 @@ class RemoteStore:
             header_xxh3=record.header_xxh3,
             hash_rows=content.hash_rows,
             hashes=content.hashes,
-            token_ids_xxh3=content.token_ids_xxh3,
+            late_xxh3=content.column_xxh3,
         )
         answer = self._ask(self._stub.Publish, request)
         _raise_if_failed(answer.failure)
@@ -129,11 +129,12 @@ def _open_sample(spec: SampleSpec) -> ingest_pb2.OpenSample:
         namespace=spec.namespace,
         sample_id=spec.sample_id,
         model=spec.model,
-        dtype=spec.dtype,
+        dtype=spec.row_format.dtype,
         layer_ids=spec.layer_ids,
-        hidden_size=spec.hidden_size,
+        hidden_size=spec.row_format.hidden_size,
         rows_max=spec.rows_max,
         rows_exact=spec.rows_exact,
         tags=spec.tags,
         metadata=spec.metadata,
+        columns=spec.row_format.names,
     )

@@ -10,7 +10,9 @@ from slotstream.server.samples import convert
 from slotstream.store.records import SampleKey
 from slotstream.store.sample.reading import RowBlock, SampleReader
 from slotstream.store.samples import SampleStore
+from slotstream.v1 import sample_pb2
 from slotstream.v1 import samples_pb2 as pb
+from slotstream.wire.errors import UnsupportedFormat
 from slotstream.wire.frames import encode_rows
 
 Opened = tuple[SampleReader, Iterator[bytes], bytes]  # A sample, its replies to come, and the first of them.
@@ -51,7 +53,10 @@ def covers(request: pb.ReadRequest, reader: SampleReader) -> bool:
 
 
 def _frames(reader: SampleReader, request: pb.ReadRequest) -> Iterator[bytes]:
-    """The replies of a read, made one at a time as they are asked for. Raises BadTokenRange, BadLayers and Damaged."""
+    """The replies of a read, made one at a time as they are asked for.
+
+    Raises BadTokenRange, BadLayers, Damaged, and UnsupportedFormat where the reader could not understand the rows.
+    """
     start, stop = reader.check_range(request.start, request.stop if request.HasField("stop") else None)
     layer_ids = tuple(request.layer_ids) or reader.file.layer_ids
     positions = reader.positions(layer_ids)
@@ -61,6 +66,10 @@ def _frames(reader: SampleReader, request: pb.ReadRequest) -> Iterator[bytes]:
         start=start,
         stop=stop,
         token_ids=reader.token_ids(start, stop),
+        columns=[
+            sample_pb2.ColumnData(name=name, data=bytes(reader.column(name, start, stop, positions)))
+            for name in _wanted_columns(reader, request)
+        ],
     )
     if request.in_place:
         header.header_xxh3 = int(reader.file.header_xxh3, 16)
@@ -69,6 +78,17 @@ def _frames(reader: SampleReader, request: pb.ReadRequest) -> Iterator[bytes]:
         return
     for block in reader.blocks(start, stop, positions, verify=not request.unverified):
         yield _rows_frame(block)
+
+
+def _wanted_columns(reader: SampleReader, request: pb.ReadRequest) -> list[str]:
+    """The sample's further columns that the reader knows. Raises UnsupportedFormat where one that it needs is not there."""
+    wanted = []
+    for column in reader.file.header.row_format.further:
+        if column.name in request.columns:
+            wanted.append(column.name)
+        elif not column.optional:
+            raise UnsupportedFormat(f"the sample has column {column.name!r}, which this reader does not know")
+    return wanted
 
 
 def _rows_frame(block: RowBlock) -> bytes:

@@ -14,19 +14,24 @@ from slotstream.store.disk.files import Files
 from slotstream.store.disk.retrying import retried
 from slotstream.store.records import STORE_KEYS, SampleKey, SampleRecord, SampleSpec, State, compact_json, connector_metadata
 from slotstream.store.sample.row_hash import GroupHasher, hash_rows_for
-from slotstream.wire.errors import BadNamespace, BadParams, BadSampleId, BadTags, Damaged, TooLarge
+from slotstream.wire.columns import TOKEN_IDS, LateColumns, RowFormat
+from slotstream.wire.errors import BadNamespace, BadParams, BadSampleId, BadTags, Damaged, TooLarge, UnsupportedFormat
 from slotstream.wire.hashing import HASH_HEX_CHARS, Buffer, to_hex, xxh3
 from slotstream.wire.layout import (
+    COLUMNS_KEY,
     HEADER_ALIGN,
     HEADER_BYTES_MAX,
+    FileHeader,
     SampleHeader,
+    decode_columns,
     decode_hashes,
-    decode_header,
+    encode_columns,
     encode_hashes,
     encode_header,
     group_count,
     header_bytes_for,
     header_length,
+    parse_header,
 )
 from slotstream.wire.names import METADATA_BYTES_MAX, check_tags
 
@@ -60,27 +65,42 @@ def unpack_token_ids(raw: Buffer) -> array[int]:
 class Content:
     """What makes two samples the same: everything but names, times, tags and metadata."""
 
-    dtype: str
-    shape: tuple[int, int, int]
+    row_format: RowFormat
+    num_tokens: int
     layer_ids: tuple[int, ...]
     hash_rows: int
-    hashes: tuple[int, ...]
-    token_ids_xxh3: str
+    hashes: tuple[int, ...]  # Of hidden states.
+    column_xxh3: Mapping[str, str]  # Every other column -> hash of its bytes.
 
 
-def rehash(content: Content, row_bytes: int, hash_rows: int, read_rows: Callable[[int, int], bytes]) -> Content:
+def column_hashes(late: Mapping[str, Buffer]) -> dict[str, str]:
+    """Column -> hash of its bytes."""
+    return {name: to_hex(xxh3(data)) for name, data in late.items()}
+
+
+def pack_late(token_ids: Sequence[int], columns: LateColumns) -> dict[str, bytes]:
+    """What comes with a commit, as the file holds it: column -> bytes. Raises BadParams for an id outside int64."""
+    return {TOKEN_IDS: pack_token_ids(token_ids), **columns.values}
+
+
+def rehash(content: Content, hash_rows: int, read_rows: Callable[[int, int], bytes]) -> Content:
     """`content` with its rows, which `read_rows(start, stop)` reads, hashed in groups of `hash_rows`."""
     if hash_rows == content.hash_rows:
         return content
-    hashes = GroupHasher(row_bytes, hash_rows).finish(content.shape[0], read_rows)
+    hashes = GroupHasher(content.row_format.row_bytes, hash_rows).finish(content.num_tokens, read_rows)
     return replace(content, hash_rows=hash_rows, hashes=tuple(hashes))
 
 
 def _metadata(
-    spec: SampleSpec, metadata: Mapping[str, str], times: tuple[int, int], hash_rows: int, hashes: str, ids_xxh3: str
+    spec: SampleSpec,
+    metadata: Mapping[str, str],
+    times: tuple[int, int],
+    hash_rows: int,
+    hashes: str,
+    column_xxh3: Mapping[str, str],
 ) -> dict[str, str]:
     return {
-        **connector_metadata(metadata),
+        **file_metadata(metadata, spec.row_format, column_xxh3),
         "format": "pt",
         "sample_id": spec.sample_id,
         "namespace": spec.namespace,
@@ -91,8 +111,16 @@ def _metadata(
         "committed_unix_ns": str(times[1]),
         "hash_rows": str(hash_rows),
         "hashes": hashes,
-        "token_ids_xxh3": ids_xxh3,
+        "token_ids_xxh3": column_xxh3[TOKEN_IDS],
     }
+
+
+def file_metadata(metadata: Mapping[str, str], row_format: RowFormat, column_xxh3: Mapping[str, str]) -> dict[str, str]:
+    """What a file says that is not the store's own: the connector's metadata, and which further columns there are."""
+    known = connector_metadata(metadata)
+    if names := row_format.names:
+        known[COLUMNS_KEY] = encode_columns({name: column_xxh3[name] for name in names})
+    return known
 
 
 def reserve_header(spec: SampleSpec) -> tuple[int, int]:
@@ -107,9 +135,9 @@ def reserve_header(spec: SampleSpec) -> tuple[int, int]:
         (_LATEST_NS, _LATEST_NS),
         hash_rows,
         _ZERO_HASH * group_count(spec.rows_max, hash_rows),
-        _ZERO_HASH,
+        {column.name: _ZERO_HASH for column in spec.row_format.columns},
     )
-    draft = SampleHeader(spec.dtype, spec.rows_max, len(spec.layer_ids), spec.hidden_size, longest, 0)
+    draft = SampleHeader(spec.row_format, spec.rows_max, longest, 0)
     # Escapes in the metadata that is known already are exact; what the commit adds gets the spare.
     known = len(compact_json(connector_metadata(spec.metadata)))
     reserved = header_bytes_for(draft, max(known, _METADATA_SPARE_BYTES) + HEADER_ALIGN // 2)
@@ -126,9 +154,8 @@ def final_header(
     header_bytes: int,
 ) -> tuple[SampleHeader, bytes]:
     """The header of the finished sample and its bytes. `times`: created and committed, Unix ns. Raises TooLarge."""
-    rows, layers, hidden = content.shape
-    entries = _metadata(spec, metadata, times, content.hash_rows, encode_hashes(list(content.hashes)), content.token_ids_xxh3)
-    header = SampleHeader(content.dtype, rows, layers, hidden, entries, header_bytes)
+    entries = _metadata(spec, metadata, times, content.hash_rows, encode_hashes(list(content.hashes)), content.column_xxh3)
+    header = SampleHeader(content.row_format, content.num_tokens, entries, header_bytes)
     try:
         return header, encode_header(header)
     except ValueError as error:
@@ -144,78 +171,158 @@ class SampleFile:
     layer_ids: tuple[int, ...]
     hash_rows: int
     hashes: tuple[int, ...]
-    token_ids_xxh3: str
+    column_xxh3: Mapping[str, str]  # Every column but hidden states -> hash of its bytes.
     header_xxh3: str
 
     @cached_property
     def content(self) -> Content:
         header = self.header
-        shape = (header.num_tokens, header.num_layers, header.hidden_size)
-        return Content(header.dtype, shape, self.layer_ids, self.hash_rows, self.hashes, self.token_ids_xxh3)
+        return Content(header.row_format, header.num_tokens, self.layer_ids, self.hash_rows, self.hashes, self.column_xxh3)
 
     def record(self) -> SampleRecord:
         """The catalogue row that this file stands for. Raises Damaged when its times or tags are malformed."""
-        entries = self.header.metadata
-        try:
-            tags = json.loads(entries["tags"])
-            created, committed = int(entries["created_unix_ns"]), int(entries["committed_unix_ns"])
-        except (KeyError, ValueError, RecursionError) as error:
-            raise Damaged("the file's header lacks its tags or its times") from error
-        try:
-            check_tags(tags)
-        except BadTags as error:
-            raise Damaged(f"the file's header holds tags that cannot be: {error}") from error
-        if not (0 <= created <= _LATEST_NS and 0 <= committed <= _LATEST_NS):
-            raise Damaged("the file's header holds a time that cannot be")
-        return SampleRecord(
-            namespace=self.key.namespace,
-            sample_id=self.key.sample_id,
-            state=State.COMMITTED,
-            created_unix_ns=created,
-            model=entries.get("model", ""),
-            dtype=self.header.dtype,
-            layer_ids=self.layer_ids,
-            hidden_size=self.header.hidden_size,
-            num_tokens=self.header.num_tokens,
-            file_bytes=self.header.file_bytes,
-            committed_unix_ns=committed,
-            tags=tags,
-            metadata={k: v for k, v in entries.items() if k not in STORE_KEYS},
-            header_xxh3=self.header_xxh3,
-        )
+        header, row_format = self.header, self.header.row_format
+        shape = (header.num_tokens, row_format.num_layers, row_format.hidden_size)
+        return _record(self.key, self.layer_ids, row_format.dtype, shape, header.metadata, header.file_bytes, self.header_xxh3)
 
 
-def read_sample_file(files: Files, fd: int) -> SampleFile:
-    """The checked header of an open file. Raises Damaged (also for a wrong size) and OSError."""
+def _record(
+    key: SampleKey,
+    layer_ids: tuple[int, ...],
+    dtype: str,
+    shape: tuple[int, ...],
+    entries: Mapping[str, str],
+    file_bytes: int,
+    header_xxh3: str,
+) -> SampleRecord:
+    """Raises Damaged when the header's times or tags are malformed."""
+    try:
+        tags = json.loads(entries["tags"])
+        created, committed = int(entries["created_unix_ns"]), int(entries["committed_unix_ns"])
+    except (KeyError, ValueError, RecursionError) as error:
+        raise Damaged("the file's header lacks its tags or its times") from error
+    try:
+        check_tags(tags)
+    except BadTags as error:
+        raise Damaged(f"the file's header holds tags that cannot be: {error}") from error
+    if not (0 <= created <= _LATEST_NS and 0 <= committed <= _LATEST_NS):
+        raise Damaged("the file's header holds a time that cannot be")
+    return SampleRecord(
+        namespace=key.namespace,
+        sample_id=key.sample_id,
+        state=State.COMMITTED,
+        created_unix_ns=created,
+        model=entries.get("model", ""),
+        dtype=dtype,
+        layer_ids=layer_ids,
+        hidden_size=shape[2],
+        num_tokens=shape[0],
+        file_bytes=file_bytes,
+        committed_unix_ns=committed,
+        tags=tags,
+        metadata={k: v for k, v in entries.items() if k not in STORE_KEYS},
+        header_xxh3=header_xxh3,
+    )
+
+
+def read_sample_file(files: Files, fd: int, committed_xxh3: str = "") -> SampleFile:
+    """The checked header of an open file. `committed_xxh3`: the hash of the header that was committed, where that is known.
+
+    Raises OSError; Damaged, also for a wrong size; UnsupportedFormat where the file is what was committed, as far as can be
+    seen, and has columns or elements that this version does not know.
+    """
+    size, raw = _raw_header(files, fd)
+    header_xxh3 = to_hex(xxh3(raw))
+    is_committed = committed_xxh3 == header_xxh3
+    try:
+        parsed = parse_header(raw)
+    except Damaged as error:
+        raise _later_format(error) if is_committed else error from None
+    _check_size(parsed, size)
+    try:
+        key, layer_ids = _identity(parsed)
+        return _known_file(parsed, key, layer_ids, header_xxh3)
+    except Damaged as error:
+        raise _later_format(error) if is_committed else error from None
+    except UnsupportedFormat as error:
+        if committed_xxh3 and not is_committed:
+            raise Damaged(f"the file's header is not the one that was committed ({error})") from error
+        raise
+
+
+def _later_format(error: Damaged) -> UnsupportedFormat:
+    """What is said of a header that cannot be read, and is the one that was committed."""
+    return UnsupportedFormat(f"the file is what was committed, and this version cannot read it: {error}")
+
+
+def _check_size(parsed: FileHeader, size: int) -> None:
+    """Raises Damaged."""
+    if size != parsed.file_bytes:
+        raise Damaged(f"the file is {size} bytes long and not the {parsed.file_bytes} its header describes")
+
+
+def unsupported_record_at(files: Files, path: Path) -> SampleRecord:
+    """The catalogue row of a file whose format this version does not know: enough to list it and to delete it.
+
+    Raises Damaged, FileNotFoundError and OSError.
+    """
+    fd = retried(lambda: files.open_read(path))
+    try:
+        size, raw = _raw_header(files, fd)
+    finally:
+        files.close(fd)
+    parsed = parse_header(raw)
+    _check_size(parsed, size)
+    key, layer_ids = _identity(parsed)
+    hidden = parsed.hidden_states
+    return _record(key, layer_ids, hidden.dtype, hidden.shape, parsed.metadata, size, to_hex(xxh3(raw)))
+
+
+def _raw_header(files: Files, fd: int) -> tuple[int, bytes]:
+    """The file's size, and its header's bytes. Raises Damaged and OSError."""
     size = files.size(fd)
     first = retried(lambda: files.pread(fd, 8, 0))
     length = header_length(first)
     raw = retried(lambda: files.pread(fd, length, 0))
     if len(raw) < length:
         raise Damaged(f"the file is {size} bytes long, less than its header of {length}")
-    header = decode_header(raw)
-    if size != header.file_bytes:
-        raise Damaged(f"the file is {size} bytes long and not the {header.file_bytes} its header describes")
-    entries = header.metadata
+    return size, raw
+
+
+def _identity(parsed: FileHeader) -> tuple[SampleKey, tuple[int, ...]]:
+    """Of which sample the file is, and of which layers. Raises Damaged."""
+    entries = parsed.metadata
     try:
         key = SampleKey.checked(entries["namespace"], entries["sample_id"])
         layer_ids = tuple(_layer(n) for n in json.loads(entries["layer_ids"]))
-        hash_rows, hashes, ids_xxh3 = int(entries["hash_rows"]), entries["hashes"], entries["token_ids_xxh3"]
     except (KeyError, ValueError, TypeError, RecursionError, BadNamespace, BadSampleId) as error:
         raise Damaged("the file's header lacks what slotstream writes into it") from error
-    if len(layer_ids) != header.num_layers or len(set(layer_ids)) != len(layer_ids):
+    _, num_layers, hidden_size = parsed.hidden_states.shape
+    if len(layer_ids) != num_layers or len(set(layer_ids)) != len(layer_ids):
         raise Damaged("the file's header names another number of layers than its rows have")
-    if header.hidden_size > _UINT32_MAX:
+    if hidden_size > _UINT32_MAX:
         raise Damaged("the file's header describes rows that are longer than any sample's")
+    return key, layer_ids
+
+
+def _known_file(parsed: FileHeader, key: SampleKey, layer_ids: tuple[int, ...], header_xxh3: str) -> SampleFile:
+    """Raises Damaged and UnsupportedFormat."""
+    header = parsed.known()
+    entries = header.metadata
+    try:
+        hash_rows, hashes, ids_xxh3 = int(entries["hash_rows"]), entries["hashes"], entries["token_ids_xxh3"]
+    except (KeyError, ValueError) as error:
+        raise Damaged("the file's header lacks what slotstream writes into it") from error
+    further = decode_columns(entries.get(COLUMNS_KEY, ""), header.row_format) if header.row_format.further else {}
     decoded = tuple(decode_hashes(hashes, header.num_tokens, hash_rows))
-    return SampleFile(header, key, layer_ids, hash_rows, decoded, ids_xxh3, to_hex(xxh3(raw)))
+    return SampleFile(header, key, layer_ids, hash_rows, decoded, {TOKEN_IDS: ids_xxh3, **further}, header_xxh3)
 
 
-def sample_file_at(files: Files, path: Path) -> SampleFile:
-    """The checked header of the file at `path`. Raises Damaged, FileNotFoundError and OSError."""
+def sample_file_at(files: Files, path: Path, committed_xxh3: str = "") -> SampleFile:
+    """The checked header of the file at `path`; see `read_sample_file`. Raises FileNotFoundError, too."""
     fd = retried(lambda: files.open_read(path))
     try:
-        return read_sample_file(files, fd)
+        return read_sample_file(files, fd, committed_xxh3)
     finally:
         files.close(fd)
 

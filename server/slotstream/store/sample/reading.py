@@ -16,10 +16,10 @@ from slotstream.store.disk.files import Files, store_error
 from slotstream.store.disk.retrying import is_fact, retried
 from slotstream.store.records import SampleRecord
 from slotstream.store.sample.file import SampleFile, read_sample_file, unpack_token_ids
-from slotstream.wire.dtypes import ELEMENT_BYTES
+from slotstream.wire.columns import COLUMNS, LAYERS, TOKEN_IDS
 from slotstream.wire.errors import BadLayers, BadTokenRange, Damaged, IoError, SlotStreamError, StoreFull
 from slotstream.wire.hashing import Buffer, to_hex, xxh3
-from slotstream.wire.layout import TOKEN_ID_BYTES, byte_runs, groups_of, pick
+from slotstream.wire.layout import byte_runs, groups_of, pick
 
 BLOCK_BYTES = 1 << 21  # A whole hash group: a message costs both ends as much as some hundred KiB of rows do.
 _PIECES_MAX = 4096  # Reads in one block of a layer subset.
@@ -39,7 +39,8 @@ class SampleReader:
 
     def __init__(self, files: Files, path: Path, record: SampleRecord, closed: Callable[[], None] = lambda: None) -> None:
         """`closed` is called once, by `close`. Raises Damaged when the file is not the one that `record` describes,
-        FileNotFoundError and OSError; nothing is open then, and `closed` is not called.
+        UnsupportedFormat when it is and cannot be read, FileNotFoundError and OSError. Nothing is open then, and `closed` is
+        not called.
         """
         self.record = record
         self._files = files
@@ -53,7 +54,7 @@ class SampleReader:
         self._closed = closed
 
     def _checked(self) -> SampleFile:
-        file = read_sample_file(self._files, self._fd)
+        file = read_sample_file(self._files, self._fd, self.record.header_xxh3)
         if file.key != self.record.key or file.header_xxh3 != self.record.header_xxh3:
             raise Damaged("the file is not the one that was committed under this id")
         return file
@@ -89,11 +90,22 @@ class SampleReader:
 
     def token_ids(self, start: int, stop: int) -> array[int]:
         """Ids of rows [start, stop), checked. Raises Damaged."""
-        header = self.file.header
-        raw = self._read_right(header.num_tokens * TOKEN_ID_BYTES, header.token_ids_at, self.file.token_ids_xxh3)
+        return unpack_token_ids(self.column(TOKEN_IDS, start, stop))
+
+    def column(self, name: str, start: int, stop: int, positions: Sequence[int] | None = None) -> memoryview:
+        """Rows [start, stop) of a column other than hidden states, checked; of the layers at `positions` (None: all) where it
+        has some. Raises Damaged.
+        """
+        place = self.file.header.place_of(name)
+        raw = self._read_right(place.nbytes, place.begin, self.file.column_xxh3[name])
         if raw is None:
-            raise Damaged("the token ids do not match their hash")
-        return unpack_token_ids(memoryview(raw)[start * TOKEN_ID_BYTES : stop * TOKEN_ID_BYTES])
+            raise Damaged(f"column {name} does not match its hash")
+        row_bytes = place.column.row_bytes
+        rows = memoryview(raw)[start * row_bytes : stop * row_bytes]
+        if positions is None or COLUMNS[name].row_shape[:1] != (LAYERS,):
+            return rows
+        runs = byte_runs(positions, row_bytes // self.file.header.row_format.num_layers)
+        return memoryview(b"".join(pick(rows, row_bytes, runs)))
 
     def blocks(
         self, start: int, stop: int, positions: Sequence[int] | None = None, *, verify: bool = True
@@ -104,9 +116,9 @@ class SampleReader:
         choice of layers. Not `verify`: fewer than half of the layers are read alone, and nothing says whether they are damaged.
         Raises Damaged.
         """
-        if positions is None or list(positions) == list(range(self.file.header.num_layers)):
+        if positions is None or list(positions) == list(range(self.file.header.row_format.num_layers)):
             return self._whole_rows(start, stop)
-        if verify or 2 * len(positions) >= self.file.header.num_layers:  # Picking half of them costs no less.
+        if verify or 2 * len(positions) >= self.file.header.row_format.num_layers:  # Picking half of them costs no less.
             return self._picked_layers(start, stop, positions)
         return self._layers_alone(start, stop, positions)
 
@@ -150,12 +162,12 @@ class SampleReader:
         step = max(1, min(BLOCK_BYTES // sum(end - begin for begin, end in runs), _PIECES_MAX // len(runs)))
         for first in range(start, stop, step):
             last = min(first + step, stop)
-            rows_at = range(header.header_bytes + first * header.row_bytes, header.token_ids_at, header.row_bytes)
+            rows_at = range(header.header_bytes + first * header.row_bytes, header.rows_end, header.row_bytes)
             pieces = [self._read(end - begin, at + begin) for at in rows_at[: last - first] for begin, end in runs]
             yield RowBlock(first, last - first, pieces)
 
     def _runs(self, positions: Sequence[int]) -> list[tuple[int, int]]:
-        return byte_runs(positions, ELEMENT_BYTES[self.file.header.dtype] * self.file.header.hidden_size)
+        return byte_runs(positions, self.file.header.row_format.layer_bytes)
 
     def _read_right(self, nbytes: int, at: int, hash_hex: str) -> bytes | None:
         """Bytes that match their hash; None when they were read twice, and did not."""

@@ -46,13 +46,13 @@ class RemoteUpload:
     def commit(self, sealed: SampleRecord, content: Content) -> bool:
         """Make the partial, whole and synced, the committed sample. True when the same content was stored before.
 
-        On any error the sample is failed. Raises AlreadyExists, Damaged and IoError (what is stored under the id already),
-        StoreFull, Interrupted and InternalFault; and VerdictUnknown.
+        On any error the sample is failed. Raises AlreadyExists, Damaged, UnsupportedFormat and IoError (what is stored under
+        the id already), StoreFull, Interrupted and InternalFault; and VerdictUnknown.
         """
         self._finish()
         self._sealed = sealed
         try:
-            duplicate = self._publish(self, Draft(content, b"", sealed.metadata))
+            duplicate = self._publish(self, Draft(content, {}, sealed.metadata))
         except OSError as error:
             raise self._fail(store_error(error, "committing the sample")) from error
         except SlotStreamError as error:
@@ -80,7 +80,7 @@ class RemoteUpload:
             def read_rows(start: int, stop: int) -> bytes:
                 return self._files.pread(fd, (stop - start) * row_bytes, at + start * row_bytes)
 
-            return rehash(content, row_bytes, hash_rows, read_rows)
+            return rehash(content, hash_rows, read_rows)
         finally:
             self._files.close(fd)
 

@@ -24,11 +24,19 @@ from slotstream.store.records import (
     SampleSpec,
     State,
     check_metadata,
-    connector_metadata,
 )
-from slotstream.store.sample.file import Content, final_header, pack_token_ids, rehash, reserve_header
+from slotstream.store.sample.file import (
+    Content,
+    column_hashes,
+    file_metadata,
+    final_header,
+    pack_late,
+    rehash,
+    reserve_header,
+)
 from slotstream.store.sample.ranges import RangeSet
 from slotstream.store.sample.row_hash import GroupHasher
+from slotstream.wire.columns import NO_COLUMNS, LateColumns
 from slotstream.wire.errors import (
     BadChunk,
     BadParams,
@@ -55,10 +63,10 @@ class VerdictUnknown(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """What a commit is about to publish: the rows' content, the packed token ids and all metadata."""
+    """What a commit is about to publish: the rows' content, the late columns' bytes and all metadata."""
 
     content: Content
-    token_ids: bytes
+    late: Mapping[str, bytes]  # Column -> its bytes in the file.
     metadata: Mapping[str, str]
 
 
@@ -144,9 +152,7 @@ class Upload:
             raise
 
     def _exact_file_bytes(self) -> int:
-        spec = self.spec
-        shape = (spec.rows_max, len(spec.layer_ids), spec.hidden_size)
-        return SampleHeader(spec.dtype, *shape, metadata={}, header_bytes=self.header_bytes).file_bytes
+        return SampleHeader(self.spec.row_format, self.spec.rows_max, {}, self.header_bytes).file_bytes
 
     def _check_free(self, nbytes: int) -> None:
         if self._files.free_bytes(self._data_dir) - nbytes < self._free_bytes_min:
@@ -215,12 +221,18 @@ class Upload:
         if last:
             self._close()
 
-    def commit(self, row_count: int, token_ids: Sequence[int], metadata: Mapping[str, str] | None = None) -> bool:
+    def commit(
+        self,
+        row_count: int,
+        token_ids: Sequence[int],
+        metadata: Mapping[str, str] | None = None,
+        columns: LateColumns = NO_COLUMNS,
+    ) -> bool:
         """Make the sample durable and readable. True when the same content was stored before.
 
         Blocks for the disk. Every chunk's write must have returned. On any error the sample is failed and its bytes are
-        gone. Raises MissingRows, BadParams, TooLarge, AlreadyExists, Damaged and IoError (what is stored under the id already),
-        StoreFull, Interrupted and InternalFault; and VerdictUnknown.
+        gone. Raises MissingRows, BadParams, TooLarge, AlreadyExists, Damaged, UnsupportedFormat and IoError (what is stored
+        under the id already), StoreFull, Interrupted and InternalFault; and VerdictUnknown.
         """
         with self._lock:
             if self._finished:
@@ -229,7 +241,7 @@ class Upload:
         try:
             if self._writing:
                 raise InternalFault("a commit overtook its own chunks")
-            duplicate = self._publish(self, self._draft(row_count, token_ids, metadata or {}))
+            duplicate = self._publish(self, self._draft(row_count, token_ids, metadata or {}, columns))
         except OSError as error:
             raise self._fail(store_error(error, "committing the sample")) from error
         except SlotStreamError as error:
@@ -244,27 +256,28 @@ class Upload:
         self._ended(self, None)
         return duplicate
 
-    def _draft(self, row_count: int, token_ids: Sequence[int], metadata: Mapping[str, str]) -> Draft:
+    def _draft(self, row_count: int, token_ids: Sequence[int], metadata: Mapping[str, str], columns: LateColumns) -> Draft:
         if row_count < 1:
             raise BadParams("a sample has at least one row")
         if len(token_ids) != row_count:
             raise BadParams(f"{len(token_ids)} token ids do not fit {row_count} rows")
+        columns.check(self.spec.row_format, row_count)
         merged = {**self.spec.metadata, **metadata}
         check_metadata(merged)
         merged |= {"chunks": str(self._chunks), "first_chunk_unix_ns": str(self._first_chunk_unix_ns)}
         if gaps := self._rows.gaps(0, row_count):
             shown = ", ".join(f"[{start}, {stop})" for start, stop in gaps[:_GAPS_SHOWN])
             raise MissingRows(f"rows {shown}{' and more' if len(gaps) > _GAPS_SHOWN else ''} of {row_count} never arrived")
-        packed = pack_token_ids(token_ids)
+        late = pack_late(token_ids, columns)
         content = Content(
-            dtype=self.spec.dtype,
-            shape=(row_count, len(self.spec.layer_ids), self.spec.hidden_size),
+            row_format=self.spec.row_format,
+            num_tokens=row_count,
             layer_ids=self.spec.layer_ids,
             hash_rows=self.hash_rows,
             hashes=tuple(self._hasher.finish(row_count, self._read_rows)),
-            token_ids_xxh3=to_hex(xxh3(packed)),
+            column_xxh3=column_hashes(late),
         )
-        return Draft(content, packed, merged)
+        return Draft(content, late, merged)
 
     def _read_rows(self, start: int, stop: int) -> bytes:
         nbytes = (stop - start) * self._row_bytes
@@ -275,13 +288,14 @@ class Upload:
 
     def content_hashed_by(self, content: Content, hash_rows: int) -> Content:
         """`content` with its rows hashed again in groups of `hash_rows`, to compare with a sample laid out otherwise."""
-        return rehash(content, self._row_bytes, hash_rows, self._read_rows)
+        return rehash(content, hash_rows, self._read_rows)
 
     def seal(self, draft: Draft) -> SampleRecord:
         """Write what belongs around the rows and sync: the partial is then the whole sample. Raises TooLarge and OSError."""
         times = (self.created_unix_ns, self._stamp())
         header, raw = final_header(self.spec, draft.content, draft.metadata, times, self.header_bytes)
-        self._files.pwrite(self._fd, draft.token_ids, header.token_ids_at)
+        for name, data in draft.late.items():
+            self._files.pwrite(self._fd, data, header.place_of(name).begin)
         self._files.truncate(self._fd, header.file_bytes)
         self._files.pwrite(self._fd, raw, 0)
         self._files.sync_data(self._fd)
@@ -291,7 +305,7 @@ class Upload:
             num_tokens=header.num_tokens,
             file_bytes=header.file_bytes,
             committed_unix_ns=times[1],
-            metadata=connector_metadata(draft.metadata),
+            metadata=file_metadata(draft.metadata, draft.content.row_format, draft.content.column_xxh3),
             header_xxh3=to_hex(xxh3(raw)),
         )
 

@@ -20,7 +20,7 @@ from slotstream.store.upkeep.clock_watch import ClockWatch
 from slotstream.store.upkeep.deleting import Deleter
 from slotstream.store.upkeep.quarantine import Quarantine
 from slotstream.store.upkeep.verifying import Verdict
-from slotstream.wire.errors import BadParams, IoError, SampleNotFound, SlotStreamError, StoreFull
+from slotstream.wire.errors import BadParams, IoError, SampleNotFound, SlotStreamError, StoreFull, UnsupportedFormat
 from slotstream.wire.names import LEASE_S_MAX, check_holder
 
 _log = logging.getLogger(__name__)
@@ -153,11 +153,13 @@ class Lifetimes:
     def put_aside_if_rotten(self, record: SampleRecord) -> bool:
         """Check every byte of what is stored as `record`, its id's lock held; True when it was damaged, and is out of the way.
 
-        Raises IoError when the disk does not say.
+        Raises IoError when the disk does not say, and UnsupportedFormat when this version cannot.
         """
         verdict = verifying.verify_record(self._files, self._data_dir, record)
         if verdict.damage == verifying.IO_ERROR:
             raise IoError(f"whether {record.key} is stored and sound cannot be seen now: {verdict.message}")
+        if verdict.damage == verifying.UNSUPPORTED:
+            raise UnsupportedFormat(f"whether {record.key} is sound cannot be seen: {verdict.message}")
         if verdict.is_damage:
             self._put_aside(record, verdict)
         return verdict.is_damage

@@ -12,6 +12,8 @@
     row DELETING, its file or no file                   file and row removed
     row DELETING, another whole file of that sample     COMMITTED, from the file (deleted, sent again, its row was lost)
     file that is not a sample, or not of its path       left alone; `slotstream verify` calls it FOREIGN
+    file of a format that this version does not know    as a whole file of a sample: listed and deleted as one; reads of it are
+                                                        refused as UNSUPPORTED_FORMAT, and nothing takes its place
     catalogue missing                                   rebuilt from the files (failed samples are forgotten)
     catalogue corrupt                                   moved aside as catalog.sqlite.corrupt-<ns>, rebuilt, logged: rows whose
                                                         checksums hold are kept, the others come from the files
@@ -38,11 +40,11 @@ from slotstream.store.catalogue.salvage import PARTS, set_aside
 from slotstream.store.catalogue.seal import SUFFIX
 from slotstream.store.disk.files import Files
 from slotstream.store.records import PARTIAL_SUFFIX, SampleKey, SampleRecord, State
-from slotstream.store.sample.file import sample_file_at
+from slotstream.store.sample.file import sample_file_at, unsupported_record_at
 from slotstream.store.upkeep.deleting import remove_durably
 from slotstream.store.upkeep.quarantine import holds
 from slotstream.store.upkeep.verifying import key_of_path, tree_files
-from slotstream.wire.errors import BadNamespace, BadSampleId, ConfigError, Damaged, Interrupted
+from slotstream.wire.errors import BadNamespace, BadSampleId, ConfigError, Damaged, Interrupted, UnsupportedFormat
 
 _log = logging.getLogger(__name__)
 _BATCH = 256
@@ -204,22 +206,31 @@ def whole_files(
         if committed is not None and not rows_may_be_old:
             continue
         try:
-            file = sample_file_at(files, path)
-            record = file.record()
+            record = _record_at(files, path)
         except Damaged as error:
             _log.warning("%s is left alone: %s", path, error)
             continue
-        if file.key != key:
-            _log.warning("%s is left alone: it is the file of sample %s", path, file.key)
+        if record.key != key:
+            _log.warning("%s is left alone: it is the file of sample %s", path, record.key)
             continue
         if committed is not None and not _is_older(files, data_dir, committed, record):
             continue
-        if before is not None and before.state is State.DELETING and before.header_xxh3 == file.header_xxh3:
+        if before is not None and before.state is State.DELETING and before.header_xxh3 == record.header_xxh3:
             continue
         if synced != path.parent:  # The server may have died between the rename and its sync.
             files.sync_dir(path.parent)
             synced = path.parent
         yield record
+
+
+def _record_at(files: Files, path: Path) -> SampleRecord:
+    """What the file at `path` says of its sample. Raises Damaged and OSError."""
+    try:
+        return sample_file_at(files, path).record()
+    except UnsupportedFormat as error:
+        record = unsupported_record_at(files, path)
+        _log.warning("sample %s cannot be read by this version (%s): %s; it stays as it is", record.key, error.code, error)
+        return record
 
 
 def _is_older(files: Files, data_dir: Path, row: SampleRecord, found: SampleRecord) -> bool:

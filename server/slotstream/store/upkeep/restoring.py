@@ -18,8 +18,8 @@ from slotstream.store.parts import StoreParts
 from slotstream.store.records import SampleKey, SampleRecord, State
 from slotstream.store.sample.file import sample_file_at
 from slotstream.store.upkeep.quarantine import Quarantine
-from slotstream.store.upkeep.verifying import IO_ERROR, Verdict, verify_record
-from slotstream.wire.errors import Damaged
+from slotstream.store.upkeep.verifying import IO_ERROR, UNSUPPORTED, Verdict, verify_record
+from slotstream.wire.errors import Damaged, UnsupportedFormat
 
 _log = logging.getLogger(__name__)
 
@@ -84,6 +84,8 @@ class Restorer:
         try:
             file = sample_file_at(self._files, path)
             record: SampleRecord = file.record()
+        except UnsupportedFormat as error:
+            return kept(UNSUPPORTED, str(error))
         except Damaged as error:
             return kept("UNREADABLE", str(error))
         except OSError as error:

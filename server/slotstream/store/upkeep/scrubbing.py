@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, replace
 
 from slotstream.store.records import SampleRecord, State
 from slotstream.store.upkeep.lifetimes import Lifetimes
-from slotstream.store.upkeep.verifying import IO_ERROR
+from slotstream.store.upkeep.verifying import IO_ERROR, UNSUPPORTED
 from slotstream.wire.errors import SlotStreamError
 
 _log = logging.getLogger(__name__)
@@ -95,8 +95,8 @@ class Scrubber:
         if record.state is State.COMMITTED:
             verdict = self._lifetimes.verify(record, self._slow_down)
             damaged = verdict is not None and self._lifetimes.quarantine(verdict) is not None
-            if verdict is not None and verdict.damage == IO_ERROR:
-                _log.warning("sample %s cannot be checked now: %s", record.key, verdict.message)
+            if verdict is not None and verdict.damage in (IO_ERROR, UNSUPPORTED):
+                _log.warning("sample %s cannot be checked now: %s: %s", record.key, verdict.damage, verdict.message)
             progress = replace(progress, samples=progress.samples + 1, damaged=progress.damaged + damaged)
         self.progress = progress
         if time.monotonic() - self._remembered_at >= _REMEMBER_S:

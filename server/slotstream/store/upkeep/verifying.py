@@ -6,6 +6,7 @@ UNREADABLE     the file cannot be read, is longer than it should be, or its head
 HASH_MISMATCH  the header, the rows or the token ids are not the bytes that were committed
 FOREIGN        a file that the catalogue does not know
 IO_ERROR       no damage: the disk did not give the file, and nothing is known about its bytes
+UNSUPPORTED_FORMAT  no damage: the file has columns or elements that this version does not know, and nobody touches it
 
 Damage is what two looks at the disk found alike. Reads that fail are tried again. Files in the quarantine belong to no sample
 and are not looked at.
@@ -43,12 +44,14 @@ from slotstream.wire.errors import (
     SampleNotFound,
     SlotStreamError,
     StoreFull,
+    UnsupportedFormat,
 )
 from slotstream.wire.layout import FILE_SUFFIX
 
 _log = logging.getLogger(__name__)
 FOREIGN = "FOREIGN"
 IO_ERROR = "IO_ERROR"
+UNSUPPORTED = UnsupportedFormat.code
 _SETTLE_S = 5.0  # How long a running server may take from a file's rename to its catalogue row.
 _SETTLE_POLL_S = 0.1
 
@@ -66,8 +69,8 @@ class Verdict:
 
     @property
     def is_damage(self) -> bool:
-        """Whether bytes were read and are wrong, or are not there. False where the disk could not say."""
-        return self.damage not in ("", IO_ERROR)
+        """Whether bytes were read and are wrong, or are not there. False where the disk, or this version, could not say."""
+        return self.damage not in ("", IO_ERROR, UNSUPPORTED)
 
 
 class Index(Protocol):
@@ -91,7 +94,7 @@ def verify_record(
     """
     path = path or record.key.path(data_dir)
     first = _look(files, path, record, on_read)
-    if not first.damage:
+    if first.damage in ("", UNSUPPORTED):
         return first
     with suppress(OSError):
         files.drop_cached(path)
@@ -115,14 +118,15 @@ def _look(files: Files, path: Path, record: SampleRecord, on_read: Callable[[int
             return found("TRUNCATED", f"the file is {size} bytes long; it was committed with {record.file_bytes}")
         if size > record.file_bytes:
             return found("UNREADABLE", f"the file is {size} bytes long; it was committed with {record.file_bytes}")
-        file = sample_file_at(files, path)
+        file = sample_file_at(files, path, record.header_xxh3)
         if file.key == record.key and file.header_xxh3 != record.header_xxh3:
             return found("HASH_MISMATCH", "the file's header is not the one that was committed")
         with SampleReader(files, path, record) as reader:
             try:
                 for group in range(len(reader.file.hashes)):
                     on_read(len(reader.read_group(group)))
-                reader.token_ids(0, 0)
+                for name in reader.file.column_xxh3:
+                    reader.column(name, 0, 0)
             except Damaged as error:
                 return found("HASH_MISMATCH", str(error))
     except FileNotFoundError:
@@ -131,6 +135,8 @@ def _look(files: Files, path: Path, record: SampleRecord, on_read: Callable[[int
         return found("UNREADABLE" if is_fact(error) else IO_ERROR, str(store_error(error, "reading the file")))
     except (IoError, StoreFull) as error:
         return found(IO_ERROR, str(error))
+    except UnsupportedFormat as error:
+        return found(UNSUPPORTED, str(error))
     except SlotStreamError as error:
         return found("UNREADABLE", str(error))
     return Verdict(record.namespace, record.sample_id, bytes_checked=record.file_bytes, record=record)
@@ -194,16 +200,32 @@ def foreign_files(
     namespace: str = "",
     arriving: Callable[[SampleKey], bool] = lambda _: False,
 ) -> Iterator[Verdict]:
-    """One verdict a file that no committed sample owns. Partials are not foreign: a server removes them."""
+    """One verdict a file that no committed sample owns. Partials are not foreign: a server removes them. Nor is a file at a
+    sample's place whose format this version does not know.
+    """
     for path in tree_files(files, data_dir, namespace):
         if path.name.endswith(PARTIAL_SUFFIX):
             continue
         key = key_of_path(data_dir, path)
         if key is not None and _is_known(files, index, key, path, arriving):
             continue
+        if key is not None and (unsupported := _unsupported(files, path)):
+            yield Verdict(key.namespace, key.sample_id, UNSUPPORTED, unsupported)
+            continue
         parts = path.relative_to(data_dir).parts
         space, name = (parts[0], "/".join(parts[1:])) if len(parts) > 1 else ("", parts[0])
         yield Verdict(space, name, FOREIGN, f"{'/'.join(parts)} is not a file of a committed sample")
+
+
+def _unsupported(files: Files, path: Path) -> str:
+    """What about a file's format this version does not know; "" where that is not it."""
+    try:
+        sample_file_at(files, path)
+    except UnsupportedFormat as error:
+        return str(error)
+    except (OSError, Damaged):
+        pass
+    return ""
 
 
 def _is_known(files: Files, index: Index, key: SampleKey, path: Path, arriving: Callable[[SampleKey], bool]) -> bool:
@@ -227,7 +249,7 @@ def _committed_unix_s(files: Files, path: Path, key: SampleKey) -> float:
     try:
         file = sample_file_at(files, path)
         return file.record().committed_unix_ns / 1e9 if file.key == key else 0.0
-    except (OSError, Damaged):
+    except (OSError, Damaged, UnsupportedFormat):
         return 0.0
 
 
@@ -320,6 +342,8 @@ def _verify_files_alone(files: Files, data_dir: Path, namespace: str, wanted: Sa
         except OSError as error:
             damage = "UNREADABLE" if is_fact(error) else IO_ERROR
             yield Verdict(key.namespace, key.sample_id, damage, str(store_error(error, "reading the file")))
+        except UnsupportedFormat as error:
+            yield Verdict(key.namespace, key.sample_id, UNSUPPORTED, str(error))
         except Damaged as error:
             yield Verdict(key.namespace, key.sample_id, "UNREADABLE", str(error))
         else:

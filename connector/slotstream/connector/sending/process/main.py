@@ -56,7 +56,7 @@ def main(items_fd: int, leases_fd: int, memory_fd: int) -> int:
         sink.use_staging(area.slots, setup.shape.slot_bytes)
         pool = StagingPool(area.slots, setup.shape)
         ended: queue.SimpleQueue[str] = queue.SimpleQueue()
-        pump = Pump(setup.config, pool, area, sink, setup.shape.row_bytes, counters, ended.put, IN_A_PROCESS_OF_ITS_OWN)
+        pump = Pump(setup.config, pool, area, sink, counters, ended.put, IN_A_PROCESS_OF_ITS_OWN)
         desk = _Desk(pool, pump, area.lending(setup.first_turn), leases)
         pump.start()
     except (ConfigError, OSError) as error:

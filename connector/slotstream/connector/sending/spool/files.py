@@ -2,11 +2,15 @@
 
     SPOOL_DIR/<32 hex: owner>/lock                                 held (flock) for as long as the owner lives
                              /<serial>~<namespace>~<sample id>.spool
+                             /<serial>~<namespace>~<sample id>.columns    with columns beside the default pair
 
 A file is a sequence of records, `<u32 length of head><u32 length of data><u64 xxh3 of head>` little-endian, head, data. The
 head is an IngestRequest without its `data`: OpenSample first, then ChunkHeaders, each followed by its rows, whose hash it
 holds; at the end a CommitSample or an AbortSample. A sample with neither was never finished. Nothing is synced: files
 survive the death of the process, not that of the host.
+
+An earlier version would send a sample without the columns that it does not know. It looks at names that end in `.spool` alone,
+and so leaves that sample to a later one. A file whose name ends in something else is left alone here too.
 """
 
 from __future__ import annotations
@@ -30,10 +34,11 @@ from slotstream.wire.names import CHUNK_BYTES_MAX, MESSAGE_BYTES_MAX
 
 DIR_MODE, FILE_MODE = 0o700, 0o600
 LOCK_NAME = "lock"
+SUFFIX, COLUMNS_SUFFIX = ".spool", ".columns"
 _RECORD = struct.Struct("<IIQ")
 _OWNER = re.compile(r"[0-9a-f]{32}")
 # Neither a namespace nor a sample id can hold a "~": whatever is in the file, its name says whose it is.
-_FILE = re.compile(r"\d{1,19}~([A-Za-z0-9][A-Za-z0-9._-]{0,63})~([A-Za-z0-9][A-Za-z0-9._-]{0,127})\.spool")
+_FILE = re.compile(r"\d{1,19}~([A-Za-z0-9][A-Za-z0-9._-]{0,63})~([A-Za-z0-9][A-Za-z0-9._-]{0,127})(\.spool|\.columns)")
 _CREATE_TRIES = 8
 
 
@@ -71,6 +76,7 @@ class SpoolFile:
     namespace: str
     sample_id: str
     directory: OwnedDir | None = None  # None until something was written.
+    suffix: str = SUFFIX
     nbytes: int = 0
     broken: bool = False
     dropped: bool = False
@@ -78,7 +84,7 @@ class SpoolFile:
     @property
     def path(self) -> Path:
         assert self.directory is not None
-        return self.directory.path / f"{self.serial:010d}~{self.namespace}~{self.sample_id}.spool"
+        return self.directory.path / f"{self.serial:010d}~{self.namespace}~{self.sample_id}{self.suffix}"
 
 
 @dataclass(slots=True)
@@ -131,7 +137,8 @@ def _files_in(owned: OwnedDir) -> list[SpoolFile]:
     for entry in sorted(owned.path.iterdir()):
         if (match := _FILE.fullmatch(entry.name)) and entry.is_file() and not entry.is_symlink():
             serial = int(entry.name.partition("~")[0])
-            files.append(SpoolFile(serial, match[1], match[2], owned, entry.stat().st_size, broken=True))
+            nbytes = entry.stat().st_size
+            files.append(SpoolFile(serial, match[1], match[2], owned, suffix=match[3], nbytes=nbytes, broken=True))
     owned.files = len(files)
     return files
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from slotstream.connector.sending.failure_reports import Report
 from slotstream.connector.sending.sample_state import ChunkState, SampleState
 from slotstream.connector.sending.spool.disk_thread import Appended, DiskThread
-from slotstream.connector.sending.spool.files import Place, SpoolFile
+from slotstream.connector.sending.spool.files import COLUMNS_SUFFIX, SUFFIX, Place, SpoolFile
 from slotstream.connector.sending.staging_pool import StagingPool
 from slotstream.v1 import ingest_pb2
 
@@ -102,7 +102,8 @@ class SpoolWriter:
             return None
         if sample.file is None:
             opened = sample.opened
-            sample.file = SpoolFile(sample.serial, opened.namespace, opened.sample_id)
+            suffix = COLUMNS_SUFFIX if opened.columns else SUFFIX
+            sample.file = SpoolFile(sample.serial, opened.namespace, opened.sample_id, suffix=suffix)
             self._append(sample.file, ingest_pb2.IngestRequest(open=opened), None, Record(sample, None))
         return sample.file
 
