@@ -441,7 +441,12 @@ class _Engine:
         assert len(set(everywhere)) == len(everywhere) == self.allocator.shape.pages, "a page is lost, or somebody else's too"
         for request in self.running:
             capture = self.half._live.get(request.request_id)
-            assert capture is None or capture.table in (None, request.table), "a block table that is not vLLM's"
+            if capture is None:
+                continue
+            assert capture.table in (None, request.table), "a block table that is not vLLM's"
+            pages = self.allocator._held.get(request.request_id)
+            last = (pages.first + len(pages.pages) - 1) * self.allocator.shape.page_rows if pages and pages.pages else 0
+            assert last < capture.stop, "a page for rows that nobody wants"
 
     def drain(self) -> None:
         """To the end of every request, and one step more: what the last ones gave back."""

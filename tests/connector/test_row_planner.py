@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 from support.plan_rig import PlanRig, rows_of
 
+from slotstream.connector.planning.page_allocator import NO_STEP, NULL_BLOCK, PageAllocator
 from slotstream.connector.planning.row_planner import REQUESTS_MAX, STEPS_MAX
+from slotstream.connector.row_pool import RowPoolShape
 
 
 def test_a_prompt_is_read_in_the_next_step_without_prompt_tokens() -> None:
@@ -81,6 +83,59 @@ def test_a_pool_that_holds_a_step_and_what_waits_never_fails_for_the_rows_that_w
         late = rig.add(17 * 16)
         rig.step()
         assert "error" not in rig.finish(late)
+
+
+def test_a_preempted_request_is_read_before_its_pages_are_anothers_and_a_token_that_comes_late_changes_nothing() -> None:
+    rig = PlanRig()
+    output, prompt = rig.add(40), rig.add(50, include_output_tokens=False)
+    rig.step()
+    rig.preempt(output)
+    rig.preempt(prompt)
+    plan = rig.step()
+    assert sorted(rows_of(plan)) == [("r0", 0, 40), ("r1", 0, 50)]
+    assert [finish.req_id for finish in plan.finishes] == ["r1"]
+    assert rig.pages.in_use == 0
+    output.all_token_ids.append(7)
+    assert not rig.half.has_unread()
+    assert not rig.step()
+    rig.running[output.request_id] = output
+    rig.step()
+    for _ in range(40):
+        if read := rows_of(rig.step()):
+            break
+    assert read == [("r0", 40, 72)]
+
+
+@pytest.mark.parametrize("block", [NULL_BLOCK, 9])
+def test_an_entry_ends_in_the_plan_in_which_its_block_is_no_more_the_requests_and_its_rows_can_still_be_read(
+    block: int,
+) -> None:
+    """Behind a sliding window a block goes to others while rows of it wait to be read."""
+    pages = PageAllocator(RowPoolShape(8, 16), 16)
+    pages.cover("a", 0, 40, [5, 6, 7])
+    first = pages.end_plan()
+    assert first is not None
+    assert (dict(first.entries), first.live) == ({5: 0, 6: 1, 7: 2}, 3)
+    pages.cover("a", 40, 41, [block, 6, 7])
+    second = pages.end_plan()
+    assert second is not None
+    assert (dict(second.entries), second.live) == ({5: -1}, 2)
+    place = pages.read("a", 0, 40, NO_STEP)
+    assert [list(values) for values in (place.pages, place.entries, place.steps)] == [[0, 1, 2], [5, 6, 7], [1, 1, 1]]
+
+
+def test_pages_that_a_plan_reads_are_given_by_the_next() -> None:
+    """Also those that it reads before it gives pages: for a preempted request, which is told first."""
+    rig = PlanRig(pages=4, step_pages=0)
+    lost = rig.add(30)
+    rig.step()
+    rig.preempt(lost)
+    rig.add(60)
+    plan = rig.step()
+    assert rows_of(plan) == [("r0", 0, 30)]
+    assert [abort.code for abort in plan.aborts] == ["ROW_POOL_FULL"]
+    rig.add(60)
+    assert not rig.step().aborts
 
 
 def test_a_plan_reads_from_few_requests_and_the_next_from_others() -> None:

@@ -60,6 +60,7 @@ class PlanRig:
         chosen = config(layers=[0], include_output_tokens=True, **options)
         self.half = SchedulerHalf(chosen, 0, BLOCK, 8192, lambda _: None, places, lambda: self.seconds)
         self.running: dict[str, PlannedRequest] = {}
+        self.preempted: list[PlannedRequest] = []  # Since the last step.
         self._numbers = itertools.count()
         self._blocks = itertools.count(1)
 
@@ -76,6 +77,7 @@ class PlanRig:
     def output(self) -> Any:
         """What vLLM's scheduler says of the next step, once it has given blocks for it."""
         requests = list(self.running.values())
+        resumed = {r.request_id for r in requests if not r.table and r.num_output_tokens}
         counts = [len(r.all_token_ids) - r.num_computed_tokens for r in requests]
         new_blocks: list[tuple[list[int]] | None] = []
         for request, count in zip(requests, counts, strict=True):
@@ -90,19 +92,26 @@ class PlanRig:
             scheduled_new_reqs=[],
             scheduled_cached_reqs=SimpleNamespace(
                 req_ids=[r.request_id for r in requests],
-                resumed_req_ids=set(),
+                resumed_req_ids=resumed,
                 num_computed_tokens=[r.num_computed_tokens for r in requests],
                 new_block_ids=new_blocks,
                 num_output_tokens=[r.num_output_tokens for r in requests],
             ),
-            preempted_req_ids=set(),
+            preempted_req_ids={r.request_id for r in self.preempted},
             has_sync_kv_loads=False,
             kv_cache_block_copies=None,
             kv_connector_block_state=SimpleNamespace(get_block_ids=lambda r: (list(self.running[r].table),)),
         )
 
+    def preempt(self, request: PlannedRequest) -> None:
+        """The request loses its blocks, and does not run."""
+        del self.running[request.request_id]
+        request.num_computed_tokens, request.table = 0, []
+        self.preempted.append(request)
+
     def computed(self) -> None:
         """The step is over: each request has a token more."""
+        self.preempted.clear()
         for request in self.running.values():
             request.num_computed_tokens = len(request.all_token_ids)
             request.all_token_ids.append(7)
