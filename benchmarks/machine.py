@@ -28,6 +28,13 @@ def plain(options: argparse.Namespace) -> dict[str, Any]:
     return {key: str(value) if isinstance(value, Path) else value for key, value in vars(options).items()}
 
 
+def cpu_use() -> dict[str, float]:
+    """CPU seconds of the whole machine so far: user, system, idle, and `steal`, which its host gave to others."""
+    fields = Path("/proc/stat").read_text().partition("\n")[0].split()[1:9]
+    user, nice, system, idle, waiting, irq, softirq, steal = (int(field) / os.sysconf("SC_CLK_TCK") for field in fields)
+    return {"user": user + nice, "system": system + irq + softirq, "idle": idle + waiting, "steal": steal}
+
+
 def machine() -> dict[str, Any]:
     """What the figures were measured on."""
     cpu = "unknown"

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from gpu import make_model
-from machine import machine, plain, progress
+from machine import cpu_use, machine, plain, progress
 from online_client import Load, LoadClient
 from online_engine import AGAIN, BEFORE, NAMES, Contender, Setting, known, needs_before, start
 from online_figures import BASE, Turn, report
@@ -68,10 +68,11 @@ def make_tokenizer(model: Path) -> None:
 
 def take_turn(contender: Contender, client: LoadClient, load: Load, seed: int) -> Turn:
     """One load on one engine; what the client and the engine say of it."""
-    cpu = contender.cpu()
+    cpu, everything = contender.cpu(), cpu_use()
     contender.ask("begin_watch")
     found = client.run(contender.port, load, seed)
     watch = contender.ask("end_watch")
+    of_machine = {name: round(seconds - everything[name], 2) for name, seconds in cpu_use().items()}
     used = {name: round(seconds - cpu.get(name, 0.0), 3) for name, seconds in contender.cpu().items()}
     samples = contender.forget_samples()
     wanted = load.prompts if contender.captures else 0
@@ -79,6 +80,7 @@ def take_turn(contender: Contender, client: LoadClient, load: Load, seed: int) -
         **found,
         "watch": watch,
         "cpu_s": {name: seconds for name, seconds in used.items() if seconds > 0},
+        "machine_cpu_s": of_machine,
         "samples": samples,
         "not_stored": wanted - samples.get("COMMITTED", 0),
     }

@@ -140,6 +140,7 @@ class Watch:
         steps = NOTES.steps[:-1]  # The last one has no end.
         before = self._allocations
         return {
+            "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
             "steps": {kind: _of_steps([s for s in steps if s.kind == kind]) for kind in sorted({s.kind for s in steps})},
             "decode_of_64": _ours([s for s in steps if s.kind == "decode" and s.requests == 64]),
             "prompts_of_1024": _of_prompts(steps),
