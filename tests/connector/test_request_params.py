@@ -103,9 +103,18 @@ def test_request_ids_that_only_differ_in_what_is_replaced_stay_apart() -> None:
         ({"include_output_tokens": 1}, "connector option include_output_tokens must be true or false"),
         ({"chunk_bytes": 1 << 20, "staging_bytes": 7 << 20}, "staging_bytes must be at least eight times chunk_bytes"),
         ({"staging": "host"}, "unknown connector options ['staging']"),
-        ({"layers": 3}, 'layers must be a list of whole numbers from 0 on and "final", not 3'),
-        ({"layers": []}, 'layers must be a list of whole numbers from 0 on and "final", not []'),
-        ({"layers": [1, "last"]}, "layers must be a list of whole numbers from 0 on and \"final\", not [1, 'last']"),
+        (
+            {"layers": 3},
+            'layers must be a list of whole numbers from 0 on and "final", or "eagle3", or {"draft": "PATH or id"}, not 3',
+        ),
+        (
+            {"layers": []},
+            'layers must be a list of whole numbers from 0 on and "final", or "eagle3", or {"draft": "PATH or id"}, not []',
+        ),
+        (
+            {"layers": [1, "last"]},
+            'layers must be a list of whole numbers from 0 on and "final", or "eagle3", or {"draft": "PATH or id"}, not [1, \'last\']',
+        ),
         ({"layers": [True]}, "layers must be a list of whole numbers from 0 on"),
         ({"layers": [-1]}, "layers must be a list of whole numbers from 0 on"),
         ({"layers": [2, 2]}, "layers must not name a layer twice: [2, 2]"),
