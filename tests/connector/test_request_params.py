@@ -113,7 +113,7 @@ def test_request_ids_that_only_differ_in_what_is_replaced_stay_apart() -> None:
         ),
         (
             {"layers": [1, "last"]},
-            'layers must be a list of whole numbers from 0 on and "final", or "eagle3", or {"draft": "PATH or id"}, not [1, \'last\']',
+            '"eagle3", or {"draft": "PATH or id"}, not [1, \'last\']',
         ),
         ({"layers": [True]}, "layers must be a list of whole numbers from 0 on"),
         ({"layers": [-1]}, "layers must be a list of whole numbers from 0 on"),
