@@ -289,8 +289,9 @@ def _without_seams(*seams: str) -> dict[str, str | None]:
     return {"PYTHONPATH": os.pathsep.join(paths), "SLOTSTREAM_TEST_MISSING": ",".join(seams)}
 
 
+@pytest.mark.extended
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("processes", ["0", pytest.param("1", marks=pytest.mark.extended)], ids=["one process", "several"])
+@pytest.mark.parametrize("processes", ["0", "1"], ids=["one process", "several"])
 def test_an_engine_without_slotstream_starts_and_one_with_layers_is_refused(
     processes: str, truth_models: dict[str, Path], tmp_path: Path
 ) -> None:
