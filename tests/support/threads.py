@@ -9,9 +9,14 @@ from __future__ import annotations
 import os
 
 
+def threads() -> int:
+    """How many threads each engine has."""
+    return int(os.environ.get("SLOTSTREAM_TEST_THREADS", "1"))
+
+
 def same_threads() -> dict[str, str]:
     """What both engines have in their environment, served or offline: so many of this process's cores, one unless told."""
-    count = int(os.environ.get("SLOTSTREAM_TEST_THREADS", "1"))
+    count = threads()
     cores = sorted(os.sched_getaffinity(0))[:count]
     assert len(cores) == count, f"{count} threads cannot be bound to {len(cores)} cores"
     # Offline there is no worker of its own that vLLM would bind: OpenMP itself is told.
