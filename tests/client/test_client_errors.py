@@ -28,7 +28,7 @@ from slotstream.client import (
     StillArriving,
     connect,
 )
-from slotstream.client.rpc import WatchedStream
+from slotstream.client.rpc import NotServed, WatchedStream
 from slotstream.v1 import samples_pb2
 from slotstream.wire import errors
 from slotstream.wire.errors import BadParams, InternalFault, Interrupted, ProtocolViolation, TooLarge
@@ -101,7 +101,7 @@ def test_a_failed_sample_says_the_reason() -> None:
         (Status.UNAVAILABLE, ServerUnavailable),
         (Status.DEADLINE_EXCEEDED, DeadlineExceeded),
         (Status.CANCELLED, Interrupted),
-        (Status.UNIMPLEMENTED, ProtocolViolation),
+        (Status.UNIMPLEMENTED, NotServed),
         (Status.RESOURCE_EXHAUSTED, TooLarge),
         (Status.INVALID_ARGUMENT, BadParams),
         (Status.PERMISSION_DENIED, InternalFault),

@@ -196,7 +196,7 @@ def test_a_server_that_does_not_take_the_column_is_sent_no_row(
     assert engine.failed() == {"columns-refused": "UNSUPPORTED_FORMAT"}
     assert "upgrade servers before connectors" in engine.faults["columns-refused"].message
     with connect(server.address) as client:
-        wait_until(lambda: any(client.list(state="FAILED")))
+        wait_until(lambda: "columns-refused" in {info.sample_id for info in client.list(state="FAILED")})
         info = client.stat("columns-refused")
         assert (info.state, info.error_code) == (SampleState.FAILED, "UNSUPPORTED_FORMAT")
     assert sent == []
