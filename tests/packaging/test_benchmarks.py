@@ -190,7 +190,7 @@ def test_online(tmp_path: Path) -> None:
         "--layers",
         "1,4",
         "--contenders",
-        "grpc",
+        "grpc,again",
         "--loads",
         "closed-2,open-4,hooks-1024",
         "--rounds",
