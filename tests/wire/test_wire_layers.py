@@ -82,6 +82,7 @@ def test_what_cannot_be_is_refused(asked: Any, says: str) -> None:
         ("{", "cannot be read"),
         ("[]", "not a JSON object"),
         ("{}", "does not say which layers"),
+        ('{"architectures": 5}', "does not say which layers"),
         ('{"eagle_aux_hidden_state_layer_ids": "2,3"}', "not a list"),
         ('{"eagle_aux_hidden_state_layer_ids": [40]}', "from 0 to 36"),
     ],

@@ -58,7 +58,7 @@ def draft_layers(config: Mapping[str, Any], num_layers: int, name: str) -> tuple
             if key == "dspark_target_layer_ids" and config.get("model_type") == "deepseek_v41":
                 plus = 0  # It gets what goes into these layers.
             return tuple(i + plus for i in ids)
-    kinds = [config.get("speculators_model_type"), config.get("model_type"), *(config.get("architectures") or ())]
+    kinds = (config.get(key) for key in ("speculators_model_type", "model_type", "architectures"))
     if any("eagle3" in str(kind).lower() for kind in kinds):
         return eagle3_layers(num_layers)
     raise ConfigError(f"the config of draft {name!r} does not say which layers it gets: name them, as a list")
