@@ -47,6 +47,8 @@ class WorkerHalf:
     def __init__(self, config: ConnectorConfig, source: RowSource, make_sender: SenderMaker, staging: StagingPlan) -> None:
         self._config = config
         self._source = source
+        # What this engine's samples are made of. Another's rows are left alone, and never read.
+        self._is_ours = source.made_for == config.row_kind
         self._staging = staging
         shape = staging.shape
         memory = StagingMemory(shape, source.device, shared=config.sends_in_process)
@@ -152,11 +154,6 @@ class WorkerHalf:
         self._sender.close(_CLOSE_S)
 
     # -- reading rows
-
-    @property
-    def _is_ours(self) -> bool:
-        """Whether the rows are what this engine's samples are made of: another's are left alone, and never read."""
-        return self._source.made_for == self._config.row_kind
 
     def _read(self, rows: tuple[RowPlan, ...], finishes: dict[str, SampleFinish]) -> None:
         """Read the step's rows. A sample is finished, and taken out of `finishes`, behind its last ones: not behind all."""
