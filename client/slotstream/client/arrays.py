@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
 from typing import Any, Protocol
 
 from slotstream.client.reading import RowReader
-from slotstream.client.tensors import empty_rows, require_torch
+from slotstream.client.tensors import receive_rows, require_torch
 from slotstream.wire.errors import ConfigError
 
 
@@ -39,9 +38,7 @@ class TorchArrays:
         self._device = device
 
     def receive(self, reader: RowReader) -> Any:
-        rows = empty_rows(reader)
-        reader.read_into(memoryview((ctypes.c_ubyte * reader.nbytes).from_address(rows.data_ptr())).cast("B"))
-        return rows
+        return receive_rows(reader)
 
     def gather(self, parts: Sequence[tuple[Any, Sequence[int]]], order: Sequence[int]) -> Any:
         torch = require_torch()

@@ -10,21 +10,24 @@ from slotstream.client.client import Client, connect
 
 
 class Connection:
-    """What a data set needs to ask its server, in whichever process it wakes up. It can be pickled.
+    """What a data set needs to ask its server, in every process that it wakes up in. It can be pickled.
 
     A client that is passed stays the caller's to close. With an address, or None (`$SLOTSTREAM_SERVER`), each process opens its
     own when it first asks, with the token and certificates that the environment names.
     """
 
     def __init__(self, client_or_address: Client | str | None) -> None:
-        self._given = client_or_address if isinstance(client_or_address, Client) else None
+        self._given: Client | None = None
         self._own: Client | None = None
         self._pid = os.getpid()
-        self._address = client_or_address if self._given is None else self._given.address
-        # Worker processes connect on their own, and show the server the same token and certificate.
-        self._access: dict[str, Any] = (
-            {} if self._given is None else {**dataclasses.asdict(self._given.access), "data_dir": self._given.data_dir}
-        )
+        self._access: dict[str, Any] = {}
+        self._address: str | None
+        if isinstance(client_or_address, Client):
+            self._given, self._address = client_or_address, client_or_address.address
+            # Worker processes connect on their own, and show the server the same token and certificate.
+            self._access = {**dataclasses.asdict(client_or_address.access), "data_dir": client_or_address.data_dir}
+        else:
+            self._address = client_or_address
 
     def client(self) -> Client:
         """Raises what `connect` raises."""
@@ -33,7 +36,6 @@ class Connection:
         if self._given is not None:
             return self._given
         if self._own is None:
-            assert self._address is None or isinstance(self._address, str)
             self._own = connect(self._address, **self._access)
         return self._own
 

@@ -88,10 +88,10 @@ class Stretch:
 
     def rank(self, world_size: int) -> int:
         # Those of one sample take turns, so that it is shared out evenly.
-        return (_hash("rank", self.member.name) + self.number) % world_size
+        return (number_of("rank", self.member.name) + self.number) % world_size
 
     def lane(self) -> int:
-        return _hash("lane", self.name) % _LANES
+        return number_of("lane", self.name) % _LANES
 
     def is_of(self, place: Place) -> bool:
         return self.rank(place.world_size) == place.rank and self.lane() % place.workers == place.worker
@@ -116,7 +116,7 @@ class Turn:
 
     def marks(self, seed: int, epoch: int, window: int) -> list[int]:
         """The mark of each row, in the order of the rows."""
-        chance = array("I", random.Random(_hash("rows", seed, epoch, self.stretch.name)).randbytes(4 * self.stretch.rows))
+        chance = array("I", random.Random(number_of("rows", seed, epoch, self.stretch.name)).randbytes(4 * self.stretch.rows))
         if sys.byteorder == "big":
             chance.byteswap()
         shift = _TAG_BITS + _ROW_BITS
@@ -126,7 +126,7 @@ class Turn:
 
 def turns(units: Iterable[Stretch], seed: int, epoch: int) -> list[Turn]:
     """In the order in which they are read."""
-    made = [Turn(_hash("turn", seed, epoch, unit.name), _hash("tag", unit.name), unit) for unit in units]
+    made = [Turn(number_of("turn", seed, epoch, unit.name), number_of("tag", unit.name), unit) for unit in units]
     made.sort(key=lambda turn: (turn.key, turn.tag))
     return made
 
@@ -167,5 +167,6 @@ def full_batches(counted: Sequence[Sequence[int]], batch: int, place: Place) -> 
     return mine[place.worker]
 
 
-def _hash(*parts: object) -> int:
+def number_of(*parts: object) -> int:
+    """A number below 2**64 that these decide, the same in every process: what stands for chance in a plan."""
     return xxh3("\x00".join(map(str, parts)).encode())

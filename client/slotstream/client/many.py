@@ -144,9 +144,8 @@ class ManyReads:
         self._count_reads = count_reads
         self._counted: list[SampleInfo] = []
         self._is_served = True  # By an older server, not: then each read is a call.
-        self._most = (
-            1  # Reads of the next call: who wants a few does not make the server read hundreds, some of them deleted soon.
-        )
+        # Reads of the next call: a caller that wants a few does not make the server read hundreds, some of them deleted soon.
+        self._most = 1
         self._reads: list[Read] = []
         self._call: _Call | None = None
         self._turn: _Turn | None = None
@@ -188,9 +187,8 @@ class ManyReads:
         try:
             reader = self._opened(number, None)
             answer = receive(cast(RowReader, PatientReader(reader, functools.partial(self._again, number))))
-            while (
-                self._turn is not None and not self._turn.is_over
-            ):  # Whoever wanted fewer rows: the next read's come after them.
+            # Where `receive` wanted fewer rows: the next read's come after them.
+            while self._turn is not None and not self._turn.is_over:
                 self._turn.receive(self._stall_limit_s)
             return answer
         except SlotStreamError as error:

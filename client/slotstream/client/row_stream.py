@@ -107,6 +107,7 @@ class RowStream:
         if self._options.follow:
             self._follower = Follower(self._connection.client(), self._options, self._arrays, where, self._since)
             yield from self._follower.batches()
+            return
         order, progress = self._begin(where, self._resuming)
         self._progress, self._resuming = progress, None
         mixed = self._mixed(order, progress)

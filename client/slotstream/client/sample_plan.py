@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from slotstream.client.epoch import Member
+from slotstream.client.epoch import Member, number_of
 from slotstream.client.ranks import Place
-from slotstream.wire.hashing import xxh3
 
 _END = 1 << 64
 
@@ -20,12 +19,12 @@ class Share:
     high: int
 
     def of(self, members: Sequence[Member]) -> list[Member]:
-        return [member for member in members if self.low <= _hash("share", member.name) < self.high]
+        return [member for member in members if self.low <= number_of("share", member.name) < self.high]
 
 
 def even_bounds(members: Sequence[Member], parts: int) -> list[int]:
     """Where each of the parts begins, and where the last ends, so that they differ by one sample at most."""
-    hashes = sorted(_hash("share", member.name) for member in members)
+    hashes = sorted(number_of("share", member.name) for member in members)
     inner = [hashes[len(hashes) * part // parts] if hashes else _END for part in range(1, parts)]
     return [0, *inner, _END]
 
@@ -42,10 +41,6 @@ def ordered(members: Sequence[Member], seed: int | None, epoch: int) -> list[tup
     """(key, tag, sample) in the order in which samples are handed out. seed None: what was committed last comes first."""
 
     def key(member: Member) -> int:
-        return _END - member.committed_unix_ns if seed is None else _hash("turn", seed, epoch, member.name)
+        return _END - member.committed_unix_ns if seed is None else number_of("turn", seed, epoch, member.name)
 
-    return sorted(((key(member), _hash("tag", member.name), member) for member in members), key=lambda one: one[:2])
-
-
-def _hash(*parts: object) -> int:
-    return xxh3("\x00".join(map(str, parts)).encode())
+    return sorted(((key(member), number_of("tag", member.name), member) for member in members), key=lambda one: one[:2])

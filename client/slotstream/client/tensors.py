@@ -71,10 +71,7 @@ def receive_sample(reader: RowReader) -> Sample:
     """
     torch = require_torch()
     info = reader.info
-    rows = empty_rows(reader)
-    # Not numpy: it has no bfloat16, and torch can be installed without it.
-    memory = memoryview((ctypes.c_ubyte * reader.nbytes).from_address(rows.data_ptr())).cast("B")
-    reader.read_into(memory)
+    rows = receive_rows(reader)
     return Sample(
         namespace=info.namespace,
         sample_id=info.sample_id,
@@ -108,8 +105,16 @@ def _columns(reader: RowReader) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def empty_rows(reader: RowReader) -> torch.Tensor:
-    """Memory for the rows of `reader`, [rows, layers, hidden] in their dtype. Raises MemoryError where they do not fit."""
+def receive_rows(reader: RowReader) -> torch.Tensor:
+    """All rows of `reader`, [rows, layers, hidden] in their dtype; raises as `receive_sample`."""
+    rows = _empty_rows(reader)
+    # Not numpy: it has no bfloat16, and torch can be installed without it.
+    reader.read_into(memoryview((ctypes.c_ubyte * reader.nbytes).from_address(rows.data_ptr())).cast("B"))
+    return rows
+
+
+def _empty_rows(reader: RowReader) -> torch.Tensor:
+    """Memory for the rows of `reader`. Raises MemoryError where they do not fit."""
     shape = (reader.num_rows, len(reader.layer_ids), reader.info.hidden_size)
     try:
         return _empty(reader.nbytes).view(getattr(require_torch(), _TORCH_NAMES[reader.info.dtype])).reshape(shape)
