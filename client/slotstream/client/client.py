@@ -386,7 +386,7 @@ class Client:
     def moment(self, *, namespace: str | None = None) -> int:
         """Now, by the server's clock, in Unix ns: up to then nothing commits any more. An epoch of `rows` is counted by it.
 
-        Waits for commits under way. A server of an earlier version does not say; then it is before whatever is arriving.
+        Waits for commits under way. A server of an earlier version does not say; then it is before all that is arriving.
         """
         request = samples_pb2.ListRequest(
             namespace="" if namespace is None else check_namespace(namespace), page_size=1, settle=True

@@ -1,4 +1,4 @@
-"""Batches of what is stored and of whatever commits after it, without end: chance mixes what is there."""
+"""Batches of what is stored and of all that commits after it, without end: chance mixes what is there."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Follower:
         self._cut = Cut.of(0, options.buffer_rows, 1)
         self._chance = random.Random(options.seed)
         self._looked = since  # What committed up to here was asked for.
-        self._oldest = 0  # Whatever commits from now on was created at this moment or later.
+        self._oldest = 0  # All that commits from now on was created at this moment or later.
         self._pool: list[tuple[Held, int]] = []
         self._pending: list[tuple[int, Held]] = []  # The moment before each look, and what it found that is still pooled.
 

@@ -58,7 +58,7 @@ class Selection:
     """The layers wanted of each sample, by the ids that it has for them."""
 
     def __init__(self, layers: Sequence[int | str] | None) -> None:
-        """None: whatever a sample has, in its file's order."""
+        """None: all that a sample has, in its file's order."""
         self.layers = None if layers is None else tuple(layers)
         self._known: dict[tuple[tuple[int, ...], str | None], tuple[int, ...]] = {}
         self._hidden: tuple[int, str] | None = None

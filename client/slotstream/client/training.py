@@ -53,7 +53,7 @@ def rows(
     as_of: an epoch is what was committed at this moment of the server's clock (Unix ns, or a datetime with a timezone); None:
     now. Several ranks must be given the same (see `Client.moment`), unless torch.distributed is initialised: then rank 0 says.
     rank, world_size: which trainer of how many this is; None: torch.distributed's, else the only one.
-    follow: no epochs: batches of what is stored (with as_of: of what commits after it), then of whatever commits, without end.
+    follow: no epochs: batches of what is stored (with as_of: of what commits after it), then of all that commits, without end.
     dtype, device: torch's; None: the stored dtype, the CPU. numpy: float32 arrays, without torch.
     columns: what comes beside the layers, under these names, in a dict: "token_ids" (int64 [batch]), "positions" (int64
     [batch], the row's number in its sample), "loss_mask" (bool [batch], of samples that were stored with one), "sample_ids" (a

@@ -125,7 +125,7 @@ class Tensor:
 
 @dataclass(frozen=True, slots=True)
 class FileHeader:
-    """The header of a safetensors file that has hidden states, whatever else it has."""
+    """The header of a safetensors file that has hidden states, and maybe more."""
 
     tensors: Mapping[str, Tensor]
     metadata: dict[str, str]

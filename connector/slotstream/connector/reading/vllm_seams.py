@@ -96,7 +96,7 @@ def install(config_of: ConfigOf) -> None:
 
 
 def _refuse_in_workers(config_of: ConfigOf, error: ConfigError) -> None:
-    """Have each worker say `error` when it is made, which is before it loads its model, if our connector is to be in it."""
+    """Have each worker say `error` when it is made, which is before it loads its model, if it will have our connector."""
     try:
         worker = find(WORKERS, "WorkerBase")
     except ConfigError:

@@ -24,7 +24,7 @@ def commit_bytes(commit: pb.CommitSample) -> int:
 
 
 def spec_of(request: pb.OpenSample) -> SampleSpec:
-    """Raises the code of whatever is malformed, past its limit, or of a format that this server does not know."""
+    """Raises the code of a field that is malformed, past its limit, or of a format that this server does not know."""
     layer_ids = tuple(request.layer_ids[: LAYERS_MAX + 1])
     return SampleSpec(
         namespace=request.namespace,

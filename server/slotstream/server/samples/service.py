@@ -142,7 +142,7 @@ class SamplesService:
                 self._metrics.waiting_reads.dec()
 
     async def _open(self, key: SampleKey, request: pb.ReadRequest) -> Opened:
-        """A committed sample, its replies to come, and the first of them. Raises what the read is to be answered with."""
+        """A committed sample, its replies to come, and the first of them. Raises what the read is answered with."""
         opening = self._pools.reads.submit(opened, self._store, key, request)
         try:
             return await asyncio.wrap_future(opening)
