@@ -33,7 +33,7 @@ from slotstream.cli.serve_arguments import add_serve_arguments, config_from_argu
 from slotstream.connector.options import ConnectorOptions
 from slotstream.server.app import _LAST_CALLS_S
 from slotstream.server.config import ServerConfig
-from slotstream.server.processes.pool import _STOP_S
+from slotstream.server.processes.workers import _STOP_S
 from slotstream.store.upkeep.retention import Policy, Rule
 
 ROOT = Path(__file__).resolve().parents[2]

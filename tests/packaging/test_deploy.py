@@ -32,7 +32,7 @@ from slotstream.server.access.tokens import load_tokens
 from slotstream.server.app import _LAST_CALLS_S
 from slotstream.server.config import ServerConfig
 from slotstream.server.metrics import Metrics
-from slotstream.server.processes.pool import _STOP_S
+from slotstream.server.processes.workers import _STOP_S
 from slotstream.store.samples import SampleStore
 from slotstream.wire import errors
 

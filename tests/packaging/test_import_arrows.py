@@ -38,7 +38,7 @@ REACHING_THE_SERVER = {"serve", "serve_arguments", "token", "verify"}
 LEAVES = {"integrations", "web"}
 # Within a half: wing, or module that stands in front of the wings -> what it may import beside itself. docs/design.md draws it.
 _CONNECTOR_BASE = {"options", "vllm_config", "plan", "counters", "faults"}
-_SERVER_BASE = {"config", "http", "metrics", "status", "version", "waiters", "pools", "lines", "pulse", "logs"}
+_SERVER_BASE = {"config", "http", "metrics", "status", "version", "waiters", "disk_threads", "lines", "pulse", "logs"}
 WINGS = {
     "connector": {
         "facade": _CONNECTOR_BASE | {"hook_guard", "metrics", "planning", "plugin", "row_sources", "worker_side"},
@@ -75,7 +75,7 @@ WINGS = {
         "access": {"config"},
         "health": {"access", "config", "http", "pulse", "status"},
         "housekeeping": {"config", "metrics", "pulse"},
-        "pools": {"lines", "pulse"},
+        "disk_threads": {"lines", "pulse"},
         "listening": {"access", "config"},
         "logs": {"config"},
         "metrics": {"http"},

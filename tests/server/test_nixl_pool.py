@@ -7,13 +7,13 @@ import random
 import pytest
 
 from slotstream.server.config import NIXL_POOL_BYTES_MIN
-from slotstream.server.nixl.pool import SlotPool
+from slotstream.server.nixl.pool import NixlPool
 from slotstream.wire.names import CHUNK_BYTES_MAX
 
 MIB = 1 << 20
 
 
-def drain(pool: SlotPool, nbytes: int) -> list[int]:
+def drain(pool: NixlPool, nbytes: int) -> list[int]:
     slots = []
     while (slot := pool.take(nbytes)) is not None:
         slots.append(slot)
@@ -33,7 +33,7 @@ def drain(pool: SlotPool, nbytes: int) -> list[int]:
     ],
 )
 def test_a_slot_is_no_larger_than_it_has_to_be(nbytes: int, count: int) -> None:
-    pool = SlotPool(NIXL_POOL_BYTES_MIN)
+    pool = NixlPool(NIXL_POOL_BYTES_MIN)
     slots = drain(pool, nbytes)
     assert sorted(slots) == list(range(0, NIXL_POOL_BYTES_MIN, NIXL_POOL_BYTES_MIN // count))
     for slot in slots:
@@ -42,11 +42,11 @@ def test_a_slot_is_no_larger_than_it_has_to_be(nbytes: int, count: int) -> None:
 
 
 def test_what_is_not_a_whole_largest_slot_is_left_alone() -> None:
-    assert len(drain(SlotPool(NIXL_POOL_BYTES_MIN + CHUNK_BYTES_MAX - 1), CHUNK_BYTES_MAX)) == 4
+    assert len(drain(NixlPool(NIXL_POOL_BYTES_MIN + CHUNK_BYTES_MAX - 1), CHUNK_BYTES_MAX)) == 4
 
 
 def test_the_slot_that_was_given_back_last_is_taken_first() -> None:
-    pool = SlotPool(NIXL_POOL_BYTES_MIN)
+    pool = NixlPool(NIXL_POOL_BYTES_MIN)
     slots = [pool.take(CHUNK_BYTES_MAX) for _ in range(3)]
     assert slots == [0, CHUNK_BYTES_MAX, 2 * CHUNK_BYTES_MAX]
     for slot in (0, CHUNK_BYTES_MAX):
@@ -57,7 +57,7 @@ def test_the_slot_that_was_given_back_last_is_taken_first() -> None:
 @pytest.mark.parametrize("seed", range(20))
 def test_slots_never_overlap_and_all_come_back(seed: int) -> None:
     rng = random.Random(seed)
-    pool = SlotPool(NIXL_POOL_BYTES_MIN)
+    pool = NixlPool(NIXL_POOL_BYTES_MIN)
     taken: dict[int, int] = {}
     aside: set[int] = set()
     for _ in range(3000):

@@ -75,7 +75,7 @@ def test_a_flood_of_opens_lets_another_streams_sample_through(running: RunningSe
         wait_until(lambda: running.metric("open_samples") == len(flood) + 1)
         files.works.set()
         wait_until(lambda: "modest" in files.opens)
-        threads = running.server._ingest._shared.pools.chunk_threads
+        threads = running.server._ingest._shared.disk_threads.chunk_threads
         assert files.opens.index("modest") <= before + 2 * threads
         greedy.cancel()
 

@@ -215,7 +215,7 @@ def test_chunks_that_arrive_together_leave_the_event_loop_to_others(
     tmp_path: Path, owner: Owner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It writes them itself where there are few cores."""
-    monkeypatch.setattr("slotstream.server.pools.for_cores", lambda most: 1)
+    monkeypatch.setattr("slotstream.server.disk_threads.for_cores", lambda most: 1)
     monkeypatch.setattr("slotstream.server.ingest.open_samples._TURN_BYTES", 1)
     turns: list[int] = []
     turn = 0
@@ -258,7 +258,7 @@ def test_reads_that_wait_for_a_slow_disk_are_no_fault_of_nixl(
     tmp_path: Path, owner: Owner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its slots are all with the server for longer than a read may take, and than a reader may be silent."""
-    monkeypatch.setattr("slotstream.server.pools.for_cores", lambda most: most)  # Threads write, not the event loop.
+    monkeypatch.setattr("slotstream.server.disk_threads.for_cores", lambda most: most)  # Threads write, not the event loop.
     monkeypatch.setattr("slotstream.server.nixl.reader.READ_S", 0.3)
     monkeypatch.setattr("slotstream.server.nixl.reader._STUCK_S", 1.5)
     written = threading.Event()

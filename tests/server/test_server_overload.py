@@ -35,8 +35,8 @@ class _Disk(Files):
 
 def _set_slow(running: RunningServer) -> None:
     """As after a slow write: chunks are written by a thread, and a stuck disk does not stop the event loop."""
-    running.server._ingest._shared.pools.disk_speed.note(1e9)
-    running.server._ingest._shared.pools.disk_speed._slow_until = float("inf")
+    running.server._ingest._shared.disk_threads.disk_speed.note(1e9)
+    running.server._ingest._shared.disk_threads.disk_speed._slow_until = float("inf")
 
 
 def test_a_disk_that_was_full_gets_what_did_not_fit_once_it_has_room(tmp_path: Path) -> None:

@@ -131,7 +131,7 @@ def test_a_disk_that_hangs_is_not_ready_and_lives_even_where_the_event_loop_wait
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     disk = _Disk()
-    monkeypatch.setattr("slotstream.server.pools._CHUNK_THREADS_MAX", 1)  # Then the event loop writes chunks itself.
+    monkeypatch.setattr("slotstream.server.disk_threads._CHUNK_THREADS_MAX", 1)  # Then the event loop writes chunks itself.
     with _served(tmp_path, disk, monkeypatch) as (running, address), Peer(running.address) as peer:
         peer.say(Sample().open(1), Sample().chunk(1, 1, 0, 20))
         peer.acks(1)
@@ -139,7 +139,7 @@ def test_a_disk_that_hangs_is_not_ready_and_lives_even_where_the_event_loop_wait
         peer.say(Sample().chunk(1, 2, 20, 40))
         wait_until(lambda: {running._thread.name, "retention", "probe-disk"} <= disk.stuck_in)
         wait_until(lambda: ask(address, "/readyz") == (503, "disk"))
-        held = running.server._pools.loop
+        held = running.server._disk_threads.loop
         wait_until(lambda: held._clock() - held._beat_at > pulse.BOUND_S)
         assert ask(address, "/livez") == OK
         disk.goes_on.set()

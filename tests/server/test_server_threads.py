@@ -16,8 +16,8 @@ import pytest
 from server.server_kit import TIMEOUT_S, Peer, Reader, RunningServer, Sample
 from support.files import files_below
 
+from slotstream.server.disk_threads import DiskThreads
 from slotstream.server.ingest.sample_writer import Chunk, Commit, Done, Open, SampleWriter
-from slotstream.server.pools import Pools
 from slotstream.v1 import ingest_pb2 as pb
 from slotstream.wire.errors import HashMismatch
 from slotstream.wire.frames import encode_chunk
@@ -28,7 +28,7 @@ GROUP_ROWS = 16
 
 @pytest.fixture
 def running(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RunningServer]:
-    monkeypatch.setattr("slotstream.server.pools.for_cores", lambda most: most)
+    monkeypatch.setattr("slotstream.server.disk_threads.for_cores", lambda most: most)
     monkeypatch.setattr("slotstream.store.sample.row_hash.GROUP_BYTES", GROUP_ROWS * Sample.row_bytes)
     with RunningServer(tmp_path) as server:
         yield server
@@ -125,8 +125,8 @@ def test_chunks_are_written_in_order_and_checked_ahead(threads: int, wrong: int 
     unopened = iter(uploads)
     store: Any = SimpleNamespace(open_upload=lambda spec, peer: next(unopened))
     done: queue.SimpleQueue[Done] = queue.SimpleQueue()
-    pools = Pools(chunk_threads=threads)
-    writers = [SampleWriter(store, pools, number, None, done.put) for number in range(3)]
+    disk_threads = DiskThreads(chunk_threads=threads)
+    writers = [SampleWriter(store, disk_threads, number, None, done.put) for number in range(3)]
     spec: Any = None
     for writer in writers:
         writer.push(Open(spec))
@@ -136,7 +136,7 @@ def test_chunks_are_written_in_order_and_checked_ahead(threads: int, wrong: int 
             data = bytes([row, writer.number]) * 1000
             writer.push(Chunk(row, row, 1, memoryview(data), xxh3(data)))
     heard = [done.get(timeout=TIMEOUT_S) for _ in range(40 * 3)]
-    pools.shutdown()
+    disk_threads.shutdown()
     verdicts = [one.ended.failure.code for one in heard if one.ended and one.ended.failure]
     assert verdicts == ([] if wrong is None else ["HASH_MISMATCH"] * 3)
     for writer, upload in zip(writers, uploads, strict=True):
@@ -163,9 +163,9 @@ def test_one_thread_finishes_a_sample_before_it_turns_to_the_next(chunk_bytes: i
 
     store: Any = SimpleNamespace(open_upload=open_upload)
     done: queue.SimpleQueue[Done] = queue.SimpleQueue()
-    pools = Pools(chunk_threads=1)
-    pools.disk_speed.note(60.0)  # The event loop leaves all chunks to the thread.
-    writers = [SampleWriter(store, pools, number, None, done.put) for number in range(3)]
+    disk_threads = DiskThreads(chunk_threads=1)
+    disk_threads.disk_speed.note(60.0)  # The event loop leaves all chunks to the thread.
+    writers = [SampleWriter(store, disk_threads, number, None, done.put) for number in range(3)]
     for writer in writers:
         number: Any = writer.number
         writer.push(Open(number))
@@ -175,7 +175,7 @@ def test_one_thread_finishes_a_sample_before_it_turns_to_the_next(chunk_bytes: i
     begin.set()
     for _ in range(3 * 41):
         done.get(timeout=TIMEOUT_S)
-    pools.shutdown()
+    disk_threads.shutdown()
     changes = sum(one != other for one, other in itertools.pairwise(order))
     assert (changes == 2) == waits
     assert [order.count(number) for number in range(3)] == [40] * 3
@@ -186,9 +186,9 @@ def test_a_commit_does_not_wait_for_chunks_of_other_samples() -> None:
     stored: Any = SimpleNamespace(write_chunk=lambda *_: stuck.wait(TIMEOUT_S), commit=lambda *_: False)
     store: Any = SimpleNamespace(open_upload=lambda spec, peer: stored)
     done: queue.SimpleQueue[Done] = queue.SimpleQueue()
-    pools = Pools(chunk_threads=1)
-    pools.disk_speed.note(60.0)  # The event loop leaves all chunks to the thread.
-    writing, whole = (SampleWriter(store, pools, number, None, done.put) for number in range(2))
+    disk_threads = DiskThreads(chunk_threads=1)
+    disk_threads.disk_speed.note(60.0)  # The event loop leaves all chunks to the thread.
+    writing, whole = (SampleWriter(store, disk_threads, number, None, done.put) for number in range(2))
     spec: Any = None
     for writer in (writing, whole):
         writer.push(Open(spec))
@@ -200,4 +200,4 @@ def test_a_commit_does_not_wait_for_chunks_of_other_samples() -> None:
     assert first.writer is whole
     assert first.ended is not None
     assert first.ended.failure is None
-    pools.shutdown()
+    disk_threads.shutdown()

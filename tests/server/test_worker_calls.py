@@ -12,9 +12,9 @@ import pytest
 
 from slotstream.server.access.gate import Gate
 from slotstream.server.config import ServerConfig
+from slotstream.server.disk_threads import DiskThreads
 from slotstream.server.metrics import Metrics
 from slotstream.server.parts import ServerParts
-from slotstream.server.pools import Pools
 from slotstream.server.processes.primary import WorkersService
 from slotstream.server.waiters import Waiters
 from slotstream.store.disk.files import Files
@@ -73,11 +73,11 @@ class Primary:
     def __init__(self, data_dir: Path) -> None:
         self.files = StuckFiles()
         self.store = SampleStore.open(data_dir, files=self.files)
-        self.pools = Pools()
+        self.disk_threads = DiskThreads()
         self.waiters = Waiters()
         self.committed: list[str] = []
         config = ServerConfig(data_dir=data_dir)
-        parts = ServerParts(config, self.store, self.pools, Metrics(self.store), self.waiters, Gate(config))
+        parts = ServerParts(config, self.store, self.disk_threads, Metrics(self.store), self.waiters, Gate(config))
         self.calls = WorkersService(parts, self.committed.append)
         self._dies = asyncio.Event()
         self._joining = asyncio.create_task(self._follow_orders())
@@ -139,7 +139,7 @@ def run(data_dir: Path, test: Callable[[Primary], Coroutine[Any, Any, None]]) ->
         finally:
             primary.files.go_on()
             await primary.dies()
-            await asyncio.to_thread(primary.pools.shutdown)
+            await asyncio.to_thread(primary.disk_threads.shutdown)
             primary.store.close()
 
     asyncio.run(all_of_it())

@@ -14,7 +14,8 @@ config         what a server can be told
 listening      the gRPC server and its port
 parts          what the services of one process share
 waiters        who waits for which sample
-pools, lines   the threads that wait for the disk, and whose turn it is
+disk_threads   the threads that wait for the disk
+lines          whose turn it is
 malloc         glibc's settings, and what a load has left given back
 http           plain HTTP: /metrics, /livez and /readyz
 metrics        the table of what is counted

@@ -18,6 +18,7 @@ from slotstream.server.access.connections import Connections
 from slotstream.server.access.gate import Gate
 from slotstream.server.access.tls import Certificates
 from slotstream.server.config import ServerConfig
+from slotstream.server.disk_threads import DiskThreads
 from slotstream.server.health.healthcheck import HealthService
 from slotstream.server.health.probes import DiskWatch, Probes, serve_probes
 from slotstream.server.housekeeping import Housekeeping
@@ -28,9 +29,8 @@ from slotstream.server.malloc import give_back_when_idle
 from slotstream.server.metrics import Metrics, serve_metrics
 from slotstream.server.nixl.readers import start_readers
 from slotstream.server.parts import ServerParts
-from slotstream.server.pools import Pools
-from slotstream.server.processes.pool import WorkerPool
 from slotstream.server.processes.primary import WorkersService
+from slotstream.server.processes.workers import WorkerProcesses
 from slotstream.server.pulse import Pulse, beat_forever
 from slotstream.server.samples.service import SamplesService
 from slotstream.server.version import server_version
@@ -128,8 +128,8 @@ class Server:
             await asyncio.to_thread(store.lifetimes.accept_clock)
         self.store = store
         self._closing.push_async_callback(asyncio.to_thread, store.close)
-        pools = self._pools = Pools()
-        self._closing.push_async_callback(asyncio.to_thread, pools.shutdown)
+        disk_threads = self._disk_threads = DiskThreads()
+        self._closing.push_async_callback(asyncio.to_thread, disk_threads.shutdown)
         self.metrics = metrics = Metrics(store)
         if certificates is not None:
             metrics.certificate_expiry.set_function(certificates.expires_unix_s)
@@ -138,7 +138,7 @@ class Server:
         if readers is not None:
             self._closing.push_async_callback(asyncio.to_thread, readers.close)
         self._housekeeping = Housekeeping(config, store, metrics, self._directory_changed)
-        parts = ServerParts(config, store, pools, metrics, self._waiters, gate)
+        parts = ServerParts(config, store, disk_threads, metrics, self._waiters, gate)
         self._ingest = IngestService(parts, self._housekeeping.touch, readers)
         self._samples = SamplesService(parts, self._housekeeping)
         self._workers = WorkersService(parts, self._housekeeping.touch)
@@ -159,14 +159,14 @@ class Server:
         self._housekeeping.start()
         self._closing.push_async_callback(asyncio.to_thread, self._housekeeping.stop)
         self._closing.push_async_callback(self._stop_grpc)
-        self._watch(pools)
+        self._watch(disk_threads)
         trimming = asyncio.create_task(give_back_when_idle(metrics.progress))
         self._closing.callback(trimming.cancel)
         if config.workers > 1:
             between = Gate(config, between_processes=True)
-            pool = WorkerPool(config, self.addresses, self._workers, self._samples.handler(between))
-            self._closing.push_async_callback(pool.stop)
-            await pool.start()
+            workers = WorkerProcesses(config, self.addresses, self._workers, self._samples.handler(between))
+            self._closing.push_async_callback(workers.stop)
+            await workers.start()
             _log.info("%d processes take ingest streams", config.workers)
         if config.probes_listen is not None:
             disk = DiskWatch(store, config.free_bytes_min)
@@ -179,11 +179,11 @@ class Server:
             token = "yes" if config.tokens_file is not None else "no"
             _log.info("slotstream %s (TLS: %s, token: %s) listening on %s", server_version(), tls, token, address)
 
-    def _watch(self, pools: Pools) -> None:
+    def _watch(self, disk_threads: DiskThreads) -> None:
         """What `/livez` looks at."""
-        beating = asyncio.create_task(beat_forever(pools.loop))
+        beating = asyncio.create_task(beat_forever(disk_threads.loop))
         self._closing.callback(beating.cancel)
-        self._probes.pulses = (pools.loop, *self._housekeeping.pulses, Pulse("catalogue", self.store.writer, idle=True))
+        self._probes.pulses = (disk_threads.loop, *self._housekeeping.pulses, Pulse("catalogue", self.store.writer, idle=True))
         self._closing.callback(self._probes.ignore_pulses)
 
     def _directory_changed(self, healthy: bool) -> None:

@@ -7,8 +7,8 @@ from typing import Generic, TypeVar
 
 from slotstream.server.access.gate import Gate
 from slotstream.server.config import ServerConfig
+from slotstream.server.disk_threads import DiskThreads
 from slotstream.server.metrics import Metrics
-from slotstream.server.pools import Pools
 from slotstream.server.waiters import Waiters
 
 _Store = TypeVar("_Store", covariant=True)
@@ -20,7 +20,7 @@ class ServerParts(Generic[_Store]):
 
     config: ServerConfig
     store: _Store
-    pools: Pools
+    disk_threads: DiskThreads
     metrics: Metrics
     waiters: Waiters
     gate: Gate

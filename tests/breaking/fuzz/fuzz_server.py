@@ -21,11 +21,11 @@ from google.protobuf.message import DecodeError
 
 from slotstream.server.access.gate import Gate
 from slotstream.server.config import ServerConfig
+from slotstream.server.disk_threads import DiskThreads
 from slotstream.server.housekeeping import Housekeeping
 from slotstream.server.ingest.service import IngestService
 from slotstream.server.metrics import Metrics
 from slotstream.server.parts import ServerParts
-from slotstream.server.pools import Pools
 from slotstream.server.samples.service import SamplesService
 from slotstream.server.waiters import Waiters
 from slotstream.store.catalogue.sql import ListQuery
@@ -100,10 +100,10 @@ class Harness:
         self.loop = asyncio.new_event_loop()
         self.store = SampleStore.open(scratch("server"))
         config = ServerConfig(data_dir=self.store.data_dir, appear_grace_s=0.0, open_samples_max=4)
-        pools, metrics = Pools(), Metrics(self.store)
-        parts = ServerParts(config, self.store, pools, metrics, Waiters(), Gate(config))
+        disk_threads, metrics = DiskThreads(), Metrics(self.store)
+        parts = ServerParts(config, self.store, disk_threads, metrics, Waiters(), Gate(config))
         housekeeping = Housekeeping(config, self.store, metrics, lambda healthy: None)
-        self.pools = pools
+        self.disk_threads = disk_threads
 
         async def services() -> tuple[IngestService, SamplesService]:
             return (

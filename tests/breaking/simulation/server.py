@@ -1,4 +1,4 @@
-"""One life of a server: the real store, pools, housekeeping and services, on simulated threads and a simulated loop."""
+"""One life of a server: the real store, disk threads, housekeeping and services, on simulated threads and a simulated loop."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from simulation.threads import SimTime
 
 from slotstream.server.access.gate import Gate
 from slotstream.server.config import ServerConfig
+from slotstream.server.disk_threads import DiskThreads
 from slotstream.server.housekeeping import Housekeeping
 from slotstream.server.ingest.service import IngestService
 from slotstream.server.metrics import Metrics
 from slotstream.server.parts import ServerParts
-from slotstream.server.pools import Pools
 from slotstream.server.samples.service import SamplesService
 from slotstream.server.waiters import Waiters
 from slotstream.store.samples import SampleStore
@@ -60,11 +60,11 @@ class SimServer:
             running().note(f"start refused: {error}".replace(str(self._files.root), "DIR"))
             self._tell()
             return
-        self.pools = Pools(chunk_threads=self._chunk_threads)
+        self.disk_threads = DiskThreads(chunk_threads=self._chunk_threads)
         self.metrics = Metrics(self.store)
         self.waiters = Waiters()
         self.housekeeping = Housekeeping(config, self.store, self.metrics, lambda healthy: None)
-        parts = ServerParts(config, self.store, self.pools, self.metrics, self.waiters, Gate(config))
+        parts = ServerParts(config, self.store, self.disk_threads, self.metrics, self.waiters, Gate(config))
         self.ingest = IngestService(parts, self.housekeeping.touch)
         self.samples = SamplesService(parts, self.housekeeping)
         for bodies in (self.ingest._shared.bodies, self.samples._calls.bodies):
@@ -129,7 +129,7 @@ class SimServer:
     def _close(self) -> None:
         """What blocks. Nothing may be left then."""
         self.housekeeping.stop()
-        self.pools.shutdown()
+        self.disk_threads.shutdown()
         self.leftovers()
         self.store.close()
         others = sorted(thread.name for thread in self.process.threads if thread is not running().current)
@@ -155,7 +155,7 @@ class SimServer:
             "uploads": len(self.store._uploads) + self.store._opening + len(self.store._failing),
             "readers": len(self.store.lifetimes._readers),
             "tasks": len(asyncio.all_tasks(self.loop)),
-            "lines": len(self.pools.chunk_lines._lines) + len(self.pools.commit_lines._lines),
+            "lines": len(self.disk_threads.chunk_lines._lines) + len(self.disk_threads.commit_lines._lines),
         }
         for what, count in left.items():
             if count:

@@ -280,8 +280,8 @@ class OpenSamples:
             denied = error
         except SlotStreamError:
             pass  # spec_of says the same.
-        store, pools = self._shared.store, self._shared.pools
-        writer = SampleWriter(store, pools, number, key, self._post, line=self, peer=self._session.name)
+        store, disk_threads = self._shared.store, self._shared.disk_threads
+        writer = SampleWriter(store, disk_threads, number, key, self._post, line=self, peer=self._session.name)
         self._writers[number] = writer
         self._shared.opened()
         self._hold(0)

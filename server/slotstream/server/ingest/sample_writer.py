@@ -1,4 +1,4 @@
-"""One sample's disk work, in the order it was asked for, off the event loop but for what takes no time (see `Pools`).
+"""One sample's disk work, in the order it was asked for, off the event loop but for what takes no time (see `DiskThreads`).
 
 Samples of a stream run side by side, the chunks of one sample one after another: written in order they are hashed in
 order, and nothing has to be read back at the commit. (Linux writes to one file from one thread at a time anyway, and has the
@@ -18,8 +18,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
+from slotstream.server.disk_threads import DiskThreads
 from slotstream.server.nixl.reader import Slot
-from slotstream.server.pools import Pools
 from slotstream.store.records import Failure, SampleKey, SampleRecord, SampleSpec
 from slotstream.store.sample.upload import Upload, VerdictUnknown
 from slotstream.wire.columns import NO_COLUMNS, LateColumns
@@ -111,7 +111,7 @@ class SampleWriter:
     def __init__(
         self,
         store: IngestStore,
-        pools: Pools,
+        disk_threads: DiskThreads,
         number: int,
         key: SampleKey | None,
         post: Callable[[Done], None],
@@ -122,7 +122,7 @@ class SampleWriter:
         self.number = number
         self.key = key  # None when the sample was opened under a name that cannot be.
         self._store = store
-        self._pools = pools
+        self._disk_threads = disk_threads
         self._post = post
         self._line = line
         self._peer = peer
@@ -136,8 +136,8 @@ class SampleWriter:
 
     def push(self, item: Item, nbytes: int = 0) -> None:
         """Do `item` after those pushed before. `nbytes` of memory are held until its Done."""
-        if isinstance(item, Chunk) and item.found is None and self._pools.checks_ahead:
-            item = replace(item, found=self._pools.chunks.submit(xxh3, item.data))
+        if isinstance(item, Chunk) and item.found is None and self._disk_threads.checks_ahead:
+            item = replace(item, found=self._disk_threads.chunks.submit(xxh3, item.data))
         with self._lock:
             self._items.append((item, nbytes))
             if self._running:
@@ -145,11 +145,11 @@ class SampleWriter:
             self._running = True
         if isinstance(item, Commit | Refuse):
             self._run()  # Which hands it to a thread of its own, past other samples' chunks.
-        elif isinstance(item, Chunk) and self._pools.loop_writes:
-            with self._pools.loop.excused():  # A disk that stops here stops the event loop, and no restart helps.
+        elif isinstance(item, Chunk) and self._disk_threads.loop_writes:
+            with self._disk_threads.loop.excused():  # A disk that stops here stops the event loop, and no restart helps.
                 self._run()
         else:
-            self._pools.chunk_lines.submit(self._line, self._run)
+            self._disk_threads.chunk_lines.submit(self._line, self._run)
 
     def abandon(self, failure: Failure) -> None:
         """Fail the sample without doing what is still waiting. A commit that has begun is finished."""
@@ -168,11 +168,11 @@ class SampleWriter:
                 item, nbytes = self._items.popleft()
             # A refusal waits for its row: many of them side by side share a transaction, and keep nobody's chunks waiting.
             if isinstance(item, Commit | Refuse) and not self._ended:
-                self._pools.commit_lines.submit(self._line, partial(self._run_commit, item, nbytes))
+                self._disk_threads.commit_lines.submit(self._line, partial(self._run_commit, item, nbytes))
                 return
             self._guarded(item, nbytes)
             bytes_left -= nbytes
-        self._pools.chunk_lines.submit(self._line, self._run)
+        self._disk_threads.chunk_lines.submit(self._line, self._run)
 
     def _run_commit(self, item: Commit | Refuse, nbytes: int) -> None:
         self._guarded(item, nbytes)
@@ -180,7 +180,7 @@ class SampleWriter:
             if not self._items:
                 self._running = False
                 return
-        self._pools.chunk_lines.submit(self._line, self._run)
+        self._disk_threads.chunk_lines.submit(self._line, self._run)
 
     def _guarded(self, item: Item, nbytes: int) -> None:
         """Does one item. Any error fails this sample and nothing else."""
@@ -231,7 +231,7 @@ class SampleWriter:
         try:
             upload.write_chunk(item.first_row, item.rows, item.data, item.digest, found)
         finally:
-            self._pools.disk_speed.note(time.monotonic() - begun_at)
+            self._disk_threads.disk_speed.note(time.monotonic() - begun_at)
 
     def _commit(self, upload: Upload, item: Commit) -> Ended:
         begun_at = time.monotonic()

@@ -32,7 +32,7 @@ class Shared:
         readers: NixlReaders | None,
     ) -> None:
         """`committed` is told the namespace of every sample stored. `readers`: None where chunks come in frames only."""
-        self.config, self.store, self.pools = parts.config, parts.store, parts.pools
+        self.config, self.store, self.disk_threads = parts.config, parts.store, parts.disk_threads
         self.metrics, self.waiters = parts.metrics, parts.waiters
         self.readers = readers
         # Those of Hellos. A sender may take its time with that, but not make the server hold more and more meanwhile.

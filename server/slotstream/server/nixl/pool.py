@@ -21,7 +21,7 @@ def map_pool(descriptor: int, nbytes: int) -> memoryview:
     return memoryview(mmap.mmap(descriptor, nbytes - nbytes % CHUNK_BYTES_MAX))
 
 
-class SlotPool:
+class NixlPool:
     """Which slots of `nbytes` of memory are whose. Pages are taken from the system as chunks first touch them.
 
     A buddy allocator: a slot is a power of two of bytes, aligned to its size, cut out of a larger one where there is none

@@ -24,7 +24,7 @@ from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 from typing import Any
 
-from slotstream.server.nixl.pool import SlotPool, map_pool
+from slotstream.server.nixl.pool import NixlPool, map_pool
 from slotstream.wire.hashing import xxh3
 from slotstream.wire.nixl import NixlAgent, NixlFault, memory_address
 
@@ -77,7 +77,7 @@ class Reader:
         self._read_s = read_s
         self._memory = map_pool(pool_descriptor, pool_bytes)
         self._address = memory_address(self._memory)
-        self._pool = SlotPool(self._memory.nbytes)
+        self._pool = NixlPool(self._memory.nbytes)
         self._agent = NixlAgent(lambda line: self._say("log", line))
         # What that returns stays here: who does not have it cannot write into the pool.
         self._agent.register(self._address, self._memory.nbytes)

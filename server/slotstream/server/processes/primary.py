@@ -31,12 +31,12 @@ _ENDED = "a process of the server ended while the sample was arriving"
 
 
 class WorkersService(workers_pb2_grpc.WorkersServicer):
-    """The Workers service. Belongs to one event loop; the store's work is done in the pools' threads."""
+    """The Workers service. Belongs to one event loop; the store's work is done in the disk threads."""
 
     def __init__(self, parts: ServerParts[SampleStore], committed: Callable[[str], None]) -> None:
         """`committed` is told the namespace of every sample that was stored."""
         self._committed = committed
-        self._store, self._pools = parts.store, parts.pools
+        self._store, self._disk_threads = parts.store, parts.disk_threads
         self._metrics, self._waiters = parts.metrics, parts.waiters
         self._uploads: dict[int, tuple[int, RemoteUpload]] = {}  # number -> worker, upload
         self._numbers = itertools.count(1)
@@ -142,7 +142,7 @@ class WorkersService(workers_pb2_grpc.WorkersServicer):
             if request.worker not in self._orders:
                 raise ServerDraining("the server is shutting down")
             spec = spec_of(request.sample)
-            upload = await self._in(self._pools.chunks, self._store.open_remote, spec, request.peer)
+            upload = await self._in(self._disk_threads.chunks, self._store.open_remote, spec, request.peer)
         except SlotStreamError as error:
             return pb.UploadBegun(failure=failure_message(Failure.of(error)))
         number = next(self._numbers)
@@ -165,7 +165,7 @@ class WorkersService(workers_pb2_grpc.WorkersServicer):
         sealed, content = _sealed(upload, request)
         self._store.lifetimes.clock.heard(sealed.committed_unix_ns)
         try:
-            duplicate = await self._in(self._pools.commits, upload.commit, sealed, content)
+            duplicate = await self._in(self._disk_threads.commits, upload.commit, sealed, content)
             self._committed(upload.spec.namespace)
             return pb.UploadEnded(duplicate=duplicate)
         except SlotStreamError as error:
@@ -182,13 +182,13 @@ class WorkersService(workers_pb2_grpc.WorkersServicer):
         record = SampleRecord(
             request.namespace, request.sample_id, State.ARRIVING, request.created_unix_ns, model=request.model
         )
-        await self._in(self._pools.chunks, self._store.record_failed, record, failure_of(request.failure), request.peer)
+        await self._in(self._disk_threads.chunks, self._store.record_failed, record, failure_of(request.failure), request.peer)
         self._waiters.notify(record.key)
 
     async def _end(self, number: int, failure: Failure) -> None:
         """Fail a sample that is open; one that is being committed ends with its commit."""
         found = self._uploads.get(number)
-        if found is not None and await self._in(self._pools.chunks, found[1].abort, failure):
+        if found is not None and await self._in(self._disk_threads.chunks, found[1].abort, failure):
             self._forget(number, found[1].spec.key)
 
     def _forget(self, number: int, key: SampleKey) -> None:

@@ -1,6 +1,6 @@
 """A worker process of a server: takes ingest streams on the server's port, and passes everything else on to the primary.
 
-    python -m slotstream.server.processes.worker < parameters     started by the primary (pool.py), never by hand
+    python -m slotstream.server.processes.worker < parameters     started by the primary (workers.py), never by hand
 
 It ends when the primary tells it to, or is gone: a signal to the process group means the primary, which has to drain first.
 """
@@ -26,6 +26,7 @@ from slotstream.server.access.connections import Connections
 from slotstream.server.access.gate import PEERS_ASSUMED, Gate, Shares
 from slotstream.server.access.tls import Certificates
 from slotstream.server.config import ServerConfig
+from slotstream.server.disk_threads import DiskThreads
 from slotstream.server.health.healthcheck import HealthService
 from slotstream.server.ingest.service import IngestService
 from slotstream.server.listening import LOCAL_OPTIONS, SERVICES, add_ports, make_server
@@ -34,7 +35,6 @@ from slotstream.server.malloc import give_back_when_idle
 from slotstream.server.metrics import Metrics
 from slotstream.server.nixl.readers import start_readers
 from slotstream.server.parts import ServerParts
-from slotstream.server.pools import Pools
 from slotstream.server.processes.remote_store import RemoteStore
 from slotstream.server.status import abort
 from slotstream.server.waiters import Waiters
@@ -79,13 +79,13 @@ class Worker:
         """Serve until the primary says otherwise, or is gone."""
         channel = grpc.aio.insecure_channel(self._primary, options=LOCAL_OPTIONS)
         with grpc.insecure_channel(self._primary, options=LOCAL_OPTIONS) as blocking:
-            pools, connections = Pools(), Connections(self._config)
+            disk_threads, connections = DiskThreads(), Connections(self._config)
             gate = Gate(self._config, note=connections.note, hang_up=connections.hang_up)
             certificates = Certificates(self._config) if self._config.tls_cert is not None else None
             store = RemoteStore(blocking, self._number, self._config.data_dir, self._config.free_bytes_min)
             # The primary wakes who waits for a sample, and applies retention: it hears of each one's beginning and end.
             readers = await asyncio.to_thread(start_readers, self._config, self.metrics)
-            parts = ServerParts(self._config, store, pools, self.metrics, Waiters(), gate)
+            parts = ServerParts(self._config, store, disk_threads, self.metrics, Waiters(), gate)
             ingest = IngestService(parts, lambda namespace: None, readers)
             health = HealthService(self._config, connections.note, connections.hang_up)
             health.serve("", *SERVICES)
@@ -109,7 +109,7 @@ class Worker:
                 await ingest.idle()
                 if readers is not None:
                     await asyncio.to_thread(readers.close)
-                await asyncio.to_thread(pools.shutdown)
+                await asyncio.to_thread(disk_threads.shutdown)
                 await channel.close(None)
 
     async def _follow_orders(self, channel: grpc.aio.Channel, ingest: IngestService, health: HealthService) -> bool:

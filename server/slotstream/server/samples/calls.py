@@ -47,7 +47,7 @@ class Calls:
     """Belongs to the event loop. Disk and catalogue are asked from threads, never on it."""
 
     def __init__(self, parts: ServerParts[SampleStore]) -> None:
-        self._pools = parts.pools
+        self._disk_threads = parts.disk_threads
         self._metrics = parts.metrics
         self._stall_s = parts.config.read_stall_s
         self.bodies = Bodies(CONTROL_BYTES_MAX, hang_up=parts.gate.hang_up)
@@ -79,11 +79,11 @@ class Calls:
 
     async def look_up(self, call: Callable[..., _T], *arguments: Any) -> _T:
         """What asks the catalogue alone."""
-        return await asyncio.get_running_loop().run_in_executor(self._pools.lookups, call, *arguments)
+        return await asyncio.get_running_loop().run_in_executor(self._disk_threads.lookups, call, *arguments)
 
     async def check(self, call: Callable[..., _T], *arguments: Any) -> _T:
         """What waits for the disks of samples."""
-        return await asyncio.get_running_loop().run_in_executor(self._pools.checks, call, *arguments)
+        return await asyncio.get_running_loop().run_in_executor(self._disk_threads.checks, call, *arguments)
 
     async def write(self, context: Context, message: Any) -> None:
         """Raises TooSlow when the reader takes nothing for too long: what it holds is a thread's time and an open file."""

@@ -43,7 +43,12 @@ class ManyReads:
 
     def __init__(self, parts: ServerParts[SampleStore], calls: Calls, ended: Callable[[SampleRecord, bool], None]) -> None:
         """`ended`: told of each sample once its last reply is written, and whether every row of it was."""
-        self._store, self._pools, self._metrics, self._waiters = parts.store, parts.pools, parts.metrics, parts.waiters
+        self._store, self._disk_threads, self._metrics, self._waiters = (
+            parts.store,
+            parts.disk_threads,
+            parts.metrics,
+            parts.waiters,
+        )
         self._calls = calls
         self._ended = ended
 
@@ -57,12 +62,12 @@ class ManyReads:
             raise BadParams("a call for many samples waits for none: leave wait_s out")
         self._waiters.check_open()
         groups = _groups(self._store, keys, reads)
-        step: Future[_Group | None] = self._pools.reads.submit(next, groups, None)
+        step: Future[_Group | None] = self._disk_threads.reads.submit(next, groups, None)
         try:
             while (group := await asyncio.wrap_future(step)) is not None:
                 self._waiters.check_open()  # A server that is to stop waits for reads: more of them is the next one's work.
                 # One group ahead of the peer; a slow reader holds two.
-                step = self._pools.reads.submit(next, groups, None)
+                step = self._disk_threads.reads.submit(next, groups, None)
                 for frame in group.frames:
                     await self._calls.write(context, frame)
                     self._metrics.sent_bytes.inc(len(frame))

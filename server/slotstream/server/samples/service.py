@@ -44,7 +44,7 @@ class SamplesService:
 
     def __init__(self, parts: ServerParts[SampleStore], housekeeping: Housekeeping) -> None:
         self._housekeeping = housekeeping
-        self._config, self._store, self._pools = parts.config, parts.store, parts.pools
+        self._config, self._store, self._disk_threads = parts.config, parts.store, parts.disk_threads
         self._metrics, self._waiters, self._gate = parts.metrics, parts.waiters, parts.gate
         self._calls = Calls(parts)
         self._many = ManyReads(parts, self._calls, self._count)
@@ -94,7 +94,7 @@ class SamplesService:
                 frame: bytes | None = header
                 while frame is not None:
                     # One block ahead of the peer, so that disk and network overlap; a slow reader holds two blocks.
-                    step = None if request.in_place else self._pools.reads.submit(next, frames, None)
+                    step = None if request.in_place else self._disk_threads.reads.submit(next, frames, None)
                     await self._calls.write(context, frame)
                     self._metrics.sent_bytes.inc(len(frame))
                     frame = None if step is None else await asyncio.wrap_future(step)
@@ -143,7 +143,7 @@ class SamplesService:
 
     async def _open(self, key: SampleKey, request: pb.ReadRequest) -> Opened:
         """A committed sample, its replies to come, and the first of them. Raises what the read is answered with."""
-        opening = self._pools.reads.submit(opened, self._store, key, request)
+        opening = self._disk_threads.reads.submit(opened, self._store, key, request)
         try:
             return await asyncio.wrap_future(opening)
         except asyncio.CancelledError:

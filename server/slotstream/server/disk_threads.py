@@ -38,7 +38,7 @@ class DiskSpeed:
 
 
 @dataclass(slots=True)
-class Pools:
+class DiskThreads:
     """Threads that wait for the disk.
 
     On few cores one thread opens samples and writes the chunks that the event loop leaves to it: mostly copies into the page

@@ -28,7 +28,7 @@ _AGAIN_S = 1.0
 _STOP_S = 15.0
 
 
-class WorkerPool:
+class WorkerProcesses:
     """`config.workers` - 1 processes beside this one. Belongs to one event loop."""
 
     def __init__(
@@ -80,7 +80,7 @@ class WorkerPool:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _run_worker(self, number: int, private: str) -> None:
-        """Run one worker, again and again until the pool ends."""
+        """Run one worker, again and again until the server ends."""
         while not self._ending:
             process = await asyncio.create_subprocess_exec(
                 sys.executable, "-m", "slotstream.server.processes.worker", stdin=asyncio.subprocess.PIPE
