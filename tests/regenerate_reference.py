@@ -38,6 +38,12 @@ PARAMS = {
         "also capture the rows of the generated tokens, except the last token's: vLLM never runs it through the model",
     ),
     "tokens": ("all", "`[start, stop]`: capture only the rows of these token positions; `stop` may be `null`"),
+    "loss_mask": (
+        "none",
+        "`[[start, stop], ...]`, up to 512 ascending spans of token positions, counted from the prompt's first token, or "
+        '`"output"`: the tokens that a trainer\'s loss counts. The sample gets a column `loss_mask`: element *i* is that of '
+        "the token of row *i*, not shifted. What a span names and the text never reaches is left out",
+    ),
     "tags": ("none", "up to 32 short strings by name, to find the sample by"),
 }
 ANSWER = {

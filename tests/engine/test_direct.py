@@ -24,7 +24,7 @@ from support.stack import Stack, stack
 from support.waiting import wait_until
 from support.workload import FINAL_ID, Ask, assert_rows_are_true, random_prompts, send, text_tokens
 
-from slotstream.client import Client, SampleFailed, SampleState, connect
+from slotstream.client import Client, SampleFailed, SampleState, connect, rows
 from slotstream.truth.model import LAYERS, Kind
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
@@ -106,6 +106,26 @@ def test_windows_of_the_prompt_and_of_the_output(running: Stack, client: Client,
         sample = client.get(name, namespace="w")
         assert sample.token_ids.tolist() == (prompt + answer.tokens[:-1])[slice(*window)]
         assert_rows_are_true(sample, kind=kind, layer_ids=IDS)
+
+
+def test_a_loss_mask_is_stored_beside_the_rows_it_is_of(running: Stack, client: Client, kind: Kind) -> None:
+    prompt = text_tokens(random.Random(46), 300)  # Of several steps.
+    masks: dict[str, object] = {"spans": [[0, 2], [10, 12], [298, 310], [330, 340]], "output": "output", "past": [[330, 341]]}
+    params = {"namespace": "m", "include_output_tokens": True, "tokens": [1, None]}
+    asks = [Ask(prompt, {**params, "sample_id": name, "loss_mask": mask}, 40) for name, mask in masks.items()]
+    *answers, refused = send(running.vllm_port, asks)
+    assert refused.said is not None
+    assert refused.said["error"]["code"] == "BAD_TOKEN_RANGE"
+    counted = {"spans": {1, 10, 11, *range(298, 310), *range(330, 339)}, "output": set(range(300, 339))}
+    for (name, positions), answer in zip(counted.items(), answers, strict=True):
+        sample = client.get(name, namespace="m")
+        assert sample.token_ids.tolist() == (prompt + answer.tokens[:-1])[1:]
+        assert sample.loss_mask is not None
+        assert sample.loss_mask.tolist() == [position in positions for position in range(1, 339)]
+        assert_rows_are_true(sample, kind=kind, layer_ids=IDS)
+    (batch,) = rows("final", 1000, client=client, namespace="m", columns=["loss_mask", "positions", "sample_ids"])
+    for name, row, counts in zip(batch["sample_ids"], batch["positions"].tolist(), batch["loss_mask"].tolist(), strict=True):
+        assert counts == (row + 1 in counted[name.removeprefix("m/")])
 
 
 def test_layers_are_chosen_by_number_and_by_name(running: Stack, client: Client, kind: Kind) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from openai import OpenAI
 from safetensors import safe_open
 from safetensors.torch import save_file
 from support.idle import assert_idle
@@ -24,8 +25,9 @@ from support.random_load import check, random_requests, run
 from support.stack import Stack, stack
 from support.waiting import wait_until
 from support.workload import LAYER_IDS, MODEL_NAME, Ask, assert_rows_are_true, send, text_tokens
+from transformers import AutoTokenizer
 
-from slotstream.client import Client, connect
+from slotstream.client import Client, ConfigError, capture, connect
 from slotstream.truth import model as truth_model
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
@@ -148,6 +150,33 @@ def test_chat(engine: Stack, stored: Client) -> None:
     sample = stored.get(said["sample_id"], namespace="chat")
     assert sample.token_ids.tolist() == answer["prompt_token_ids"]
     assert_rows_are_true(sample)
+
+
+def test_the_mask_of_a_chat_is_of_the_engines_own_tokens(engine: Stack, stored: Client, truth_models: dict[str, Path]) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(truth_models["dense"])
+    chat = [
+        {"role": "user", "content": "What?"},
+        {"role": "assistant", "content": "Rows."},
+        {"role": "user", "content": "And?"},
+    ]
+    request: dict[str, Any] = {"model": MODEL_NAME, "messages": chat, "max_tokens": 8, "extra_body": {"ignore_eos": True}}
+    params = {"namespace": "chat", "include_output_tokens": True, "loss_mask": "assistant"}
+    with OpenAI(base_url=f"http://127.0.0.1:{engine.vllm_port}/v1", api_key="none") as openai_client:
+
+        def captured(template: str) -> Any:
+            tokenizer.chat_template = template
+            return capture(openai_client, client=stored, slotstream=params, tokenizer=tokenizer, **request)
+
+        _, sample = captured(CHAT_TEMPLATE)
+        texts = [tokenizer.decode([token]) for token in sample.token_ids.tolist()]
+        prompt = "user: What?\nassistant: Rows.\nuser: And?\n"
+        assert "".join(texts).startswith(prompt)
+        counted = ["".join(texts[: i + 1]) for i, counts in enumerate(sample.loss_mask.tolist()) if counts]
+        assert counted[0].endswith("What?\na")
+        assert counted[len("assistant: Rows.\n") - 1] == "user: What?\nassistant: Rows.\n"
+        assert len(counted) == len("assistant: Rows.\n") + 7  # The output's, but for the last token.
+        with pytest.raises(ConfigError, match="the engine makes other tokens of this chat than the tokenizer, from token 0 on"):
+            captured(CHAT_TEMPLATE.replace("message['role']", "message['role'] | upper"))
 
 
 _TEXT = "Rows, one after the other."

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
+from slotstream.client.chat_masks import ASSISTANT, request_spans
 from slotstream.client.client import SERVER_VARIABLE, Client, connect
 from slotstream.client.tensors import Sample, require_torch
 from slotstream.wire.errors import ConfigError, SlotStreamError, error_from_code
@@ -22,6 +23,7 @@ def capture(
     *,
     client: Client | None = None,
     slotstream: Mapping[str, Any] | None = None,
+    tokenizer: Any = None,
     wait_s: float = 60.0,
     **request: Any,
 ) -> Any:
@@ -30,7 +32,9 @@ def capture(
     openai_client: an `openai.OpenAI` of the engine. request: what its `completions.create` takes (with `prompt`), or
     `chat.completions.create` (with `messages`), or `responses.create` (with `input`).
     slotstream: parameters of the capture, as docs/reference.md has them: `sample_id` (chosen here if left out), `namespace`,
-    `tags`, `tokens`, `include_output_tokens`. wait_s: how long to wait for the sample once the text is there, at most an hour.
+    `tags`, `tokens`, `include_output_tokens`, `loss_mask`; of a chat the mask may be "assistant": all that the assistant wrote,
+    which `tokenizer`, the engine's Hugging Face tokenizer, tells.
+    wait_s: how long to wait for the sample once the text is there, at most an hour.
     client: reads the sample; None: one of $SLOTSTREAM_SERVER, else of the server that the answer names.
 
     n > 1: with output rows a list of samples, in the order of the choices; without, the sequences share one sample.
@@ -45,6 +49,8 @@ def capture(
     body = dict(request.pop("extra_body", None) or {})
     transfer = dict(body.get("kv_transfer_params") or {})
     params = {**(transfer.get("slotstream") or {}), **(slotstream or {})}
+    if params.get("loss_mask") == ASSISTANT:
+        params["loss_mask"] = _assistant_spans(openai_client, tokenizer, {**request, "extra_body": body}, params)
     sample_id = check_sample_id(params.get("sample_id") or f"capture-{secrets.token_hex(12)}")
 
     def one(own_id: str, **changes: Any) -> _Captured:
@@ -161,6 +167,14 @@ def _method(openai_client: Any, request: Mapping[str, Any]) -> Any:
     if len(asked) != 1:
         raise ConfigError(f"a request has one of prompt, messages and input, and this one {asked or 'none'}")
     return methods[asked[0]]()
+
+
+def _assistant_spans(
+    openai_client: Any, tokenizer: Any, request: Mapping[str, Any], params: Mapping[str, Any]
+) -> list[list[int]]:
+    if "messages" not in request or tokenizer is None:
+        raise ConfigError(f'loss_mask "{ASSISTANT}" is of chats: give messages, and the engine\'s tokenizer')
+    return request_spans(openai_client, tokenizer, request, output=bool(params.get("include_output_tokens")))
 
 
 def _several(prompt: object) -> Sequence[object] | None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from slotstream.connector.plan import SampleFinish, SampleOpen
+from slotstream.connector.planning.loss_mask import mask_columns, mask_names
 from slotstream.connector.planning.multimodal import describe
 from slotstream.connector.planning.request_params import CaptureParams, sequence_index
 
@@ -75,6 +76,7 @@ class CapturedRequest:
             not params.include_output_tokens,
             params.tags,
             metadata,
+            mask_names(params.loss_mask),
         )
 
     def sample_finish(self, stop: int) -> SampleFinish:
@@ -84,7 +86,8 @@ class CapturedRequest:
         metadata = {"finish_reason": _finish_reason(request) if request.is_finished() else "prompt"}
         if self.resets:
             metadata["cache_resets"] = ",".join(map(str, self.resets))
-        return SampleFinish(request.request_id, tuple(request.all_token_ids[self.start : stop]), metadata)
+        columns = mask_columns(self.params.loss_mask, self.start, stop, request.num_prompt_tokens)
+        return SampleFinish(request.request_id, tuple(request.all_token_ids[self.start : stop]), metadata, columns)
 
 
 def _finish_reason(request: Request) -> str:

@@ -8,10 +8,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from slotstream.connector.planning.loss_mask import LossMask, parse_loss_mask
 from slotstream.wire.errors import BadParams, BadTokenRange
 from slotstream.wire.names import check_namespace, check_sample_id, check_tags
 
-_KNOWN = ("capture", "include_output_tokens", "namespace", "sample_id", "tags", "tokens")
+_KNOWN = ("capture", "include_output_tokens", "loss_mask", "namespace", "sample_id", "tags", "tokens")
 _NOT_IN_IDS = re.compile(r"[^A-Za-z0-9._-]")
 _ID_CHARS_MAX = 128
 # The random end is vLLM's own, of every request: without it, "7_x" would be somebody's name for a request.
@@ -28,6 +29,7 @@ class CaptureParams:
     include_output_tokens: bool
     tokens: tuple[int, int | None]
     tags: Mapping[str, str] = field(default_factory=dict)
+    loss_mask: LossMask | None = None
 
 
 def parse_params(
@@ -55,6 +57,7 @@ def parse_params(
         include_output_tokens=_flag("include_output_tokens", outputs),
         tokens=_window(inner.get("tokens")),
         tags=check_tags(inner.get("tags", {})),
+        loss_mask=parse_loss_mask(inner.get("loss_mask")),
     )
 
 

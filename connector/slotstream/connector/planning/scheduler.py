@@ -231,6 +231,8 @@ class SchedulerHalf:
         if request.prompt_token_ids is None or getattr(request, "prompt_embeds", None) is not None:
             raise UnsupportedRequest("prompts given as embeddings have no token ids to store")
         start, stop = self._window(request, params)
+        if params.loss_mask is not None:
+            params.loss_mask.check(request.num_prompt_tokens + request.max_tokens)
         self._check_server()
         self._captures[req_id] = self._live[req_id] = CapturedRequest(request, params, start, stop, next=start)
 
