@@ -152,11 +152,12 @@ def real_scheduler(model: Path, **options: Any) -> Iterator[RealScheduler]:
     from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
     from vllm.v1.structured_output import StructuredOutputManager
 
+    waits = {"spool_dir": "/nowhere"}  # With a spool, captures wait also for a server that was never there. Nothing is written.
     transfer = KVTransferConfig(
         kv_connector="SlotStreamConnector",
         kv_connector_module_path="slotstream.connector",
         kv_role="kv_producer",
-        kv_connector_extra_config={"server": f"127.0.0.1:{free_port()}", "layers": [0, 1], **options},
+        kv_connector_extra_config={"server": f"127.0.0.1:{free_port()}", "layers": [0, 1], **waits, **options},
     )
     model_config = ModelConfig(model=str(model), max_model_len=1024, enforce_eager=True, skip_tokenizer_init=True)
     vllm_config = VllmConfig(
