@@ -43,39 +43,31 @@ class RealScheduler:
         self, req_id: str, prompt: Sequence[int], max_tokens: int = 4, *, resumable: bool = False, **slotstream: Any
     ) -> None:
         """A request comes, as from the front end. `slotstream` are its parameters."""
-        self.add_with(req_id, prompt, max_tokens, {"slotstream": slotstream}, resumable=resumable)
+        self.send(self.request(req_id, prompt, max_tokens, {"slotstream": slotstream}, resumable=resumable))
 
-    def add_with(
-        self,
-        req_id: str,
-        prompt: Sequence[int],
-        max_tokens: int,
-        params: dict[str, Any] | None,
-        *,
-        resumable: bool = False,
-        external_req_id: str | None = None,
-    ) -> None:
-        """A request comes with these `kv_transfer_params`, through the struct that crosses into vLLM's engine core."""
+    def request(self, req_id: str, prompt: Sequence[int], max_tokens: int, params: dict[str, Any] | None, **more: Any) -> Any:
+        """A request with these `kv_transfer_params`, as the front end has it before it makes ids. `more`: `n`, `resumable`."""
         from vllm.sampling_params import SamplingParams
         from vllm.v1.engine import EngineCoreRequest
-        from vllm.v1.request import Request
 
-        sampling = SamplingParams(
-            max_tokens=max_tokens, ignore_eos=True, extra_args={"kv_transfer_params": params} if params else None
-        )
-        request = EngineCoreRequest(
+        extra = {"kv_transfer_params": params} if params else None
+        return EngineCoreRequest(
             request_id=req_id,
             prompt_token_ids=list(prompt),
             mm_features=None,
-            sampling_params=sampling,
+            sampling_params=SamplingParams(max_tokens=max_tokens, ignore_eos=True, extra_args=extra, n=more.pop("n", 1)),
             pooling_params=None,
             arrival_time=0.0,
             lora_request=None,
             cache_salt=None,
             data_parallel_rank=None,
-            resumable=resumable,
-            external_req_id=external_req_id,
+            **more,
         )
+
+    def send(self, request: Any) -> None:
+        """A request comes, through what makes one of vLLM's engine core of it."""
+        from vllm.v1.request import Request
+
         self.scheduler.add_request(Request.from_engine_core_request(request, None))
 
     def abort(self, req_id: str) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from slotstream.connector.plan import SampleFinish, SampleOpen
 from slotstream.connector.planning.multimodal import describe
-from slotstream.connector.planning.request_params import CaptureParams, sequence_index
+from slotstream.connector.planning.request_params import CaptureParams, sequence_of
 from slotstream.wire.errors import RowsNotComputed
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ class CapturedRequest:
         seed = getattr(request.sampling_params, "seed", None)
         if seed is not None:
             metadata["sampling_seed"] = str(seed)
-        if index := sequence_index(request.request_id):
+        if index := sequence_of(request):
             metadata["sequence_index"] = str(index)
         return SampleOpen(
             request.request_id,

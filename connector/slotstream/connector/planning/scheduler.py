@@ -18,7 +18,7 @@ from slotstream.connector.faults import SampleFault
 from slotstream.connector.plan import EMPTY_PLAN, SampleAbort, SampleFinish, SampleOpen, StepPlan
 from slotstream.connector.planning.captured_request import CapturedRequest
 from slotstream.connector.planning.external_loads import ExternalLoads
-from slotstream.connector.planning.request_params import CaptureParams, parse_params
+from slotstream.connector.planning.request_params import CaptureParams, parse_params, sequence_of
 from slotstream.connector.planning.row_places import BlockPlaces, RowPlaces
 from slotstream.connector.planning.row_planner import RowPlanner
 from slotstream.connector.planning.sessions import Sessions, asked_of
@@ -246,6 +246,7 @@ class SchedulerHalf:
         return parse_params(
             asked_of(request),
             req_id=request.request_id,
+            sequence=sequence_of(request),
             namespace=options.namespace,
             capture=options.capture,
             include_output_tokens=options.include_output_tokens,
