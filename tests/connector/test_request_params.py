@@ -10,13 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slotstream.connector.options import ConnectorOptions
-from slotstream.connector.planning.request_params import CaptureParams, default_sample_id, parse_params
-from slotstream.wire.errors import BadSampleId, ConfigError, SlotStreamError
+from slotstream.connector.planning.request_params import CaptureParams, default_sample_id, parse_params, sequence_index
+from slotstream.wire.errors import BadSampleId, ConfigError, SlotStreamError, UnsupportedRequest
 from slotstream.wire.names import check_sample_id
 
 
-def _parse(params: object, *, req_id: str = "cmpl-1", **outer: object) -> CaptureParams:
-    return _of_engine({"slotstream": params, **outer}, req_id=req_id)
+def _parse(params: object, *, req_id: str = "cmpl-1", sequence: int | None = 0, **outer: object) -> CaptureParams:
+    return _of_engine({"slotstream": params, **outer}, req_id=req_id, sequence=sequence)
 
 
 def _of_engine(params: Mapping[str, Any] | None, *, req_id: str = "cmpl-1", **defaults: object) -> CaptureParams:
@@ -59,16 +59,47 @@ def test_any_params_are_read_or_answered_with_one_sentence(params: object) -> No
         assert "\n" not in str(said)
 
 
+@pytest.mark.parametrize(
+    ("req_id", "caller_id", "index"),
+    [
+        pytest.param("cmpl-x-0-0123abcd", "cmpl-x-0", 0, id="one sequence"),
+        pytest.param("cmpl-x-0", "cmpl-x-0", 0, id="one sequence, no random end"),
+        pytest.param("0_cmpl-x-0-0123abcd", "cmpl-x-0", 0, id="the first"),
+        pytest.param("2_cmpl-x-0-0123abcd", "cmpl-x-0", 2, id="the third"),
+        pytest.param("2_cmpl-x-0", "cmpl-x-0", 2, id="the third, no random end"),
+        pytest.param("12_x\n-0123abcd", "x\n", 12, id="the thirteenth"),
+        pytest.param("12_7-0123abcd", "12_7", 0, id="a caller's own id"),
+        pytest.param("12_7", "12_7", 0, id="a caller's own id, no random end"),
+        pytest.param("1_12_7-0123abcd", "12_7", 1, id="a sequence of a caller's own id"),
+        pytest.param("1_12_7", "12_7", 1, id="a sequence of a caller's own id, no random end"),
+        pytest.param("1_x-0123abcd-4567cdef", "x-0123abcd", 1, id="an id that ends like a random end"),
+        pytest.param("1_x-0123abcd", "x-0123abcd", 1, id="an id that ends like a random end, no random end"),
+        pytest.param("1_x-0123abcd", "1_x-0123abcd", 0, id="one whose caller's id looks like a sequence's"),
+        pytest.param("1_x", "y", 0, id="none that vLLM makes"),
+        pytest.param("1_x-0123abcd", None, None, id="who knows"),
+        pytest.param("1_x", None, None, id="who knows, no random end"),
+        pytest.param("cmpl-x-0", None, 0, id="no sequence, whatever the caller called it"),
+    ],
+)
+def test_a_sequence_is_told_by_both_ids(req_id: str, caller_id: str | None, index: int | None) -> None:
+    assert sequence_index(req_id, caller_id) == index
+
+
 def test_sequences_of_one_request_share_its_sample_unless_their_output_is_captured() -> None:
-    first, second = "0_cmpl-x-0-0123abcd", "1_cmpl-x-0-0123abcd"
-    assert _parse({"sample_id": "s"}, req_id=second).sample_id == "s"
+    assert _parse({"sample_id": "s"}, sequence=1).sample_id == "s"
+    assert _parse({"sample_id": "s"}, sequence=None).sample_id == "s"
     outputs = {"sample_id": "s", "include_output_tokens": True}
-    assert _parse(outputs, req_id=first).sample_id == "s"
-    assert _parse(outputs, req_id=second).sample_id == "s.1"
-    assert _parse(outputs, req_id="12_x\n-0123abcd").sample_id == "s.12"
-    assert _parse(outputs, req_id="1_somebodys-own-name").sample_id == "s"
+    assert _parse(outputs, sequence=0).sample_id == "s"
+    assert _parse(outputs, sequence=1).sample_id == "s.1"
+    assert _parse(outputs, sequence=12).sample_id == "s.12"
     with pytest.raises(BadSampleId):
-        _parse({**outputs, "sample_id": "s" * 127}, req_id=second)
+        _parse({**outputs, "sample_id": "s" * 127}, sequence=1)
+
+
+def test_where_a_sequence_cannot_be_told_only_the_default_ids_have_output_rows() -> None:
+    with pytest.raises(UnsupportedRequest, match="leave it out"):
+        _parse({"sample_id": "s", "include_output_tokens": True}, sequence=None)
+    assert _parse({"include_output_tokens": True}, req_id="1_x", sequence=None).sample_id == "1_x"
 
 
 @given(st.text())

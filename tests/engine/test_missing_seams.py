@@ -218,6 +218,8 @@ def test_with_layers_fields_that_were_renamed_are_named_too(
         assert "has no ForwardContext.slot_mapping" in said()
     monkeypatch.setattr(Request, "__init__", lambda self: None)
     assert "has no Request.skip_reading_prefix_cache" in said()
+    monkeypatch.setattr(Request, "__init__", lambda self: setattr(self, "x", self.skip_reading_prefix_cache))
+    assert "has no Request.resumable" in said()
     assert not inits
 
 

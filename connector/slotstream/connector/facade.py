@@ -24,7 +24,7 @@ from slotstream.connector.options import ConnectorOptions
 from slotstream.connector.plan import EMPTY_PLAN, StepPlan
 from slotstream.connector.planning.scheduler import SchedulerHalf
 from slotstream.connector.planning.server_health import ServerHealth
-from slotstream.connector.plugin import config_of, install
+from slotstream.connector.plugin import config_of, install, keep_caller_ids
 from slotstream.connector.row_sources import check_capture, row_group, row_places
 from slotstream.connector.vllm_config import ConnectorConfig, current_config, instance_of, known_vllm, logged_refusal
 from slotstream.connector.worker_side import Stranger, WorkerSide
@@ -81,6 +81,7 @@ class SlotStreamConnector(KVConnectorBase_V1, SupportsHMA):
         self._side: WorkerSide | Stranger | None = None  # Of the engine whose step this is.
         self._group = row_group(self._config, vllm_config, kv_cache_config)
         if role is KVConnectorRole.SCHEDULER:
+            keep_caller_ids()
             self._watch = ServerHealth(
                 self._config.options.server, self._config.options.access, patient=self._config.options.spool_dir is not None
             )

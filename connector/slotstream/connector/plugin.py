@@ -34,6 +34,13 @@ def install() -> None:
     vllm_seams.install(config_of)
 
 
+def keep_caller_ids() -> None:
+    """Reach the requests of this process. Never raises: see `reading/caller_ids.py`."""
+    from slotstream.connector.reading import caller_ids
+
+    caller_ids.keep_caller_ids()
+
+
 def config_of(vllm_config: VllmConfig | None) -> ConnectorConfig | None:
     """What our connector is told, alone or among those of MultiConnector; None without it.
 

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 from slotstream.connector.plan import SampleFinish, SampleOpen
 from slotstream.connector.planning.loss_mask import mask_columns, mask_names
 from slotstream.connector.planning.multimodal import describe
-from slotstream.connector.planning.request_params import CaptureParams, sequence_index
+from slotstream.connector.planning.request_params import CaptureParams, sequence_of
+from slotstream.wire.errors import RowsNotComputed
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -49,6 +50,17 @@ class CapturedRequest:
         """Whether the next rows are those of output tokens, which come one or a few a step."""
         return self.params.include_output_tokens and self.next >= self.request.num_prompt_tokens
 
+    def check_whole(self, stop: int) -> None:
+        """Raises RowsNotComputed unless rows [start, stop) are all that the request, as it is now, was to have captured.
+
+        What is committed is always asked this, however it ended: a request that grew has rows that nobody planned.
+        """
+        end = self.final_rows if self.params.include_output_tokens else self.request.num_prompt_tokens
+        asked = self.params.tokens[1]
+        whole = end if asked is None else min(asked, end)
+        if stop != whole or self.next > stop:
+            raise RowsNotComputed(f"rows up to {max(self.next, stop)} were planned, and the request ended with {whole}")
+
     def sample_open(self) -> SampleOpen:
         """The sample begins."""
         request, params = self.request, self.params
@@ -65,7 +77,7 @@ class CapturedRequest:
         seed = getattr(request.sampling_params, "seed", None)
         if seed is not None:
             metadata["sampling_seed"] = str(seed)
-        if index := sequence_index(request.request_id):
+        if index := sequence_of(request):
             metadata["sequence_index"] = str(index)
         return SampleOpen(
             request.request_id,
@@ -80,7 +92,8 @@ class CapturedRequest:
         )
 
     def sample_finish(self, stop: int) -> SampleFinish:
-        """The sample ends with the row before `stop`."""
+        """The sample ends with the row before `stop`. Raises RowsNotComputed: see `check_whole`."""
+        self.check_whole(stop)
         request = self.request
         # A prompt's capture ends with its last row, while the text is still being written.
         metadata = {"finish_reason": _finish_reason(request) if request.is_finished() else "prompt"}

@@ -6,17 +6,22 @@ import hashlib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from slotstream.connector.planning.loss_mask import LossMask, parse_loss_mask
-from slotstream.wire.errors import BadParams, BadTokenRange
+from slotstream.wire.errors import BadParams, BadTokenRange, UnsupportedRequest
 from slotstream.wire.names import check_namespace, check_sample_id, check_tags
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
 
 _KNOWN = ("capture", "include_output_tokens", "loss_mask", "namespace", "sample_id", "tags", "tokens")
 _NOT_IN_IDS = re.compile(r"[^A-Za-z0-9._-]")
 _ID_CHARS_MAX = 128
-# The random end is vLLM's own, of every request: without it, "7_x" would be somebody's name for a request.
-_SEQUENCE = re.compile(r"(\d{1,9})_.*-[0-9a-f]{8}$", re.DOTALL)
+_CHILD = re.compile(r"([0-9]{1,9})_(.*)", re.DOTALL)
+_RANDOM_END = re.compile(
+    r"-[0-9a-f]{8}\Z"
+)  # vLLM's own, of every request, unless VLLM_DISABLE_REQUEST_ID_RANDOMIZATION is set.
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,12 +38,19 @@ class CaptureParams:
 
 
 def parse_params(
-    kv_transfer_params: Mapping[str, Any] | None, *, req_id: str, namespace: str, capture: bool, include_output_tokens: bool
+    kv_transfer_params: Mapping[str, Any] | None,
+    *,
+    req_id: str,
+    sequence: int | None = 0,
+    namespace: str,
+    capture: bool,
+    include_output_tokens: bool,
 ) -> CaptureParams:
     """Read a request's parameters; `namespace`, `capture` and `include_output_tokens` are the engine's defaults.
 
-    Keys beside `slotstream` belong to other connectors and are ignored, except vLLM's own `include_output_tokens`.
-    Raises BadParams, BadSampleId, BadNamespace, BadTags or BadTokenRange, in one sentence.
+    `sequence`: see `sequence_index`. Keys beside `slotstream` belong to other connectors and are ignored, except vLLM's own
+    `include_output_tokens`.
+    Raises BadParams, BadSampleId, BadNamespace, BadTags, BadTokenRange or UnsupportedRequest, in one sentence.
     """
     outer: Mapping[str, Any] = kv_transfer_params or {}
     inner = outer.get("slotstream")
@@ -51,7 +63,7 @@ def parse_params(
         raise BadParams(f"unknown slotstream params {unknown[:8]}; known: {list(_KNOWN)}")
     outputs = inner.get("include_output_tokens", outer.get("include_output_tokens", include_output_tokens))
     return CaptureParams(
-        sample_id=_chosen_id(inner["sample_id"], req_id, outputs) if "sample_id" in inner else default_sample_id(req_id),
+        sample_id=_chosen_id(inner["sample_id"], sequence, outputs) if "sample_id" in inner else default_sample_id(req_id),
         namespace=check_namespace(inner.get("namespace", namespace)),
         capture=_flag("capture", inner.get("capture", capture)),
         include_output_tokens=_flag("include_output_tokens", outputs),
@@ -61,17 +73,36 @@ def parse_params(
     )
 
 
-def sequence_index(req_id: str) -> int:
-    """Which of a request's `n` sequences this is: vLLM calls those "<index>_<request id>". 0 where there is one."""
-    match = _SEQUENCE.match(req_id)
-    return int(match[1]) if match else 0
+def sequence_of(request: Request) -> int | None:
+    """`sequence_index` of one of vLLM's requests."""
+    return sequence_index(request.request_id, getattr(request, "external_req_id", None))
 
 
-def _chosen_id(chosen: object, req_id: str, outputs: object) -> str:
+def sequence_index(req_id: str, caller_id: str | None) -> int | None:
+    """Which of its caller's `n` sequences a request is, 0 where there is one; None where that cannot be told.
+
+    `req_id` is vLLM's: the caller's own id, with a random end unless that was switched off, and for each of several sequences
+    "<index>_" before it. `caller_id` is None where vLLM does not say it. Then "7_x" may be a sequence, or somebody's own id.
+    """
+    child = _CHILD.fullmatch(req_id)
+    if child is None or req_id == caller_id:
+        return 0
+    if caller_id is None:
+        return None
+    index, parent = child.groups()
+    return int(index) if caller_id in (parent, _RANDOM_END.sub("", parent)) else 0
+
+
+def _chosen_id(chosen: object, sequence: int | None, outputs: object) -> str:
     """The id that was asked for. Sequences that differ in their output rows need one each: all but the first add theirs."""
     sample_id = check_sample_id(chosen)
-    index = sequence_index(req_id)
-    return check_sample_id(f"{sample_id}.{index}") if outputs is True and index else sample_id
+    if outputs is not True:
+        return sample_id
+    if sequence is None:
+        raise UnsupportedRequest(
+            "this vLLM does not say whether the request is one of several sequences, which need a sample_id each: leave it out"
+        )
+    return check_sample_id(f"{sample_id}.{sequence}") if sequence else sample_id
 
 
 def default_sample_id(req_id: str) -> str:

@@ -18,9 +18,10 @@ from slotstream.connector.faults import SampleFault
 from slotstream.connector.plan import EMPTY_PLAN, SampleAbort, SampleFinish, SampleOpen, StepPlan
 from slotstream.connector.planning.captured_request import CapturedRequest
 from slotstream.connector.planning.external_loads import ExternalLoads
-from slotstream.connector.planning.request_params import CaptureParams, parse_params
+from slotstream.connector.planning.request_params import CaptureParams, parse_params, sequence_of
 from slotstream.connector.planning.row_places import BlockPlaces, RowPlaces
 from slotstream.connector.planning.row_planner import RowPlanner
+from slotstream.connector.planning.sessions import Sessions, asked_of
 from slotstream.connector.vllm_config import ConnectorConfig
 from slotstream.transport.logs import connector_logger
 from slotstream.wire.errors import (
@@ -83,6 +84,7 @@ class SchedulerHalf:
         self._counters = Counters()
         self._told: dict[str, float] = {}  # The gauges, as they were last told.
         self._throttle = Throttle(every_s=10.0)
+        self._sessions = Sessions()
         self._external_loads = ExternalLoads(group, block_size)
         self._rows = RowPlanner(places or BlockPlaces(), group, config.options.output_rows_per_chunk)
 
@@ -99,7 +101,7 @@ class SchedulerHalf:
             params = self._params(request)
         except SlotStreamError:
             return  # It is refused when it is scheduled.
-        if params.capture and params.tokens[0] < request.num_prompt_tokens:
+        if params.capture and params.tokens[0] < request.num_prompt_tokens and not self._sessions.has(request):
             request.skip_reading_prefix_cache = True
 
     def on_match(self, request: Request, hit_tokens: int) -> None:
@@ -230,6 +232,10 @@ class SchedulerHalf:
             return
         if request.prompt_token_ids is None or getattr(request, "prompt_embeds", None) is not None:
             raise UnsupportedRequest("prompts given as embeddings have no token ids to store")
+        if self._sessions.has(request):
+            raise UnsupportedRequest(
+                "the prompt of a streaming input session grows while it runs: no sample would hold all of it"
+            )
         start, stop = self._window(request, params)
         if params.loss_mask is not None:
             params.loss_mask.check(request.num_prompt_tokens + request.max_tokens)
@@ -240,8 +246,9 @@ class SchedulerHalf:
         """What a request asks for. Raises SlotStreamError."""
         options = self._config.options
         return parse_params(
-            request.kv_transfer_params,
+            asked_of(request),
             req_id=request.request_id,
+            sequence=sequence_of(request),
             namespace=options.namespace,
             capture=options.capture,
             include_output_tokens=options.include_output_tokens,
@@ -340,6 +347,7 @@ class SchedulerHalf:
         hold = False
         if error is None:
             try:
+                capture.check_whole(stop)  # Before blocks are held for it.
                 hold = self._rows.finish(capture, stop, block_ids)
             except SlotStreamError as missing:
                 error = missing

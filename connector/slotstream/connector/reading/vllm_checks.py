@@ -61,6 +61,13 @@ def check_needed(config: ConnectorConfig) -> None:
         raise missing("Request.skip_reading_prefix_cache")
 
 
+def check_sessions() -> None:
+    """Raises ConfigError where a request does not say that its prompt may grow: see `planning/sessions.py`."""
+    request = find("vllm.v1.request", "Request", extraction=False)
+    if "resumable" not in request.__init__.__code__.co_names:
+        raise missing("Request.resumable", extraction=False)
+
+
 def check_own_layers() -> None:
     """Raises ConfigError where a model cannot be told to give copies of its layers: see `own_layers`."""
     if not hasattr(find(_INTERFACES, "EagleModelMixin", extraction=False), "_maybe_add_hidden_state"):

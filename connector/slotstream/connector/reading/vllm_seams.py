@@ -13,10 +13,13 @@
 | `ForwardContext.slot_mapping` | the slot of each row, as the device has it | 0.32, 0.33 |
 | `VllmConfig.additional_config` | to tell the compile cache of the layers, and the start-up plan of the row pool | 0.32, 0.33 |
 | `Request.skip_reading_prefix_cache` | so that a captured request computes all its tokens | 0.32, 0.33 |
+| `Request.resumable` | to know a streaming input session before its first row | 0.32, 0.33 |
+| `Request.from_engine_core_request` | to keep `external_req_id`, by which sequences are told (`caller_ids`) | 0.32, 0.33 |
 
 Without the option `layers` none of them is used but the first, which checks the options before the model is loaded,
-`.load_model` and `_maybe_add_hidden_state`. Without slotstream in vLLM's configuration none is, and nothing raises. What is
-missing is said before the model is loaded; where the first is missing, by `WorkerBase.__init__`.
+`.load_model`, `_maybe_add_hidden_state` and the last two. Without slotstream in vLLM's configuration none is, and nothing
+raises. What is missing is said before the model is loaded; where the first is missing, by `WorkerBase.__init__`; where the last
+is, in a warning, for the engine starts without it.
 """
 
 from __future__ import annotations
@@ -40,6 +43,7 @@ from slotstream.connector.reading.vllm_checks import (
     check_connector,
     check_needed,
     check_own_layers,
+    check_sessions,
     find,
     missing,
 )
@@ -125,6 +129,7 @@ def _check(config: ConnectorConfig, vllm_config: VllmConfig) -> None:
     if config.direct:
         check_needed(config)
         tell_compile_cache(vllm_config, config)
+    check_sessions()
 
 
 def tell_compile_cache(vllm_config: VllmConfig, config: ConnectorConfig) -> None:
