@@ -51,6 +51,12 @@ def pool_rows(config: ConnectorConfig, vllm_config: VllmConfig) -> int:
     return rows
 
 
+def step_pages(vllm_config: VllmConfig, page_rows: int) -> int:
+    """The most pages that one step can want: those of its tokens, where each request begins a page with its last one."""
+    scheduler = vllm_config.scheduler_config
+    return int(-(-(scheduler.max_num_batched_tokens + scheduler.max_num_seqs * (page_rows - 1)) // page_rows))
+
+
 def page_rows_of(block_size: int) -> int:
     """Rows of a page, for blocks of `block_size` tokens: its largest divisor that is no larger than PAGE_ROWS_MAX."""
     return max(rows for rows in range(1, min(block_size, PAGE_ROWS_MAX) + 1) if block_size % rows == 0)
@@ -101,7 +107,9 @@ def slot_group(kv_cache_config: KVCacheConfig, num_layers: int) -> SlotGroup:
             continue
         if isinstance(spec, CrossAttentionSpec | EncoderOnlyAttentionSpec) or getattr(group, "host_resident", False):
             continue
-        sees_all = isinstance(spec, FullAttentionSpec) and spec.sliding_window is None and spec.attention_chunk_size is None
+        sees_all = isinstance(spec, FullAttentionSpec) and not (
+            spec.sliding_window or spec.attention_chunk_size or getattr(spec, "rswa_window", None)
+        )
         # A rank of a pipeline may hold none of a group's layers; its index is the same on all of them.
         found.append(SlotGroup(index, group.kv_cache_spec.block_size, layers[0] if layers else "", sees_all))
     if not found:

@@ -44,7 +44,7 @@ class WorkerSide:
         self._releases: Releases | None = None  # Of a worker that sends nothing, where vLLM waits for its reports too.
         self._guard = HookGuard(self._count_fault)
         self._bound: StepPlan = EMPTY_PLAN
-        self._told_off: dict[str, float] = {}  # Of `capture_off`, as vLLM heard it last.
+        self._told_off: str | None = ""  # Why nothing is captured, as vLLM heard it last; "" while it heard nothing.
         source, self._capture_layer = row_source(config, vllm_config, kv_caches)
         if source is None:  # Rows are the same on every rank that has them: one worker sends.
             self._releases = Releases() if every_worker_reports() else None
@@ -110,16 +110,17 @@ class WorkerSide:
         if self.half is None:
             return {}
         data = self._guard.run(self.half.take_stats, {})
-        off = self._guard.run(self._capture_off, self._told_off)
-        if not data and off == self._told_off:
-            return {}
-        self._told_off = off
-        return {**data, **off}
+        reason = self._guard.run(self._why_off, self._told_off)
+        if reason != self._told_off:
+            self._told_off = reason
+            data = {**data, **capture_off(WORKER_REASONS, reason)}
+        return data
 
-    def _capture_off(self) -> dict[str, float]:
-        """Whether this worker captures nothing now, and why."""
-        lost = "ROWS_NOT_WRITTEN" if rows_are_lost(self.config) else None
-        return capture_off(WORKER_REASONS, "WORKER_FAULTS" if self._guard.disabled else lost)
+    def _why_off(self) -> str | None:
+        """Why this worker captures nothing now, if so."""
+        if self._guard.disabled:
+            return "WORKER_FAULTS"
+        return "ROWS_NOT_WRITTEN" if rows_are_lost(self.config) else None
 
     # -- outside of steps
 
