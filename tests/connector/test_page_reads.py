@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
+import weakref
 from array import array
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -70,7 +71,8 @@ class _Device:
         self._waiting: list[tuple[int, ...]] = []
 
     def prepare(self, memory: Sequence[torch.Tensor], constants: Sequence[int]) -> None:
-        self.memory, self.constants = memory, constants
+        # As a GPU's launcher has addresses: what nobody else keeps is gone when it is to be used.
+        self.memory, self.constants = [weakref.ref(tensor) for tensor in memory], constants
 
     def launch(self, scratch: int, parts: int, number: int) -> None:
         self.launched += 1
@@ -80,7 +82,9 @@ class _Device:
 
     def go_on(self) -> None:
         for arguments in self._waiting:
-            self.kernel[(3,)](*self.memory, *arguments, *self.constants)
+            memory = [tensor() for tensor in self.memory]
+            assert all(tensor is not None for tensor in memory), "the kernel would write into memory of others"
+            self.kernel[(3,)](*memory, *arguments, *self.constants)
         self._waiting.clear()
 
     def clear(self) -> None:
@@ -299,3 +303,15 @@ def test_a_page_that_is_given_away_while_it_is_read_is_waited_for_on_the_device(
     rig.worker.bind(StepPlan(table=TableUpdate(11, {3: 7, 2: -1}, clear=False, live=2)))
     assert rig.device.holds == 1
     assert isinstance(rig.sink.verdict(1), Committed)
+
+
+def test_after_a_sleep_the_numbers_of_reads_come_as_before(rig: _Rig) -> None:
+    rig.read({"a": 7})
+    assert isinstance(rig.sink.verdict(1), Committed)
+    assert rig.pages._reads is not None
+    rig.pages._reads._used[-1].fill_(12345)  # Memory that was given away and taken again holds anything.
+    rig.worker.wake()
+    wanted = rig.read({"b": 3})
+    assert rig.pages.memory.area.done == 2
+    assert isinstance(rig.sink.verdict(2), Committed)
+    assert rig.stored(2) == wanted["b"]

@@ -58,7 +58,8 @@ class PageReads:
         self._last = np.zeros(pool.shape[0] // page_rows + 1, np.int64)  # By page, the read that it was last part of.
         area = memory.area
         row = pool[0].numel()
-        used = (
+        # Held here: launches are told addresses, and nobody else has the count of the blocks that are done, which comes last.
+        self._used = (
             pool.view(bits),
             stamps,
             memory.memory[: memory.memory.numel() // 8 * 8].view(torch.int64),
@@ -79,7 +80,7 @@ class PageReads:
             mask,
             block,
         )
-        device.prepare(used, constants)
+        device.prepare(self._used, constants)
 
     @property
     def under_way(self) -> bool:
@@ -103,6 +104,11 @@ class PageReads:
         """Before these pages are given to somebody: whatever still reads one of them is waited for, on the device."""
         if pages and self._last[np.asarray(pages)].max() > self._memory.area.done:
             self._device.hold_model()
+
+    def forget(self) -> None:
+        """After a sleep the count of blocks may be anything: without this no number would come any more."""
+        self._device.hold_model()
+        self._used[-1].zero_()
 
     def settle(self) -> None:
         """See `RowSource`."""

@@ -73,6 +73,8 @@ class RowPages:
         self.table.fill_(-1)
         self.stamps.fill_(-1)
         self.live = 0
+        if self._reads is not None:
+            self._reads.forget()
 
     def switch_off(self) -> None:
         """After a fault in the forward pass: no page is given any more, and no row is read. A graph keeps its write."""
