@@ -109,14 +109,28 @@ def check(rig: Rig, reads: int) -> int:
         got = torch.cat([rig.memory.tensor(s.staging_slot, s.rows * rig.shape.row_bytes) for s in segments])
         want = kept.view(torch.uint8).flatten().cpu()
         peaks = (kept.flatten(1).view(bits) & (2 ** (8 * rig.pool.element_size() - 1) - 1)).amax(1).cpu().numpy()
-        ok = torch.equal(got, want) and found.problem(0, len(index)) is None and (found.peaks == peaks).all()
-        wrong += not ok
+        bad_bytes = (got != want).view(len(index), -1)
+        bad_peaks = np.flatnonzero(found.peaks != peaks)
+        problem = found.problem(0, len(index))
+        if bad_bytes.any() or len(bad_peaks) or problem:
+            wrong += 1
+            at = bad_bytes.nonzero()
+            print(f"  turn {turn}, {len(segments)} parts, {len(index)} rows: {len(at)} bytes wrong, first {at[:3].tolist()},")
+            print(
+                f"  last {at[-1:].tolist()}; peaks {bad_peaks[:8]} {found.peaks[bad_peaks[:8]]} for {peaks[bad_peaks[:8]]}; {problem}"
+            )
+            time.sleep(0.2)
+            later = torch.cat([rig.memory.tensor(s.staging_slot, s.rows * rig.shape.row_bytes) for s in segments])
+            again = evidence.find(rig.memory.area, segments)
+            print(f"  later {int((later != want).sum())} bytes, {int((again.peaks != peaks).sum())} peaks")
+            sys.stdout.flush()
     return wrong
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--reads", type=int, default=200)
+    parser.add_argument("--only", type=int, default=0, metavar="BYTES", help="rows of so many bytes, and no others")
     asked = parser.parse_args()
     if not torch.cuda.is_available():
         print("no GPU here: nothing was tried")
@@ -129,6 +143,8 @@ def main() -> int:
         (14436, torch.bfloat16),
         (8 << 10, torch.float32),
     ):
+        if asked.only not in (0, row_bytes):
+            continue
         rig = Rig(row_bytes, dtype)
         wrong = check(rig, asked.reads)
         failed += wrong

@@ -51,6 +51,8 @@ class StagingMemory:
         memory = torch.frombuffer(map_memory(nbytes, self.fd), dtype=torch.uint8)
         if device.type != "cpu":
             _pin(memory, device)
+            # Before the memory goes: an engine made later in this process may get the same addresses, and cannot pin them twice.
+            weakref.finalize(self, _unpin, memory.data_ptr(), device).atexit = False
         return memory[: shape.nbytes], memory[control_offset(shape) :]
 
 
@@ -65,10 +67,15 @@ def _private(nbytes: int, device: torch.device) -> torch.Tensor:
 
 
 def _pin(memory: torch.Tensor, device: torch.device) -> None:
-    """Pin memory that torch did not allocate, until this process ends; as vLLM does (v1/simple_kv_offload/cuda_mem_ops.py)."""
+    """Pin memory that torch did not allocate, as vLLM does (v1/simple_kv_offload/cuda_mem_ops.py)."""
     if device.type != "cuda":
         raise RuntimeError(f"memory that processes share cannot be pinned for a device of type {device.type}")
     with torch.cuda.device(device):
         error = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0))  # type: ignore[no-untyped-call]
     if error != 0:
         raise RuntimeError(f"cudaHostRegister failed with CUDA error {error}")
+
+
+def _unpin(address: int, device: torch.device) -> None:
+    with torch.cuda.device(device):
+        torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
