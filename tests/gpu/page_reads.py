@@ -115,10 +115,11 @@ def check(rig: Rig, reads: int) -> int:
         if bad_bytes.any() or len(bad_peaks) or problem:
             wrong += 1
             at = bad_bytes.nonzero()
-            print(f"  turn {turn}, {len(segments)} parts, {len(index)} rows: {len(at)} bytes wrong, first {at[:3].tolist()},")
+            some = bad_peaks[:8]
             print(
-                f"  last {at[-1:].tolist()}; peaks {bad_peaks[:8]} {found.peaks[bad_peaks[:8]]} for {peaks[bad_peaks[:8]]}; {problem}"
+                f"  turn {turn}, {len(segments)} parts, {len(index)} rows: {problem}; {len(at)} bytes wrong, {at[:3].tolist()},"
             )
+            print(f"  last {at[-1:].tolist()}; peaks {some} {found.peaks[some]} for {peaks[some]}")
             time.sleep(0.2)
             later = torch.cat([rig.memory.tensor(s.staging_slot, s.rows * rig.shape.row_bytes) for s in segments])
             again = evidence.find(rig.memory.area, segments)

@@ -51,7 +51,7 @@ class StagingMemory:
         memory = torch.frombuffer(map_memory(nbytes, self.fd), dtype=torch.uint8)
         if device.type != "cpu":
             _pin(memory, device)
-            # Before the memory goes: an engine made later in this process may get the same addresses, and cannot pin them twice.
+            # Before the memory goes: what gets its addresses next would be taken for pinned, and copies would go astray.
             weakref.finalize(self, _unpin, memory.data_ptr(), device).atexit = False
         return memory[: shape.nbytes], memory[control_offset(shape) :]
 
