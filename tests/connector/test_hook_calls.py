@@ -82,6 +82,9 @@ def test_64_captures_whose_rows_are_worth_reading_at_once_cost_no_step_more_than
 class _Launch:
     launches = 0
 
+    def knows(self, key: object) -> bool:
+        return True
+
     def __call__(self, *arguments: object) -> None:
         self.launches += 1
 

@@ -92,12 +92,56 @@ def test_the_device_makes_the_changes_that_the_plans_ask_for() -> None:
 def test_a_place_of_the_ring_that_the_device_has_not_read_is_waited_for() -> None:
     table, step = torch.full((30,), -1, dtype=torch.int32), torch.zeros(1, dtype=torch.int64)
     writer = _Writer(table, step, places=2, entries=4)
-    writer._launch = lambda *arguments: None  # type: ignore[assignment]
+    writer.write_on_gpu = lambda place, count: None  # type: ignore[method-assign]
     for number in range(1, 3):
         writer.write(TableUpdate(number, {1: number}, clear=False, live=1))
     assert writer.waits == 0
     writer.write(TableUpdate(3, {1: 3}, clear=False, live=1))
     assert writer.waits == 1
+
+
+class _Compiled:
+    """Of a kernel; `launched` is what Triton's launcher would be told."""
+
+    function, packed_metadata = "function", "metadata"
+
+    def __init__(self) -> None:
+        self.launched: list[tuple[Any, ...]] = []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        return lambda *arguments: self
+
+    def run(self, *arguments: Any) -> None:
+        self.launched.append(arguments)
+
+
+def test_once_compiled_a_kernel_is_told_addresses_and_rows_that_are_not_aligned_go_the_long_way(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 70 + device, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 7, raising=False)
+    compiled = _Compiled()
+    monkeypatch.setattr(row_write, "_launch", Launches(lambda: compiled))
+    pages = _pages(64, 2, 8, 8)
+    rows, slots = [torch.zeros(5, 8, dtype=torch.bfloat16) for _ in range(2)], torch.arange(5)
+    for _ in range(2):
+        row_write._write_on_gpu(pages, rows, slots, 5)
+    tensors = (pages.pool, pages.stamps, pages.step)
+    tail = (pages.table.data_ptr(), 40, 8, *(tensor.data_ptr() for tensor in tensors), 8, 2, 8, 1024)
+    told = (tuple(row.data_ptr() for row in rows), slots.data_ptr(), *tail)
+    assert compiled.launched == [(5, 2, 1, 77, "function", "metadata", None, None, None, *told)]
+    row_write._write_on_gpu(pages, [torch.zeros(48, dtype=torch.bfloat16)[4:44].view(5, 8), rows[1]], slots, 5)
+    assert len(compiled.launched) == 1
+    other = _pages(64, 2, 8, 8)
+    row_write._write_on_gpu(other, rows, slots, 5)
+    assert compiled.launched[1][11] == other.table.data_ptr()
+    writer = _Writer(pages.table, pages.step, places=3, entries=4)
+    change = _Compiled()
+    writer._launch = Launches(lambda: change)
+    writer._read_words[:] = 0
+    for number in range(1, 3):
+        writer.write(TableUpdate(number, {5: 1}, clear=False, live=1))
+    assert change.launched == [(1, 1, 1, 77, "function", "metadata", None, None, None, *writer._addresses, 1, 1, 4, 256)]
 
 
 class _Hopper:

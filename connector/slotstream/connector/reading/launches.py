@@ -19,7 +19,11 @@ class Launches:
     def __init__(self, make: Callable[[], Any]) -> None:
         self._make = make
         self._kernel: Any = None
-        self._compiled: dict[Hashable, Any] = {}
+        self._compiled: dict[Hashable, tuple[Any, Any, Any]] = {}
+
+    def knows(self, key: Hashable) -> bool:
+        """Whether the kernel is compiled for such arguments: then tensors may be given as addresses, which costs less."""
+        return key in self._compiled
 
     def __call__(self, key: Hashable | None, grid: Grid, *arguments: Any) -> None:
         """Launch on the current stream. The arguments are the kernel's, in its order.
@@ -27,13 +31,13 @@ class Launches:
         Arguments of one `key` are of the same types, their tensors' memory is aligned to 16 bytes, and what the kernel wants to
         know at compile time is the same: what its first launch compiled is right for all. None: Triton looks.
         """
-        compiled = None if key is None else self._compiled.get(key)
-        if compiled is not None:
-            stream = torch.cuda.current_stream().cuda_stream
-            compiled.run(*grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *arguments)
+        if key in self._compiled:
+            run, function, metadata = self._compiled[key]
+            stream = torch._C._cuda_getCurrentRawStream(torch._C._cuda_getDevice())
+            run(*grid, stream, function, metadata, None, None, None, *arguments)
             return
         if self._kernel is None:
             self._kernel = self._make()
-        compiled = self._kernel[grid](*arguments)  # None in Triton's interpreter.
-        if key is not None:
-            self._compiled[key] = compiled
+        compiled = self._kernel[grid](*arguments)
+        if key is not None and compiled is not None:  # None in Triton's interpreter.
+            self._compiled[key] = (compiled.run, compiled.function, compiled.packed_metadata)

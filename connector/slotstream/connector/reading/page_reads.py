@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import functools
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -82,11 +82,6 @@ class PageReads:
         )
         device.prepare(self._used, constants)
 
-    @property
-    def under_way(self) -> bool:
-        """Whether a read is not over."""
-        return self._memory.area.done != self._number
-
     def read(self, words: array[int], segments: Sequence[Segment], scratch: int) -> tuple[int, NotedRows]:
         """Read what `words` say, which are those of `NotedRows`: see `RowSource`."""
         area, parts, size = self._memory.area, len(segments), len(words)
@@ -100,9 +95,13 @@ class PageReads:
         self._device.launch(scratch, parts, number)
         return number, NotedRows(InSlot(scratch, 0, size), parts, self._page_rows)
 
-    def wait_for(self, pages: Sequence[int]) -> None:
-        """Before these pages are given to somebody: whatever still reads one of them is waited for, on the device."""
-        if pages and self._last[np.asarray(pages)].max() > self._memory.area.done:
+    def wait_for(self, pages: Iterable[int]) -> None:
+        """Before these pages are given to somebody, -1 for none: what still reads one of them is waited for, on the device."""
+        done = self._memory.area.done
+        if done == self._number:
+            return
+        given = [page for page in pages if page >= 0]
+        if given and self._last[given].max() > done:
             self._device.hold_model()
 
     def forget(self) -> None:

@@ -30,33 +30,39 @@ class TableWriter:
         # A place is the step, the entries, and their pages; at its end the kernel notes the step.
         self._ring = torch.zeros(places, 1 + 2 * entries, dtype=torch.int64, pin_memory=not self._on_cpu)
         self._read = torch.zeros(places, dtype=torch.int64, pin_memory=not self._on_cpu)
+        self._words = list(self._ring.numpy())
         self._ring_words, self._read_words = self._ring.numpy(), self._read.numpy()
         self._launch = Launches(make_kernel)
+        self._tensors = (table, step, self._ring, self._read)
+        self._addresses = tuple(tensor.data_ptr() for tensor in self._tensors)
 
     def write(self, update: TableUpdate) -> None:
         """Have the device make these changes, in its current stream. `clear` is somebody else's work."""
-        index, pages = list(update.entries), list(update.entries.values())
-        for first in range(0, max(len(index), 1), self._entries):
-            self._write(update.step, index[first : first + self._entries], pages[first : first + self._entries])
+        changes = update.entries
+        if len(changes) <= self._entries:
+            self._write(len(changes), [update.step, *changes, *changes.values()])
+            return
+        index, pages = list(changes), list(changes.values())
+        for first in range(0, len(index), self._entries):
+            part = slice(first, first + self._entries)
+            self._write(len(index[part]), [update.step, *index[part], *pages[part]])
 
-    def _write(self, step: int, index: list[int], pages: list[int]) -> None:
-        place, count, size = self._next, len(index), self._entries
+    def _write(self, count: int, said: list[int]) -> None:
+        place = self._next
         self._next = (place + 1) % self._places
-        words = self._ring_words[place]
+        words = self._words[place]
         if self._read_words[place] != words[0]:
             self._wait()
-        words[0] = step
-        words[1 : 1 + count] = index
-        words[1 + size : 1 + size + count] = pages
+        words[: len(said)] = said
         if self._on_cpu:
-            write_on_cpu(self._table, self._step, self._ring, self._read, place, count, size)
+            write_on_cpu(*self._tensors, place, count)
         else:
             self.write_on_gpu(place, count)
 
     def write_on_gpu(self, place: int, count: int) -> None:
         """Launch the kernel for a place of the ring with `count` entries."""
-        arguments = (self._table, self._step, self._ring, self._read, place, count, self._entries, _BLOCK)
-        self._launch("change", (1, 1, 1), *arguments)
+        memory = self._addresses if self._launch.knows("change") else self._tensors
+        self._launch("change", (1, 1, 1), *memory, place, count, self._entries, _BLOCK)
 
     def _wait(self) -> None:
         """The device is a whole ring behind. It never is: vLLM waits for its steps long before."""
@@ -64,11 +70,11 @@ class TableWriter:
 
 
 def write_on_cpu(
-    table: torch.Tensor, step: torch.Tensor, ring: torch.Tensor, read: torch.Tensor, place: int, count: int, size: int
+    table: torch.Tensor, step: torch.Tensor, ring: torch.Tensor, read: torch.Tensor, place: int, count: int
 ) -> None:
     """What the kernel does."""
     words = ring[place]
-    table.index_copy_(0, words[1 : 1 + count], words[1 + size : 1 + size + count].to(table.dtype))
+    table.index_copy_(0, words[1 : 1 + count], words[1 + count : 1 + 2 * count].to(table.dtype))
     step.copy_(words[:1])
     read[place] = words[0]
 
@@ -94,7 +100,7 @@ def make_kernel() -> Any:
             at = first + tl.arange(0, BLOCK)
             inside = at < count
             entry = tl.load(words + 1 + at, mask=inside)
-            tl.store(table + entry, tl.load(words + 1 + ENTRIES + at, mask=inside).to(tl.int32), mask=inside)
+            tl.store(table + entry, tl.load(words + 1 + count + at, mask=inside).to(tl.int32), mask=inside)
         tl.store(step, number)
         tl.debug_barrier()  # Every thread has read its words.
         tl.atomic_xchg(read + place, number, sem="release", scope="sys")

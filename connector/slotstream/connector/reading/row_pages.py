@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -53,6 +54,9 @@ class RowPages:
         self.shape = RowPoolShape(0, 1)
         self._off = False
         self._writer: TableWriter | None = None  # There with the KV cache.
+        self.kernel_key: tuple[Any, ...] = ()
+        self.kernel_arguments: tuple[Any, ...] = ()
+        self.kernel_addresses: tuple[int, ...] = ()
         self._gather: RowGather | None = None
         self._reads: PageReads | None = None
 
@@ -66,6 +70,14 @@ class RowPages:
         self.shape = shape
         self.table = torch.full((-(-slots // shape.page_rows),), -1, dtype=torch.int32, device=self.device)
         self._writer = TableWriter(self.table, self.step)
+        _, layers, hidden = self.pool.shape
+        # What the kernel that writes rows is told of us: this memory stays where it is.
+        self.kernel_key = (self.pool.dtype, shape.page_rows, layers, hidden)
+        self.kernel_arguments = (
+            *(self.table, self.table.shape[0], shape.pages, self.pool, self.stamps, self.step),
+            *(shape.page_rows, layers, hidden),
+        )
+        self.kernel_addresses = tuple(x.data_ptr() if isinstance(x, torch.Tensor) else x for x in self.kernel_arguments)
         self.forget()
 
     def forget(self) -> None:
@@ -84,8 +96,8 @@ class RowPages:
     def begin_step(self, plan: StepPlan) -> None:
         """Before the forward pass, in the model's stream: pages are given, and taken away."""
         if plan.table is not None and not self._off:
-            if self._reads is not None and self._reads.under_way:
-                self._reads.wait_for([page for page in plan.table.entries.values() if page >= 0])
+            if self._reads is not None:
+                self._reads.wait_for(plan.table.entries.values())
             self._update(plan.table)
 
     def _update(self, update: TableUpdate) -> None:

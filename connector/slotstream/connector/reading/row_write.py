@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -46,24 +48,18 @@ def _write_on_cpu(pages: RowPages, layers: Sequence[torch.Tensor], slots: torch.
 
 
 def _write_on_gpu(pages: RowPages, layers: Sequence[torch.Tensor], slots: torch.Tensor, count: int) -> None:
-    rows = tuple(layer if layer.is_contiguous() else layer.contiguous() for layer in layers)
-    aligned = all(tensor.data_ptr() % 16 == 0 for tensor in (*rows, slots))
-    _launch(
-        (pages.pool.dtype, pages.pool.shape[1:], pages.shape.page_rows, slots.dtype) if aligned else None,
-        (count, len(rows), 1),
-        rows,
-        slots,
-        pages.table,
-        pages.table.shape[0],
-        pages.shape.pages,
-        pages.pool,
-        pages.stamps,
-        pages.step,
-        pages.shape.page_rows,
-        pages.pool.shape[1],
-        pages.pool.shape[2],
-        _BLOCK,
-    )
+    rows = tuple([layer if layer.is_contiguous() else layer.contiguous() for layer in layers])
+    addresses = tuple([layer.data_ptr() for layer in rows])
+    at = slots.data_ptr()
+    grid = (count, len(rows), 1)
+    if (at | functools.reduce(operator.or_, addresses)) & 15:
+        _launch(None, grid, rows, slots, *pages.kernel_arguments, _BLOCK)
+        return
+    key = (pages.kernel_key, slots.dtype)
+    if _launch.knows(key):
+        _launch(key, grid, addresses, at, *pages.kernel_addresses, _BLOCK)
+    else:
+        _launch(key, grid, rows, slots, *pages.kernel_arguments, _BLOCK)
 
 
 def make_kernel() -> Any:
