@@ -175,17 +175,14 @@ class SlotStreamConnector(KVConnectorBase_V1, SupportsHMA):
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         assert self._scheduler is not None, "vLLM asks its scheduler half only"
-        plan = self._guard.run(self._plan, None, scheduler_output)
+        plan = self._guard.run(self._scheduler.plan, None, scheduler_output)
         if plan is None:
             self._guard.run(self._scheduler.fail_all, None)
-        else:
+            plan = EMPTY_PLAN
+        elif plan is not EMPTY_PLAN:
             self._scheduler.delivered()
         self._guard.end_step()
-        return SlotStreamMetadata(plan or EMPTY_PLAN, self._config.engine_id)
-
-    def _plan(self, scheduler_output: SchedulerOutput) -> StepPlan | None:
-        assert self._scheduler is not None
-        return self._scheduler.plan(scheduler_output)
+        return SlotStreamMetadata(plan, self._config.engine_id)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         meta = getattr(connector_output, "kv_connector_worker_meta", None)
@@ -237,6 +234,8 @@ class SlotStreamConnector(KVConnectorBase_V1, SupportsHMA):
             told = self._side.take_stats() if self._side is not None else {}
             return SlotStreamStats(told) if told else None
         data = self._guard.run(self._scheduler.take_stats, {})
+        if not self._scheduler.tells_gauges:
+            return SlotStreamStats(data) if data else None
         reason = self._guard.run(self._why_off, self._told_off)
         if reason != self._told_off:
             self._told_off = reason

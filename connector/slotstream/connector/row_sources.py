@@ -98,9 +98,3 @@ def _hidden_state_group(kv_cache_config: KVCacheConfig) -> int:
         f"none of this model's {len(groups)} KV-cache groups is the hidden states' own, so nothing says which block table "
         "their rows are in: this model cannot be captured with extract_hidden_states (connector option layers may)"
     )
-
-
-def rows_are_lost(config: ConnectorConfig) -> bool:
-    """Whether rows could not be written in the forward pass: nothing more is captured until vLLM restarts."""
-    capture = forward_capture.captures.get(config.instance)
-    return capture is not None and capture.off

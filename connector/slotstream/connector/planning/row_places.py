@@ -133,6 +133,7 @@ class PagePlaces:
 
     def __init__(self, pages: PageAllocator, *, row_bytes: int, keeps_blocks: bool, step_tokens: int) -> None:
         self._pages = pages
+        self.end_plan = pages.end_plan
         self._step_tokens = step_tokens
         self._row_bytes = row_bytes
         self.tables_grow = keeps_blocks
@@ -176,10 +177,6 @@ class PagePlaces:
     def end(self, req_id: str) -> None:
         """Its pages go back."""
         self._pages.end(req_id)
-
-    def end_plan(self) -> TableUpdate | None:
-        """See `RowPlaces`."""
-        return self._pages.end_plan()
 
     def reset(self) -> None:
         """All pages are free."""

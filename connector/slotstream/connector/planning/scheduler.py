@@ -54,9 +54,6 @@ class _Pending:
     aborts: list[SampleAbort] = field(default_factory=list)
     releases: list[str] = field(default_factory=list)
 
-    def __bool__(self) -> bool:
-        return bool(self.finishes or self.aborts or self.releases)
-
 
 class SchedulerHalf:
     """Runs in the engine core's process. `server_problem` says why the server has taken no samples for longer than so many
@@ -89,6 +86,7 @@ class SchedulerHalf:
         self._clock = clock
         self._told: dict[str, float] = {}  # The gauges, as they were last told.
         self._told_at = -_GAUGES_EVERY_S
+        self.tells_gauges = True  # Whether the last `take_stats` was to.
         self._throttle = Throttle(every_s=10.0)
         self._external_loads = ExternalLoads(group, block_size)
         self._rows = RowPlanner(places or BlockPlaces(), group, config.options.output_rows_per_chunk)
@@ -130,10 +128,11 @@ class SchedulerHalf:
         if self._live or not self._external_loads.idle:
             self._plan_step(output, opens)
         rows, table = self._rows.end_plan()
-        if not (opens or rows or table or self._pending):
+        pending = self._pending
+        if not (opens or rows or table or pending.finishes or pending.aborts or pending.releases):
             return EMPTY_PLAN
         # Only now: had anything raised, the blocks that vLLM holds for us would never be released.
-        pending, self._pending = self._pending, _Pending()
+        self._pending = _Pending()
         self._undelivered = StepPlan(
             tuple(opens), rows, tuple(pending.finishes), tuple(pending.aborts), tuple(pending.releases), table
         )
@@ -191,7 +190,8 @@ class SchedulerHalf:
         What is told goes to vLLM's front end, in a message of every step that has something to tell.
         """
         counts, now = self._counters.take(), self._clock()
-        if now - self._told_at < _GAUGES_EVERY_S and self._live:
+        self.tells_gauges = now - self._told_at >= _GAUGES_EVERY_S or not self._live
+        if not self.tells_gauges:
             return counts
         gauges = dict(self._rows.gauges())
         if gauges != self._told:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
@@ -50,8 +50,9 @@ class WorkerHalf:
         self._plan: StepPlan = EMPTY_PLAN
         self._failed_plan: StepPlan | None = None
         self._told_link: dict[str, float] = {}
+        self._seen: Mapping[str, float] | None = None  # The gauges, when they were last looked at.
         self._begun: set[str] = set()  # Requests whose opens of this step's plan were posted.
-        self._releases = Releases()
+        self.releases = Releases()
         if source.device.type != "cpu" and shape.nbytes < staging.wanted_bytes // 2:
             logger.warning(
                 "slotstream: staging (%d MiB) does not hold the rows of %g full steps, so the model may wait for it: "
@@ -77,7 +78,7 @@ class WorkerHalf:
         """A step begins."""
         self._plan = plan
         self._sender.look()
-        self._releases.bind(plan)
+        self.releases.bind(plan)
         if self._is_ours:
             self._source.begin_step(plan)
 
@@ -104,15 +105,21 @@ class WorkerHalf:
 
     def take_releases(self) -> set[str]:
         """Requests whose last rows were read in an earlier step: vLLM may free their blocks."""
-        return self._releases.take()
+        return self.releases.take()
 
     def take_faults(self) -> list[SampleFault]:
         """Samples that failed since the last call."""
         return self._sender.take_faults()
 
+    @property
+    def has_stats(self) -> bool:
+        """Whether anything may have changed since the last `take_stats`."""
+        return bool(self._counters) or self._sender.gauges() is not self._seen
+
     def take_stats(self) -> dict[str, float]:
         """Counts since the last call, with the gauges; empty when nothing was counted and the link is as it was."""
         counts, gauges = self._counters.take(), self._sender.gauges()
+        self._seen = gauges
         link = {name: value for name, value in gauges.items() if name in _LINK_GAUGES}
         if not counts and link == self._told_link:
             return {}
@@ -130,7 +137,7 @@ class WorkerHalf:
         self._failed_plan = plan
         self._plan = EMPTY_PLAN  # Nothing more is to be done of it: its samples would be opened twice.
         self._source.forget()
-        self._releases.give_up(plan)
+        self.releases.give_up(plan)
         error = InternalFault("a fault of slotstream's own: the log says which")
         for opened in plan.opens:
             if opened.req_id not in self._begun:  # Its id may be promised: the server has to hear of it.
