@@ -12,7 +12,7 @@ from support.calls import calls
 from support.plan_rig import PlanRig
 
 from slotstream.connector.plan import StepPlan, TableUpdate
-from slotstream.connector.planning.row_planner import REQUESTS_MAX
+from slotstream.connector.planning.row_planner import DECODES_MAX, REQUESTS_MAX
 from slotstream.connector.reading.forward_capture import ForwardCapture
 from slotstream.connector.reading.page_table import TableWriter
 
@@ -60,8 +60,11 @@ def test_a_prompt_costs_the_same_whatever_its_length() -> None:
     def first_and_read(prompt: int) -> tuple[int, int]:
         rig = _decoding(8)
         rig.add(prompt)
-        (first, _), (read, plan) = _plan(rig), _plan(rig)
-        assert [rows.stop - rows.start for rows in plan.rows] == [prompt]
+        first, _ = _plan(rig)
+        for _ in range(DECODES_MAX - 1):
+            rig.step()
+        read, plan = _plan(rig)
+        assert [rows.stop - rows.start for rows in plan.rows] == [prompt + DECODES_MAX - 1]
         return first, read
 
     short, long = first_and_read(64), first_and_read(1024)
@@ -72,7 +75,7 @@ def test_a_prompt_costs_the_same_whatever_its_length() -> None:
 
 def test_64_captures_whose_rows_are_worth_reading_at_once_cost_no_step_more_than_a_read_of_16() -> None:
     rig = _decoding(64)
-    found = [_plan(rig) for _ in range(80)]
+    found = [_plan(rig) for _ in range(160)]
     reads = [(count, len(plan.rows)) for count, plan in found if plan.rows]
     assert sum(rows for _, rows in reads) >= 2 * 64
     assert max(rows for _, rows in reads) == REQUESTS_MAX

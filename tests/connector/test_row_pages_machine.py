@@ -29,7 +29,7 @@ from slotstream.connector.faults import SampleFault
 from slotstream.connector.plan import RowPlan, StepPlan
 from slotstream.connector.planning.page_allocator import NULL_BLOCK, PageAllocator
 from slotstream.connector.planning.row_places import PagePlaces
-from slotstream.connector.planning.row_planner import STEPS_MAX
+from slotstream.connector.planning.row_planner import DECODES_MAX, REQUESTS_MAX, STEPS_MAX
 from slotstream.connector.planning.scheduler import SchedulerHalf
 from slotstream.connector.reading.located import page_words
 from slotstream.connector.reading.row_pages import RowPages
@@ -153,6 +153,7 @@ class _Engine:
         self.ripe: dict[str, int] = {}  # Whose rows are worth reading, since which step.
         self.worth: dict[str, int] = {}  # As far as the planner sees it.
         self.urgent: set[str] = set()  # Who ended or lost its blocks since the last step.
+        self.over: dict[str, int] = {}  # Who ended, with rows still to be read, in which step.
         self.read_late = self.read_at_once = 0
         self.numbers = 0
         self.weights = 1
@@ -365,6 +366,7 @@ class _Engine:
         self.urgent.add(request.request_id)
         hold, answer = self.half.on_finished(request, request.table)
         assert not hold, "row pages hold no blocks of vLLM's"
+        self.over[request.request_id] = self.steps + 1
         self._free(request)
         self.truth[request.request_id] = request
         if answer is not None and "error" in answer["slotstream"]:
@@ -421,19 +423,26 @@ class _Engine:
                 worth[req_id] = self.worth.get(req_id, self.steps)
         prompt = any(count > 1 + self.drafted.get(r, 0) for r, count in scheduled.items())
         prompt |= any(self._known(self._by_id(r)) == self._by_id(r).num_prompt_tokens for r in scheduled)
-        read = {rows.req_id for rows in plan.rows} - self.urgent
+        read = {rows.req_id for rows in plan.rows} - self.urgent - self.over.keys()
         if prompt and read and not self.places.were_short:
             waited = {req_id for req_id, since in self.worth.items() if self.steps - since >= STEPS_MAX}
             assert read & waited, "rows are read beside prompt tokens without a reason"
-        if not prompt or self.places.were_short:
+        if self.places.were_short or len(ripe) > REQUESTS_MAX:
             assert not ripe, "rows wait though nothing speaks against reading them"
-        assert all(self.steps - since < STEPS_MAX + self.drafts for since in ripe.values()), "rows wait for too long"
+        most = STEPS_MAX if prompt else DECODES_MAX
+        assert all(self.steps - since < most + self.drafts for since in ripe.values()), "rows wait for too long"
+        for rows in plan.rows:
+            self.over.pop(rows.req_id, None)
+        waiting = [self.steps - self.over[req_id] for req_id in self.half._rows._ended]
+        assert all(waited < most for waited in waiting), "the last rows of a request wait for too long"
+        assert scheduled or not waiting, "they wait for steps that may never come"
         self.read_late += len(read & self.ripe.keys())
         self.read_at_once += len(read - self.ripe.keys())
         self.ripe, self.worth = ripe, worth
 
     def _held(self) -> list[int]:
-        return [page for held in self.allocator._held.values() for page in held.pages if page >= 0]
+        ended = [page for rows, _ in self.half._rows._ended.values() for page in rows.place.pages]  # type: ignore[union-attr]
+        return ended + [page for held in self.allocator._held.values() for page in held.pages if page >= 0]
 
     def _check_pages(self) -> None:
         held = self._held()

@@ -1,26 +1,35 @@
-"""When a plan reads rows: not beside prompt tokens, but where pages are short, after four steps, or when the request ends."""
+"""When a plan reads rows: with others, and not beside prompt tokens, but where pages are short or they have waited for long."""
 
 from __future__ import annotations
 
 import pytest
-from support.plan_rig import PlanRig, rows_of
+from support.plan_rig import PlannedRequest, PlanRig, rows_of
 
 from slotstream.connector.planning.page_allocator import NO_STEP, NULL_BLOCK, PageAllocator
-from slotstream.connector.planning.row_planner import REQUESTS_MAX, STEPS_MAX
+from slotstream.connector.planning.row_planner import DECODES_MAX, REQUESTS_MAX, STEPS_MAX
 from slotstream.connector.row_pool import RowPoolShape
 
 
-def test_a_prompt_is_read_in_the_next_step_without_prompt_tokens() -> None:
+def test_a_prompt_is_read_with_others_after_four_steps_in_one_without_prompt_tokens() -> None:
     rig = PlanRig()
     rig.add(100)
     assert rows_of(rig.step()) == []
     rig.add(30)
-    assert rows_of(rig.step()) == []
-    assert rows_of(rig.step()) == [("r0", 0, 101), ("r1", 0, 30)]
+    for _ in range(DECODES_MAX - 1):
+        assert rows_of(rig.step()) == []
+    assert rows_of(rig.step()) == [("r0", 0, 100 + DECODES_MAX - 1), ("r1", 0, 30 + DECODES_MAX - 2)]
     assert rows_of(rig.step()) == []
 
 
-def test_beside_prompt_tokens_rows_wait_for_four_steps_and_all_that_wait_go_along() -> None:
+def test_as_many_as_a_plan_reads_from_wait_no_longer() -> None:
+    rig = PlanRig()
+    for _ in range(REQUESTS_MAX):
+        rig.add(20)
+    assert rows_of(rig.step()) == []
+    assert len(rows_of(rig.step())) == REQUESTS_MAX
+
+
+def test_beside_prompt_tokens_rows_wait_for_eight_steps_and_all_that_wait_go_along() -> None:
     rig = PlanRig()
     first = rig.add(100)
     rig.step()
@@ -35,7 +44,7 @@ def test_beside_prompt_tokens_rows_wait_for_four_steps_and_all_that_wait_go_alon
     assert rows_of(rig.step()) == []
 
 
-def test_rows_are_read_at_once_when_their_request_ends_or_is_aborted_once_its_prompt_is_computed() -> None:
+def test_the_last_rows_of_a_request_wait_while_others_run_and_its_sample_ends_with_them() -> None:
     rig = PlanRig()
     whole, prompt, aborted = rig.add(40), rig.add(50, include_output_tokens=False), rig.add(60)
     rig.step()
@@ -43,11 +52,71 @@ def test_rows_are_read_at_once_when_their_request_ends_or_is_aborted_once_its_pr
     assert rig.finish(prompt, "FINISHED_ABORTED")["num_tokens"] == 50
     assert rig.finish(aborted, "FINISHED_ABORTED")["error"]["code"] == "ABORTED"
     rig.add(20)
+    for waited in range(DECODES_MAX):
+        plan = rig.step()
+        assert rows_of(plan) == []
+        assert not plan.finishes
+        assert [abort.req_id for abort in plan.aborts] == ["r2"][waited:]
+    assert rig.pages.in_use == 3 + 4 + 2
+    assert rig.half.has_unread()
     plan = rig.step()
-    assert rows_of(plan) == [("r0", 0, 40), ("r1", 0, 50)]
+    assert rows_of(plan) == [("r3", 0, 23), ("r0", 0, 40), ("r1", 0, 50)]
     assert {f.req_id: f.metadata["finish_reason"] for f in plan.finishes} == {"r0": "length", "r1": "prompt"}
-    assert [abort.req_id for abort in plan.aborts] == ["r2"]
-    assert rig.pages.in_use == 2  # Of the one that runs.
+    assert rig.pages.in_use == 1  # Of the one that runs.
+
+
+def test_the_last_rows_of_a_request_are_read_at_once_where_no_other_runs() -> None:
+    rig = PlanRig()
+    last = rig.add(40)
+    rig.step()
+    rig.finish(last)
+    plan = rig.step()
+    assert rows_of(plan) == [("r0", 0, 40)]
+    assert [finish.req_id for finish in plan.finishes] == ["r0"]
+    assert not rig.half.has_unread()
+
+
+def test_the_last_rows_of_requests_are_read_beside_prompts_after_eight_steps_or_when_pages_are_short() -> None:
+    rig = PlanRig()
+    rig.finish(_stepped(rig, 40))
+    for _ in range(STEPS_MAX):
+        rig.add(20, capture=False)
+        assert not rig.step().finishes
+    rig.add(20, capture=False)
+    assert [finish.req_id for finish in rig.step().finishes] == ["r0"]
+    short = PlanRig(pages=8, step_pages=0)
+    short.finish(_stepped(short, 5 * 16))
+    short.add(2 * 16)
+    assert rows_of(short.step()) == [("r1", 0, 32), ("r0", 0, 80)]
+
+
+def test_what_waits_of_a_request_that_ended_is_given_up_in_a_fault() -> None:
+    rig = PlanRig()
+    rig.finish(_stepped(rig, 40))
+    rig.add(20)
+    rig.step()
+    rig.half.fail_all()
+    plan = rig.step()
+    assert {abort.req_id for abort in plan.aborts} == {"r0", "r1"}
+    assert not plan.rows
+    assert not plan.finishes
+    assert rig.pages.in_use == 0
+
+
+def test_a_request_that_is_forgotten_after_it_ended_gives_its_pages_back() -> None:
+    rig = PlanRig()
+    rig.finish(_stepped(rig, 40))
+    rig.half.forget("r0")
+    plan = rig.step()
+    assert [abort.req_id for abort in plan.aborts] == ["r0"]
+    assert not plan.rows
+    assert rig.pages.in_use == 0
+
+
+def _stepped(rig: PlanRig, prompt: int) -> PlannedRequest:
+    request = rig.add(prompt)
+    rig.step()
+    return request
 
 
 @pytest.mark.parametrize(
@@ -68,9 +137,10 @@ def test_rows_are_read_at_once_where_half_a_steps_tokens_were_computed_since_the
     assert rows_of(rig.step()) == [("r0", 0, 201), ("r1", 0, 2)]
     rig.add(150)
     assert rows_of(rig.step()) == []
-    assert rows_of(rig.step()) == [("r2", 0, 150)]
+    rig.add(60)
+    assert rows_of(rig.step()) == [("r2", 0, 150), ("r3", 0, 60)]
     rig.add(202)
-    assert rows_of(rig.step()) == [("r3", 0, 202)]
+    assert rows_of(rig.step()) == [("r4", 0, 202)]
 
 
 def test_a_pool_that_holds_a_step_and_what_waits_never_fails_for_the_rows_that_wait() -> None:
@@ -86,7 +156,7 @@ def test_a_pool_that_holds_a_step_and_what_waits_never_fails_for_the_rows_that_w
 
 
 def test_a_preempted_request_is_read_before_its_pages_are_anothers_and_a_token_that_comes_late_changes_nothing() -> None:
-    rig = PlanRig()
+    rig = PlanRig(output_rows_per_chunk=32)
     output, prompt = rig.add(40), rig.add(50, include_output_tokens=False)
     rig.step()
     rig.preempt(output)
@@ -103,7 +173,7 @@ def test_a_preempted_request_is_read_before_its_pages_are_anothers_and_a_token_t
     for _ in range(40):
         if read := rows_of(rig.step()):
             break
-    assert read == [("r0", 40, 72)]
+    assert read == [("r0", 40, 72 + DECODES_MAX)]
 
 
 @pytest.mark.parametrize("block", [NULL_BLOCK, 9])
@@ -158,23 +228,21 @@ def test_more_requests_than_four_steps_read_from_leave_in_larger_parts() -> None
     rig.step()
     plans = [len(rig.step().rows) for _ in range(8)]
     assert sum(plans) == 200
-    assert plans[0] == 50
+    assert plans[0] == 200 // DECODES_MAX
 
 
 def test_output_rows_of_others_go_along_from_half_of_a_chunk_on() -> None:
     rig = PlanRig(output_rows_per_chunk=32)
     rig.add(16)
-    rig.step()
-    rig.step()
-    for _ in range(8):
+    for _ in range(DECODES_MAX + 8):
         rig.step()
     rig.add(16)
-    rig.step()
-    rig.step()
+    for _ in range(DECODES_MAX + 1):
+        rig.step()
     for _ in range(60):
         if read := rows_of(rig.step()):
             break
-    assert [(req_id, stop - start) for req_id, start, stop in read] == [("r0", 32), ("r1", 22)]
+    assert [(req_id, stop - start) for req_id, start, stop in read] == [("r0", 32 + DECODES_MAX), ("r1", 24)]
 
 
 def test_a_step_that_computes_nothing_reads_all_there_is_and_is_asked_for_only_then() -> None:
@@ -188,7 +256,7 @@ def test_a_step_that_computes_nothing_reads_all_there_is_and_is_asked_for_only_t
     assert rig.half.has_unread()
     running, rig.running = rig.running, {}
     plan = rig.step()
-    assert rows_of(plan) == [("r0", 40, 45), ("r1", 50, 55)]
+    assert rows_of(plan) == [("r0", 43, 45), ("r1", 53, 55)]
     assert not rig.half.has_unread()
     rig.running = running
     rig.step()

@@ -63,10 +63,6 @@ class PagePlace:
     entries: Sequence[int]
     steps: Sequence[int]
 
-    def __post_init__(self) -> None:
-        if not len(self.pages) == len(self.entries) == len(self.steps) > 0:
-            raise ValueError("each page has one entry and one step")
-
 
 @dataclass(frozen=True, slots=True)
 class RowPlan:

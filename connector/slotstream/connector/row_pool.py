@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 PAGE_ROWS_MAX = 32  # Hybrid models have blocks of a thousand rows and more: a page is at most so large.
 PAGES_MIN = 8
+_ROWS_WAITING = 32  # Output rows of each request that the default pool has room for, at most.
 _DEFAULT_BYTES_MAX = 2 << 30
 
 
@@ -39,8 +40,9 @@ def pool_rows(config: ConnectorConfig, vllm_config: VllmConfig) -> int:
     step = scheduler.max_num_batched_tokens
     nbytes = config.options.row_pool_bytes
     if nbytes is None:
-        # A request's first and last pages may each be shared with rows that it does not capture, or has given away.
-        waiting = scheduler.max_num_seqs * (config.options.output_rows_per_chunk + 2 * PAGE_ROWS_MAX)
+        # A request's first and last pages may each be shared with rows that it does not capture, or has given away. Where more
+        # rows wait than that, pages get short, and rows are read earlier.
+        waiting = scheduler.max_num_seqs * (min(config.options.output_rows_per_chunk, _ROWS_WAITING) + 2 * PAGE_ROWS_MAX)
         nbytes = min((step + waiting) * config.row_bytes, max(_DEFAULT_BYTES_MAX, step * config.row_bytes))
     rows = nbytes // config.row_bytes
     if rows < PAGES_MIN * PAGE_ROWS_MAX:

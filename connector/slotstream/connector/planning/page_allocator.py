@@ -217,19 +217,39 @@ class PageAllocator:
         `computed_from`: from which position on the plan's step computes the request's tokens; NO_STEP where it does not.
         Raises RowsNotComputed when some rows never had a page.
         """
-        held = self._held.get(req_id)
-        if held is None:
-            raise _not_computed()
-        rows = self._page_rows
-        first, end, read = start // rows - held.first, -(-stop // rows) - held.first, stop // rows - held.first
-        pages = held.pages[first:end] if first >= 0 else _ints()
-        if len(pages) != end - first or -1 in pages:
-            raise _not_computed()
-        place = PagePlace(pages, held.entries[first:end], held.steps[first:end])
-        held.written_from, held.read_in = computed_from // rows, self._step
+        held = self._held.get(req_id) or _Held(stop)  # Without any page.
+        place = self._find(held, start, stop)
+        held.written_from, held.read_in = computed_from // self._page_rows, self._step
+        read = stop // self._page_rows - held.first
         if read > 0:
             self._give_back(held, read)
         return place
+
+    def take_out(self, req_id: str, start: int, stop: int) -> PagePlace:
+        """Where the last rows of a request that ended are, for a later plan to read: these pages stay taken until `put_back`.
+
+        All others go back. Raises RowsNotComputed when some rows never had a page; then nothing changes.
+        """
+        held = self._held.get(req_id) or _Held(stop)  # Without any page.
+        place = self._find(held, start, stop)
+        del self._held[req_id]
+        self._end_entries(held, 0, len(held.pages))
+        first = start // self._page_rows - held.first
+        others = held.pages[:first] + held.pages[first + len(place.pages) :]
+        self._let_go += [page for page in others if page >= 0]
+        return place
+
+    def put_back(self, place: PagePlace) -> None:
+        """This plan reads what was taken out."""
+        self._let_go += place.pages
+
+    def _find(self, held: _Held, start: int, stop: int) -> PagePlace:
+        """Where rows of a request are. Raises RowsNotComputed."""
+        first, end = start // self._page_rows - held.first, -(-stop // self._page_rows) - held.first
+        pages = held.pages[first:end] if first >= 0 else _ints()
+        if len(pages) != end - first or -1 in pages:
+            raise _not_computed()
+        return PagePlace(pages, held.entries[first:end], held.steps[first:end])
 
     def end(self, req_id: str) -> None:
         """No row of the request is wanted but those that this plan reads."""

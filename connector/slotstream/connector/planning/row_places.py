@@ -59,6 +59,15 @@ class RowPlaces(Protocol):
         `table` is asked for only where `holds_blocks`. Raises RowsNotComputed where some rows have no place.
         """
 
+    def take_out(self, capture: CapturedRequest, start: int, stop: int) -> PagePlace:
+        """The same of the last rows of a request that ended, which a later plan reads, and then gives to `put_back`.
+
+        Only where `computes_all`. Raises RowsNotComputed.
+        """
+
+    def put_back(self, place: BlockPlace | PagePlace) -> None:
+        """This plan reads what was taken out."""
+
     def preempted(self, capture: CapturedRequest) -> None:
         """The request lost its blocks; what it computes next goes elsewhere."""
 
@@ -104,6 +113,13 @@ class BlockPlaces:
             # Preempted: its blocks are gone, or hold again only a part of what they held.
             raise RowsNotComputed("the request's blocks were gone before its last rows could be read")
         return BlockPlace(tuple(table), computed_from)
+
+    def take_out(self, capture: CapturedRequest, start: int, stop: int) -> PagePlace:
+        """Blocks are held for one plan only."""
+        raise NotImplementedError
+
+    def put_back(self, place: BlockPlace | PagePlace) -> None:
+        """Nothing was taken out."""
 
     def preempted(self, capture: CapturedRequest) -> None:
         """Nothing to do: rows that were not read are computed again."""
@@ -165,9 +181,18 @@ class PagePlaces:
 
     def read(self, capture: CapturedRequest, start: int, stop: int, computed_from: int, table: Table) -> PagePlace:
         """See `RowPlaces`."""
-        if stop > capture.covered:
-            raise RowsNotComputed("the request ended before its last rows were computed")
+        _check_computed(capture, stop)
         return self._pages.read(capture.request.request_id, start, stop, computed_from)
+
+    def take_out(self, capture: CapturedRequest, start: int, stop: int) -> PagePlace:
+        """See `RowPlaces`."""
+        _check_computed(capture, stop)
+        return self._pages.take_out(capture.request.request_id, start, stop)
+
+    def put_back(self, place: BlockPlace | PagePlace) -> None:
+        """See `RowPlaces`."""
+        assert isinstance(place, PagePlace), "as taken out"
+        self._pages.put_back(place)
 
     def preempted(self, capture: CapturedRequest) -> None:
         """Its pages go back; confirmed rows were read before, the others are computed again."""
@@ -187,3 +212,9 @@ class PagePlaces:
         pages, used = self._pages.shape.pages, self._pages.in_use
         nbytes = self._pages.shape.rows * self._row_bytes
         return {"row_pool_pages_in_use": used, "row_pool_pages_free": pages - used, "row_pool_bytes": nbytes}
+
+
+def _check_computed(capture: CapturedRequest, stop: int) -> None:
+    """Raises RowsNotComputed."""
+    if stop > capture.covered:
+        raise RowsNotComputed("the request ended before its last rows were computed")

@@ -1,9 +1,10 @@
 """Which rows of the live captures the next plan reads, and which captures a step has to look at, at all.
 
 A step that only decodes is a CUDA graph: the engine's thread launches it and waits. A step with prompt tokens is bound by that
-very thread. So rows that can wait stay where they are until a step without prompt tokens. They are read at once where room is
-short (for rows in pages, or for so many of them in staging), after STEPS_MAX steps, and when their request ends or loses its
-blocks. A step that computes nothing reads all there is.
+very thread. So rows that can wait stay where they are until a step without prompt tokens, and there a little longer: a read of
+many costs the thread hardly more than a read of one. They are read at once where room is short (for rows in pages, or for so
+many of them in staging), after STEPS_MAX steps, and when their request loses its blocks. A step that computes nothing reads all
+there is. The last rows of a request that ended wait as others do, while requests run that still have steps to come.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from slotstream.connector.plan import RowPlan, TableUpdate
+from slotstream.connector.plan import RowPlan, SampleFinish, TableUpdate
 from slotstream.connector.planning.captured_request import CapturedRequest, Due
 from slotstream.connector.planning.page_allocator import NO_STEP
 from slotstream.connector.planning.row_places import RowPlaces
@@ -20,7 +21,8 @@ from slotstream.wire.names import ROWS_MAX
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
 
-STEPS_MAX = 4  # Steps with prompt tokens that rows wait for one without.
+DECODES_MAX = 4  # Steps that rows wait for company where steps are decodes,
+STEPS_MAX = 8  # and for one that is, where steps have prompt tokens.
 REQUESTS_MAX = 16  # That a plan reads from, where nothing is urgent: the next plan reads from others.
 
 Live = Mapping[str, CapturedRequest]
@@ -37,6 +39,9 @@ class RowPlanner:
         self._group = group
         self._output_rows = output_rows
         self._rows: list[RowPlan] = []
+        self._finishes: list[SampleFinish] = []
+        self._ended: dict[str, tuple[RowPlan, SampleFinish]] = {}  # The last rows of requests that ended, for a later plan.
+        self._ended_since = 0  # The step of the first of them.
         self._waiting: dict[str, int] = {}  # Whose rows are worth reading, and since which step: the oldest first.
         self._tokens = 0  # Of prompts, that were computed since rows wait.
         self._step = 0  # Of the plan that is being made.
@@ -46,25 +51,53 @@ class RowPlanner:
         """See `RowPlaces`."""
         return self._places.computes_all
 
-    def end_plan(self) -> tuple[tuple[RowPlan, ...], TableUpdate | None]:
-        """The plan is made: the rows that it reads, and what it changes in the page table."""
+    def end_plan(self, output: SchedulerOutput) -> tuple[tuple[RowPlan, ...], tuple[SampleFinish, ...], TableUpdate | None]:
+        """The plan is made: the rows that it reads, the samples that end with it, and what it changes in the page table."""
+        if self._ended and self._reads_ended(output):
+            for rows, finish in self._ended.values():
+                self._places.put_back(rows.place)
+                self._rows.append(rows)
+                self._finishes.append(finish)
+            self._ended.clear()
         self._step += 1
-        if not self._waiting:
+        if not (self._waiting or self._ended):
             self._tokens = 0
-        rows: tuple[RowPlan, ...] = ()
-        if self._rows:
-            rows, self._rows = tuple(self._rows), []
-        return rows, self._places.end_plan()
+        table = self._places.end_plan()
+        if not (self._rows or self._finishes):
+            return (), (), table
+        planned, self._rows = tuple(self._rows), []
+        finishes, self._finishes = tuple(self._finishes), []
+        return planned, finishes, table
+
+    def _reads_ended(self, output: SchedulerOutput) -> bool:
+        """Whether this plan reads the last rows of requests that ended."""
+        waited = self._step - self._ended_since
+        return (
+            bool(self._rows)
+            or not output.num_scheduled_tokens
+            or len(self._ended) >= REQUESTS_MAX
+            or waited >= STEPS_MAX
+            or (waited >= DECODES_MAX and not _computes_prompts(output))
+            or self._places.reads_early
+            or not self._places.rows_can_wait(self._tokens)
+        )
 
     def drop(self, req_id: str) -> None:
-        """A request's rows are not read in the next plan, whatever was planned."""
+        """A request's rows are not read in the next plan, and its sample does not end, whatever was planned."""
         self._rows = [row for row in self._rows if row.req_id != req_id]
+        self._finishes = [finish for finish in self._finishes if finish.req_id != req_id]
+        if (ended := self._ended.pop(req_id, None)) is not None:
+            self._places.put_back(ended[0].place)
 
-    def reset(self) -> None:
-        """Nothing is known of the device's side any more, and what the next plan would have read is lost."""
+    def reset(self) -> list[SampleFinish]:
+        """Nothing is known of the device's side any more: what the next plan would have read is lost; the samples of that."""
         self._places.reset()
+        lost = [*self._finishes, *(finish for _, finish in self._ended.values())]
         self._rows.clear()
+        self._finishes.clear()
+        self._ended.clear()
         self._waiting.clear()
+        return lost
 
     def end(self, req_id: str) -> None:
         """No more rows of a request are wanted than are planned."""
@@ -150,17 +183,26 @@ class RowPlanner:
         if self._places.reads_early:
             yield from self._until_there_is_room(live)
             return
-        if not self._waiting:
+        if not (self._waiting or self._ended):
             return
         self._tokens += output.total_num_scheduled_tokens - len(output.num_scheduled_tokens)
+        if not self._waiting:
+            return
         waiting = [live[req_id] for req_id in self._waiting]
-        most = max(REQUESTS_MAX, len(waiting) // STEPS_MAX)
+        most = max(REQUESTS_MAX, len(waiting) // DECODES_MAX)
         if not self._places.rows_can_wait(self._tokens):
             yield from self._with_company(waiting, len(live), live, output)
-        elif not _computes_prompts(output):
+            return
+        waited = self._step - next(iter(self._waiting.values()))
+        if _computes_prompts(output):
+            if waited >= STEPS_MAX:
+                yield from waiting[:most]
+        elif len(waiting) >= REQUESTS_MAX or waited >= DECODES_MAX:
             yield from self._with_company(waiting[:most], most, live, output)
-        elif self._step - next(iter(self._waiting.values())) >= STEPS_MAX:
-            yield from waiting[:most]
+
+    def has_unread(self, live: Live) -> bool:
+        """Whether there are rows that a step can read which computes nothing."""
+        return bool(self._ended or self.unread(live))
 
     def unread(self, live: Live) -> list[CapturedRequest]:
         """Captures with rows that could be read in a step that computes nothing: vLLM pauses, and may give memory away then."""
@@ -237,14 +279,28 @@ class RowPlanner:
             self._plan_rows(capture, stop, NO_STEP, ())
         self._places.preempted(capture)
 
+    def complete(self, capture: CapturedRequest, stop: int) -> None:
+        """All rows up to `stop` are planned: the sample ends with this plan."""
+        self._finishes.append(capture.sample_finish(stop))
+
     def finish(self, capture: CapturedRequest, stop: int, block_ids: Sequence[int]) -> bool:
-        """Plan the last rows of a request that ended; whether its blocks must be held until they are read.
+        """Plan the last rows of a request that ended, and the end of its sample; whether its blocks must be held until then.
 
         Raises RowsNotComputed.
         """
-        if stop <= capture.next:
+        start = capture.next
+        if stop <= start:
+            self.complete(capture, stop)
+            return False
+        if self._places.computes_all:
+            req_id = capture.request.request_id
+            place = self._places.take_out(capture, start, stop)
+            if not self._ended:
+                self._ended_since = self._step
+            self._ended[req_id] = RowPlan(req_id, start, stop, start - capture.start, place), capture.sample_finish(stop)
             return False
         self._plan_rows(capture, stop, NO_STEP, block_ids if stop <= capture.request.num_computed_tokens else ())
+        self.complete(capture, stop)
         return self._places.holds_blocks
 
 

@@ -15,7 +15,7 @@ from slotstream.common.logtext import log_text
 from slotstream.common.throttle import Throttle
 from slotstream.connector.counters import Counters
 from slotstream.connector.faults import SampleFault
-from slotstream.connector.plan import EMPTY_PLAN, SampleAbort, SampleFinish, SampleOpen, StepPlan
+from slotstream.connector.plan import EMPTY_PLAN, SampleAbort, SampleOpen, StepPlan
 from slotstream.connector.planning.captured_request import CapturedRequest
 from slotstream.connector.planning.external_loads import ExternalLoads
 from slotstream.connector.planning.request_params import CaptureParams, parse_params
@@ -50,7 +50,6 @@ _GAUGES_EVERY_S = 1.0
 class _Pending:
     """What the next plan must carry besides the rows of running requests."""
 
-    finishes: list[SampleFinish] = field(default_factory=list)
     aborts: list[SampleAbort] = field(default_factory=list)
     releases: list[str] = field(default_factory=list)
 
@@ -127,15 +126,13 @@ class SchedulerHalf:
         opens: list[SampleOpen] = []
         if self._live or not self._external_loads.idle:
             self._plan_step(output, opens)
-        rows, table = self._rows.end_plan()
+        rows, finishes, table = self._rows.end_plan(output)
         pending = self._pending
-        if not (opens or rows or table or pending.finishes or pending.aborts or pending.releases):
+        if not (opens or rows or finishes or table or pending.aborts or pending.releases):
             return EMPTY_PLAN
         # Only now: had anything raised, the blocks that vLLM holds for us would never be released.
         self._pending = _Pending()
-        self._undelivered = StepPlan(
-            tuple(opens), rows, tuple(pending.finishes), tuple(pending.aborts), tuple(pending.releases), table
-        )
+        self._undelivered = StepPlan(tuple(opens), rows, finishes, tuple(pending.aborts), tuple(pending.releases), table)
         return self._undelivered
 
     def delivered(self) -> None:
@@ -176,7 +173,7 @@ class SchedulerHalf:
 
     def has_unread(self) -> bool:
         """Whether rows wait that a step can read which computes nothing."""
-        return bool(self._live and self._rows.unread(self._live))
+        return self._rows.has_unread(self._live)
 
     def why_off(self) -> SlotStreamError | None:
         """Why nothing new is captured now; None while something would be."""
@@ -207,11 +204,8 @@ class SchedulerHalf:
         """After a fault in `plan`: no capture that it touched, and none that is live, can be trusted to be whole."""
         error = InternalFault("a fault of slotstream's own: the log says which")
         lost, self._undelivered = self._undelivered, EMPTY_PLAN
-        if self._rows.computes_all:  # Rows that the next plan would read are not to be had any more, either.
-            self._rows.reset()
-            waiting, self._pending.finishes = self._pending.finishes, []
-        else:
-            waiting = []
+        # Rows in pages that the next plan would read are not to be had any more, either.
+        waiting = self._rows.reset() if self._rows.computes_all else []
         self._pending.releases.extend(lost.releases)
         for finish in (*waiting, *lost.finishes):
             self._pending.aborts.append(SampleAbort(finish.req_id, error.code, str(error)))
@@ -229,7 +223,6 @@ class SchedulerHalf:
         self._external_loads.forget(req_id)
         pending = self._pending
         self._rows.drop(req_id)
-        pending.finishes = [finish for finish in pending.finishes if finish.req_id != req_id]
         pending.releases = [release for release in pending.releases if release != req_id]
         pending.aborts.append(SampleAbort(req_id, InternalFault.code, "a fault of slotstream's own: the log says which"))
 
@@ -338,20 +331,20 @@ class SchedulerHalf:
             known = _computed_tokens(output) if known is None else known
             try:
                 self._rows.read(capture, output, known)
-                self._complete_prompt(capture)
+                if capture.next == capture.stop:
+                    self._complete_prompt(capture)
             except SlotStreamError as error:
                 self._refuse(capture.request.request_id, error)
 
     def _complete_prompt(self, capture: CapturedRequest) -> None:
         if capture.next == capture.stop and not capture.params.include_output_tokens:
-            self._complete(capture, capture.stop)
+            self._rows.complete(capture, capture.stop)
+            self._completed(capture, capture.stop)
 
-    def _complete(self, capture: CapturedRequest, stop: int) -> None:
-        """Every row up to `stop` is planned: plan the commit."""
-        finish = capture.sample_finish(stop)
-        self._pending.finishes.append(finish)
-        capture.rows = len(finish.token_ids)
-        self._let_go(finish.req_id)
+    def _completed(self, capture: CapturedRequest, stop: int) -> None:
+        """Every row up to `stop` is planned, and the commit."""
+        capture.rows = stop - capture.start
+        self._let_go(capture.request.request_id)
 
     def _finish_live(self, capture: CapturedRequest, block_ids: Sequence[int]) -> tuple[bool, SlotStreamError | None]:
         """A request ended with rows still to be planned. Returns (hold the blocks, why the sample failed)."""
@@ -371,7 +364,7 @@ class SchedulerHalf:
             return False, error
         if hold:
             self._pending.releases.append(req_id)
-        self._complete(capture, stop)
+        self._completed(capture, stop)
         return hold, None
 
     def _why_not_whole(self, capture: CapturedRequest) -> SlotStreamError | None:

@@ -85,13 +85,12 @@ class PageReads:
     def read(self, words: array[int], segments: Sequence[Segment], scratch: int) -> tuple[int, NotedRows]:
         """Read what `words` say, which are those of `NotedRows`: see `RowSource`."""
         area, parts, size = self._memory.area, len(segments), len(words)
-        pages = (size - parts * PART_WORDS) // PAGE_WORDS
-        whole = np.frombuffer(words, np.int64)
-        area.words(scratch)[:size] = whole
+        area.put_words(scratch, words)
         # Nobody may take what stood there before for what the device notes.
-        area.notes[[segment.staging_slot for segment in segments], : max(segment.rows for segment in segments), 0] = -1
+        area.notes[[segment.staging_slot for segment in segments], : max([segment.rows for segment in segments]), 0] = -1
         self._number = number = self._number + 1
-        self._last[whole[parts * PART_WORDS :][:pages]] = number
+        first = parts * PART_WORDS
+        self._last[words[first : first + (size - first) // PAGE_WORDS]] = number
         self._device.launch(scratch, parts, number)
         return number, NotedRows(InSlot(scratch, 0, size), parts, self._page_rows)
 
@@ -121,6 +120,7 @@ class CudaLauncher:
         self._side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._ready, self._read = (torch.cuda.Event() for _ in range(2))  # type: ignore[no-untyped-call]
         self._device = device
+        self._model = torch.cuda.current_stream(device)
         self._run: Any = None
         self._constants: Sequence[int] = ()
 
@@ -139,14 +139,16 @@ class CudaLauncher:
 
     def launch(self, scratch: int, parts: int, number: int) -> None:
         """See `Launcher`."""
-        self._ready.record(torch.cuda.current_stream(self._device))
-        self._side.wait_event(self._ready)
+        if torch._C._cuda_getCurrentRawStream(self._device.index) != self._model.cuda_stream:
+            self._model = torch.cuda.current_stream(self._device)
+        self._ready.record(self._model)
+        self._ready.wait(self._side)
         self._run(scratch, parts, number, *self._constants)
-        self._read.record(self._side)
 
     def hold_model(self) -> None:
         """See `Launcher`."""
-        torch.cuda.current_stream(self._device).wait_event(self._read)
+        self._read.record(self._side)
+        self._read.wait(torch.cuda.current_stream(self._device))
 
     def settle(self) -> None:
         """See `Launcher`."""

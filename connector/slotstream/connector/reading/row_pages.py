@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from slotstream.connector.plan import BlockPlace, PagePlace, RowPlan, StepPlan, TableUpdate
+from slotstream.connector.plan import PagePlace, RowPlan, StepPlan, TableUpdate
 from slotstream.connector.reading.gather import RowGather
 from slotstream.connector.reading.located import Located, Part, page_words
 from slotstream.connector.reading.page_reads import CudaLauncher, PageReads
@@ -131,26 +131,28 @@ class RowPages:
         failed: list[tuple[str, SlotStreamError]] = []
         for plan in plans:
             place, first, rows = plan.place, plan.start % size, plan.stop - plan.start
-            if (problem := self._problem(place, (first + rows - 1) // size + 1)) is not None:
-                failed.append((plan.req_id, SlotMismatch(problem)))
+            if not isinstance(place, PagePlace) or len(place.pages) * size < first + rows or not self._exist(place.pages):
+                failed.append(
+                    (plan.req_id, SlotMismatch("the plan names other places than row pages, or too few, or none of ours"))
+                )
                 continue
-            assert isinstance(place, PagePlace), "looked at"
             behind = len(pages) * size + first
             pages.extend(place.pages)
             entries.extend(place.entries)
             steps.extend(place.steps)
-            for start in range(0, rows, rows_per_slot):
-                at = behind + start
-                here = min(rows_per_slot, rows - start)
+            start = 0
+            while start < rows:
+                at, here = behind + start, rows - start
+                if here > rows_per_slot:
+                    here = rows_per_slot
                 parts.append(Part(plan.req_id, plan.first_row + start, here, at // size, at % size))
+                start += here
+        if not len(pages) == len(entries) == len(steps):
+            raise ValueError("each page has one entry and one step")
         return Located(parts, (pages, entries, steps), failed)
 
-    def _problem(self, place: BlockPlace | PagePlace, needed: int) -> str | None:
-        if not isinstance(place, PagePlace):
-            return "the plan names blocks where rows lie in pages"
-        if len(place.pages) < needed or min(place.pages) < 0 or max(place.pages) >= self.shape.pages:
-            return "the plan names too few pages for its rows, or some that do not exist"
-        return None
+    def _exist(self, pages: Sequence[int]) -> bool:
+        return min(pages) >= 0 and max(pages) < self.shape.pages
 
     def scratch_slots(self) -> int:
         """See `RowSource`."""

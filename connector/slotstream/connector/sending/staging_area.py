@@ -6,6 +6,7 @@ Two processes may have it mapped, and the device writes to it. Nothing in it has
 from __future__ import annotations
 
 import mmap
+from array import array
 from typing import Protocol
 
 import numpy as np
@@ -56,25 +57,32 @@ class StagingArea:
 
     def __init__(self, slots: memoryview, control: memoryview, shape: StagingShape) -> None:
         self.slots = slots
+        self._slot_words = slots[: len(slots) // _WORD_BYTES * _WORD_BYTES].cast("q")
+        self._control = control.cast("B").cast("q")
         words = np.frombuffer(control, np.int64)
         ring = 2 * _LINE_WORDS
         notes = ring + _ring_words(shape)
         count = shape.slots * shape.rows_per_slot * NOTE_WORDS
         self.notes = words[notes : notes + count].reshape(shape.slots, shape.rows_per_slot, NOTE_WORDS)
         self.done_word = words[:1]
-        self._taken = words[_LINE_WORDS : _LINE_WORDS + 1]
-        self._ring = words[ring:notes]
+        self._taken = self._control[_LINE_WORDS : _LINE_WORDS + 1]
+        self._ring = self._control[ring:notes]
         self._slot_bytes = shape.slot_bytes
 
     @property
     def done(self) -> int:
         """The number of the last read that is over: every row and note of it, and of those before, is here."""
-        return int(self.done_word[0])
+        return self._control[0]
 
     def words(self, slot: int) -> Words:
         """A slot as words: scratch of a read."""
         at = slot * self._slot_bytes
         return np.frombuffer(self.slots[at : at + self._slot_bytes // _WORD_BYTES * _WORD_BYTES], np.int64)
+
+    def put_words(self, slot: int, words: array[int]) -> None:
+        """Write these at a slot's begin. A slot begins at a word."""
+        at = slot * self._slot_bytes // _WORD_BYTES
+        self._slot_words[at : at + len(words)] = words
 
     def lending(self, first_turn: int) -> LeaseRing:
         """The ring through which slots are lent, from this turn on: whoever lends and whoever leases have one each."""
@@ -88,14 +96,15 @@ class LeaseRing:
     next has not been lent yet. There are more words than slots: none is written over before it was taken.
     """
 
-    def __init__(self, words: Words, taken: Words, first_turn: int) -> None:
+    def __init__(self, words: memoryview[int], taken: memoryview[int], first_turn: int) -> None:
         self._words = words
         self._taken = taken
         self.turn = first_turn
 
     def clear(self) -> None:
         """Nothing is lent. By whoever lends, before anything else."""
-        self._words[:] = -1
+        for at in range(len(self._words)):
+            self._words[at] = -1
         self._taken[0] = self.turn
 
     def lend(self, slots: list[int]) -> None:
@@ -107,7 +116,7 @@ class LeaseRing:
     @property
     def stock(self) -> int:
         """How many were lent and not taken; asked by whoever lends."""
-        return self.turn - int(self._taken[0])
+        return self.turn - self._taken[0]
 
     def ready(self, count: int) -> list[int]:
         """Up to `count` slots that can be taken: the next ones."""
