@@ -50,7 +50,6 @@ $(VENV)/.tools: tests/fetch_tools.py | $(BIN)/python
 demo: $(VENV)/.vllm  ## Real vLLM and a real server on this machine; every row checked.
 	$(BIN)/slotstream demo
 
-
 PYTEST = $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 test: $(VENV)/.vllm $(VENV)/.dev $(VENV)/.tools  ## Everything that CI runs.

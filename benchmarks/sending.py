@@ -19,10 +19,9 @@ from slotstream.connector.counters import Counters
 from slotstream.connector.options import ConnectorOptions
 from slotstream.connector.plan import SampleFinish, SampleOpen
 from slotstream.connector.reading.staging_memory import StagingMemory
-from slotstream.connector.sending.copies import Arrived
-from slotstream.connector.sending.inbox import Segment, StagedBatch
+from slotstream.connector.sending.inbox import StagedBatch
 from slotstream.connector.sending.pump import Pump
-from slotstream.connector.sending.row_check import MappingEvidence
+from slotstream.connector.sending.row_check import MappedRows, Segment
 from slotstream.connector.sending.staging_pool import StagingPool, StagingShape
 from slotstream.connector.vllm_config import ConnectorConfig
 from slotstream.transport.base import Committed, Failed, LinkDown, LinkUp, SinkEvent
@@ -31,7 +30,6 @@ from slotstream.v1 import ingest_pb2
 from slotstream.wire.columns import RowFormat
 from slotstream.wire.names import PROTOCOL_VERSION
 
-_NOTHING_COMPUTED = MappingEvidence(np.zeros(0, dtype=np.int64), None)
 _BATCH_SLOTS = 16  # Frames that one gather would stage.
 _CHECKED = 4  # Samples of a run that are read back and compared.
 
@@ -97,14 +95,14 @@ class Sender:
         slots = staging_bytes // shape.frame_bytes
         staging = StagingShape(slots, 0, shape.frame_bytes, shape.row_bytes)
         memory = StagingMemory(staging, torch.device("cpu"))
-        self._pool = StagingPool(memory.view, staging)
+        self._pool = StagingPool(memory.area.slots, staging)
         # Written once, and different in every slot: a sample is what its slots hold.
         memory.memory.random_(generator=torch.Generator().manual_seed(0))
         self._outcome = _Outcome()
         hello = ingest_pb2.Hello(protocol=PROTOCOL_VERSION, engine_id="benchmark")
         sink = _WatchedSink(address, hello, self._outcome, transport)
-        sink.use_staging(memory.view, shape.frame_bytes)
-        self._pump = Pump(config, self._pool, sink, Counters())
+        sink.use_staging(memory.area.slots, shape.frame_bytes)
+        self._pump = Pump(config, self._pool, memory.area, sink, Counters())
         self._pump.start()
         self._runs = 0
         self._sent: dict[str, list[tuple[int, int]]] = {}  # sample id -> (slot, bytes) of its rows, in order
@@ -135,8 +133,8 @@ class Sender:
             )
             sent += [(slot, count * self._shape.row_bytes) for (_, count), slot in zip(part, slots, strict=True)]
             # A device would have written the slots, and found the rows' peaks, without this CPU.
-            arrived = Arrived(np.ones(sum(rows for _, rows in part), dtype=np.float32))
-            self._pump.post(StagedBatch(segments, arrived, _NOTHING_COMPUTED))
+            ones = np.ones(sum(rows for _, rows in part), dtype=np.int64)
+            self._pump.post(StagedBatch(segments, 0, MappedRows(-ones, ones, None)))
         self._pump.post(SampleFinish(sample_id, tuple(range(rows)), {}))
 
     def check(self) -> None:

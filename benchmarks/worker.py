@@ -40,7 +40,8 @@ from slotstream.connector.reading.worker import WorkerHalf
 from slotstream.connector.sending.inbox import StagedBatch
 from slotstream.connector.sending.process.handle import sender_for
 from slotstream.connector.sending.sender import EnginePost, Sender
-from slotstream.connector.sending.staging_pool import HostMemory, StagingShape
+from slotstream.connector.sending.staging_area import HostMemory
+from slotstream.connector.sending.staging_pool import StagingShape
 from slotstream.connector.vllm_config import ConnectorConfig
 from slotstream.v1 import ingest_pb2
 from slotstream.wire.columns import RowFormat
@@ -66,7 +67,10 @@ class _Nowhere:
 
     def post(self, item: EnginePost) -> None:
         if isinstance(item, StagedBatch):
-            self.release([segment.staging_slot for segment in item.segments])
+            self.release(item.slots)
+
+    def look(self) -> None:
+        return
 
     def lease(self, count: int, deadline: float) -> list[int]:
         return [self._free.popleft() for _ in range(count)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -44,8 +45,9 @@ def written(monkeypatch: pytest.MonkeyPatch) -> list[list[float]]:
     return seen
 
 
-def at_work(capture: ForwardCapture) -> ForwardCapture:
-    capture.pages, capture.layer, capture.serving = object(), "attn", True  # type: ignore[assignment]
+def at_work(capture: ForwardCapture, live: int = 1) -> ForwardCapture:
+    pages = SimpleNamespace(live=live, device=torch.device("cpu"), switch_off=lambda: None)
+    capture.pages, capture.layer, capture.serving = pages, "attn", True  # type: ignore[assignment]
     return capture
 
 
@@ -53,6 +55,19 @@ def test_the_layers_are_taken_out_of_the_answer(written: list[list[float]]) -> N
     capture = at_work(make())
     hidden, layers = answer()
     assert capture.take((hidden, layers)) is hidden
+    assert written == [[0.0, 1.0]]
+
+
+def test_no_row_is_written_while_nobody_has_a_page_unless_a_graph_is_recorded(
+    written: list[list[float]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    capture = at_work(make(), live=0)
+    hidden, layers = answer()
+    assert capture.take((hidden, layers)) is hidden
+    assert written == []
+    capture.pages.device = torch.device("cuda")  # type: ignore[union-attr]
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    capture.take(answer())
     assert written == [[0.0, 1.0]]
 
 

@@ -39,7 +39,7 @@ def make_pages(
 
 
 def give(pages: RowPages, step: int, entries: dict[int, int], *, clear: bool = False) -> None:
-    pages.begin_step(StepPlan(table=TableUpdate(step, entries, clear)))
+    pages.begin_step(StepPlan(table=TableUpdate(step, entries, clear, live=sum(page >= 0 for page in entries.values()))))
 
 
 def hidden_of(count: int, layers: int = 2, hidden: int = 4, seed: int = 0) -> list[torch.Tensor]:
@@ -103,11 +103,14 @@ def test_once_capture_is_off_no_page_is_given_and_no_row_is_read() -> None:
     pages = make_pages()
     give(pages, 1, {3: 2})
     write_rows(pages, hidden_of(8), torch.arange(24, 32))
-    plan = RowPlan("r", 0, 8, 0, PagePlace((2,), (24,), (1,)))
-    assert len(pages.locate(plan)) == 8
+    plan = RowPlan("r", 0, 8, 0, PagePlace((2,), (3,), (1,)))
+    assert [part.rows for part in pages.locate([plan], 100).parts] == [8]
     pages.switch_off()
-    with pytest.raises(InternalFault, match="capture is off until vLLM restarts"):
-        pages.locate(plan)
+    located = pages.locate([plan], 100)
+    assert not located.parts
+    ((req_id, error),) = located.failed
+    assert (req_id, type(error)) == ("r", InternalFault)
+    assert "capture is off until vLLM restarts" in str(error)
     give(pages, 2, {4: 1})
     write_rows(pages, hidden_of(8), torch.arange(32, 40))
     assert (pages.table < 0).all()
@@ -127,8 +130,8 @@ def test_once_capture_is_off_no_page_is_given_and_no_row_is_read() -> None:
 def test_a_row_is_right_only_if_the_device_wrote_it_for_its_slot_since_the_page_was_given(
     stamps: list[list[int]], sound: bool
 ) -> None:
-    evidence = StampEvidence(np.array([5, 6]), np.array([3, 3]), np.array(stamps))
-    evidence.load()
+    notes = np.array([[*stamp, 1] for stamp in stamps])
+    evidence = StampEvidence(np.array([5, 6]), np.array([3, 3]), notes)
     assert (evidence.problem(0, 2) is None) == sound
     if not sound:
         assert isinstance(evidence.problem(0, 2), SlotMismatch)
@@ -138,14 +141,16 @@ def test_a_row_is_right_only_if_the_device_wrote_it_for_its_slot_since_the_page_
     "place",
     [
         pytest.param(PagePlace((1,), (0,), (1,)), id="too few pages"),
-        pytest.param(PagePlace((1, 8), (0, 8), (1, 1)), id="a page that does not exist"),
-        pytest.param(PagePlace((1, -1), (0, 8), (1, 1)), id="no page"),
+        pytest.param(PagePlace((1, 8), (0, 1), (1, 1)), id="a page that does not exist"),
+        pytest.param(PagePlace((1, -1), (0, 1), (1, 1)), id="no page"),
         pytest.param(BlockPlace((1, 2), 0), id="blocks"),
     ],
 )
 def test_a_plan_that_cannot_be_right_fails_its_sample(place: Any) -> None:
-    with pytest.raises(SlotMismatch):
-        make_pages().locate(RowPlan("a", 0, 12, 0, place))
+    good = RowPlan("b", 0, 3, 0, PagePlace((1,), (0,), (1,)))
+    located = make_pages().locate([RowPlan("a", 0, 12, 0, place), good], 100)
+    assert [(req_id, type(error)) for req_id, error in located.failed] == [("a", SlotMismatch)]
+    assert [(part.req_id, part.rows) for part in located.parts] == [("b", 3)]
 
 
 class _Rig:
@@ -168,8 +173,8 @@ class _Rig:
 def test_rows_go_from_the_forward_pass_to_the_sender_byte_for_byte() -> None:
     rig = _Rig(chunk_bytes=4096)
     try:
-        table = TableUpdate(1, {10: 4, 3: 0}, clear=True)
-        place = PagePlace((4, 0), (80, 24), (1, 1))
+        table = TableUpdate(1, {10: 4, 3: 0}, clear=True, live=2)
+        place = PagePlace((4, 0), (10, 3), (1, 1))
         plan = StepPlan(
             (opened("a", 13),), (RowPlan("a", 0, 13, 0, place),), (SampleFinish("a", tuple(range(13))),), table=table
         )
@@ -184,10 +189,10 @@ def test_rows_go_from_the_forward_pass_to_the_sender_byte_for_byte() -> None:
 def test_a_row_that_the_device_did_not_write_fails_its_sample_and_no_other() -> None:
     rig = _Rig()
     try:
-        table = TableUpdate(1, {0: 0, 1: 1})
+        table = TableUpdate(1, {0: 0, 1: 1}, clear=False, live=2)
         plan = StepPlan(
             (opened("short", 8), opened("whole", 8)),
-            (RowPlan("short", 0, 8, 0, PagePlace((0,), (0,), (1,))), RowPlan("whole", 0, 8, 0, PagePlace((1,), (8,), (1,)))),
+            (RowPlan("short", 0, 8, 0, PagePlace((0,), (0,), (1,))), RowPlan("whole", 0, 8, 0, PagePlace((1,), (1,), (1,)))),
             (SampleFinish("short", tuple(range(8))), SampleFinish("whole", tuple(range(8)))),
             table=table,
         )
@@ -217,7 +222,7 @@ def test_pages_that_were_made_for_something_else_are_not_touched_and_their_sampl
             (opened("a", 8),),
             (RowPlan("a", 0, 8, 0, place),),
             (SampleFinish("a", tuple(range(8))),),
-            table=TableUpdate(2, {0: 0, 1: 1}, clear=True),
+            table=TableUpdate(2, {0: 0, 1: 1}, clear=True, live=2),
         )
         rig.step(plan, [*range(8)])
         failed = rig.sink.verdict(1)

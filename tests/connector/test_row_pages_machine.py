@@ -9,13 +9,16 @@ SLOTSTREAM_MACHINE_EXAMPLES=2000 gives it a long run.
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -26,11 +29,13 @@ from slotstream.connector.faults import SampleFault
 from slotstream.connector.plan import RowPlan, StepPlan
 from slotstream.connector.planning.page_allocator import NULL_BLOCK, PageAllocator
 from slotstream.connector.planning.row_places import PagePlaces
+from slotstream.connector.planning.row_planner import DECODES_MAX, REQUESTS_MAX, STEPS_MAX
 from slotstream.connector.planning.scheduler import SchedulerHalf
+from slotstream.connector.reading.located import page_words
 from slotstream.connector.reading.row_pages import RowPages
 from slotstream.connector.reading.row_write import write_rows
 from slotstream.connector.row_pool import RowPoolShape, page_rows_of
-from slotstream.connector.sending.row_check import StampEvidence
+from slotstream.connector.sending.row_check import Segment, StampEvidence, rows_in_pages
 
 EXAMPLES = int(os.environ.get("SLOTSTREAM_MACHINE_EXAMPLES", "150"))
 _MODEL_LEN = 400
@@ -81,6 +86,22 @@ class _Request:
         return "length"
 
 
+class _WatchedPlaces(PagePlaces):
+    """`were_short`: whether the plan that is being made was told that pages are."""
+
+    were_short = False
+
+    @property
+    def reads_early(self) -> bool:
+        available = self._pages.free + len(self._pages._let_go)
+        self.were_short |= available < max(self._pages.shape.pages / 4, self._pages._step_pages)
+        return super().reads_early
+
+    def rows_can_wait(self, tokens: int) -> bool:
+        self.were_short |= tokens > self._step_tokens / 2
+        return super().rows_can_wait(tokens)
+
+
 class _Engine:
     """`asynchronous`: what is sampled in a step is known to the scheduler only after the next one was planned.
 
@@ -96,6 +117,7 @@ class _Engine:
         blocks: int,
         block_size: int,
         pages: int,
+        step_pages: int = 0,
         window: int = 0,
     ) -> None:
         self.rng = rng
@@ -104,11 +126,15 @@ class _Engine:
         self.block_size = block_size
         self.free_blocks = list(range(1, blocks))
         shape = RowPoolShape(pages, page_rows_of(block_size))
-        self.allocator = PageAllocator(shape, block_size)
-        options = config(layers=[0], output_rows_per_chunk=rng.choice([1, 3, 32]))
+        self.allocator = PageAllocator(shape, block_size, step_pages)
+        self.output_rows = rng.choice([1, 3, 32])
+        options = config(layers=[0], output_rows_per_chunk=self.output_rows)
         self.window = window
-        places = PagePlaces(self.allocator, row_bytes=16, keeps_blocks=not window)
-        self.half = SchedulerHalf(options, 1, block_size, _MODEL_LEN, lambda _: None, places)
+        self.places = _WatchedPlaces(self.allocator, row_bytes=16, keeps_blocks=not window, step_tokens=rng.choice([60, 5000]))
+        self.seconds = itertools.count()
+        self.half = SchedulerHalf(
+            options, 1, block_size, _MODEL_LEN, lambda _: None, self.places, lambda: float(next(self.seconds))
+        )
         self.device = RowPages(shape.rows, row_kind(1), 4, torch.float32, torch.device("cpu"))
         self.device.cut(shape, blocks * block_size)
         self.waiting: list[_Request] = []
@@ -122,7 +148,15 @@ class _Engine:
         self.ended: dict[str, str] = {}
         self.failed: Counter[str] = Counter()
         self.gauges: dict[str, float] = {}  # As the connector told them last.
+        self.lost: set[str] = set()  # Who was preempted, and has not run since.
+        self.steps = 0
+        self.ripe: dict[str, int] = {}  # Whose rows are worth reading, since which step.
+        self.worth: dict[str, int] = {}  # As far as the planner sees it.
+        self.urgent: set[str] = set()  # Who ended or lost its blocks since the last step.
+        self.over: dict[str, int] = {}  # Who ended, with rows still to be read, in which step.
+        self.read_late = self.read_at_once = 0
         self.numbers = 0
+        self.weights = 1
 
     # What a user does.
 
@@ -148,34 +182,63 @@ class _Engine:
         if self.half._live:
             self.half.on_faults([SampleFault(self.rng.choice(list(self.half._live)), "STAGING_FULL", "no room")])
 
+    def reset(self) -> None:
+        """The caches are dropped for new weights: every request starts over, and what it has sampled unheard is lost."""
+        for request in reversed(self.running[:]):
+            self._preempt(request)
+            request.late.clear()
+        self.weights += 1
+        self.half.on_cache_reset()
+
+    def sleep(self) -> None:
+        """The engine pauses, gives its memory away, and starts over."""
+        self.step(idle=True)
+        while self.urgent or self.half.has_unread() or any(request.late for request in self.running):
+            self.step(idle=True)  # vLLM also makes a step for the requests that ended.
+        self.reset()
+        self.device.forget()
+
     # One step of vLLM's.
 
-    def step(self, *, broken: bool = False) -> None:
-        scheduled = self._schedule()
+    def step(self, *, broken: bool = False, idle: bool = False) -> None:
+        self.drafted: dict[str, int] = {}
+        scheduled = {} if idle else self._schedule()
+        self.lost |= self.preempted
+        resumed = self.lost & scheduled.keys()
+        self.lost -= resumed
         output: Any = SimpleNamespace(
             num_scheduled_tokens=dict(scheduled),
             scheduled_cached_reqs=SimpleNamespace(
                 req_ids=list(scheduled),
+                resumed_req_ids=resumed,
                 num_computed_tokens=[self._by_id(r).num_computed_tokens for r in scheduled],
                 new_block_ids=[((), tuple(self.got[r])) if r in self.got else None for r in scheduled],
+                num_output_tokens=[self._known(self._by_id(r)) - self._by_id(r).num_prompt_tokens for r in scheduled],
             ),
             scheduled_new_reqs=[],
+            total_num_scheduled_tokens=sum(scheduled.values()),
+            scheduled_spec_decode_tokens={r: [-1] * count for r, count in self.drafted.items() if r in scheduled},
             preempted_req_ids=set(self.preempted),
             has_sync_kv_loads=False,
             kv_cache_block_copies=None,
             kv_connector_block_state=SimpleNamespace(get_block_ids=lambda r: ((), tuple(self._by_id(r).table))),
         )
+        self.urgent |= self.preempted
         self.preempted.clear()
         self.got.clear()
+        self.steps += 1
+        self.places.were_short = False
         if broken:  # The hook guard's way: nothing is known of a plan that was not made.
             self.half.fail_all()
             plan = StepPlan()
         else:
             plan = self.half.plan(output)
             self.half.delivered()
+            self._check_reasons(plan, scheduled)
+        self.urgent.clear()
         self._check_pages()
         self.gauges |= self.half.take_stats()
-        used = sum(map(len, self.allocator._held.values()))
+        used = len(self._held())
         pages = self.allocator.shape.pages
         assert (self.gauges["row_pool_pages_in_use"], self.gauges["row_pool_pages_free"]) == (used, pages - used)
         assert self.gauges["row_pool_bytes"] == self.device.pool.nbytes
@@ -203,13 +266,14 @@ class _Engine:
         for request in list(self.running):
             if request not in self.running or (self.rng.random() < 0.1 and request.num_computed_tokens):
                 continue  # Preempted for another, or left out this time.
-            known = len(request.all_token_ids) + sum(map(len, request.late))
+            known = self._known(request)
             left = known - request.num_computed_tokens
             if left <= 0 or known >= len(request.prompt) + request.max_tokens + (1 if self.asynchronous else 0):
                 continue
             count = min(left, self.rng.choice([1, 5, 8, 16, 64]))
             if count == left and not request.late and request.num_output_tokens:
-                count += self.rng.randint(0, self.drafts)
+                self.drafted[request.request_id] = self.rng.randint(0, self.drafts)
+                count += self.drafted[request.request_id]
             if not self._blocks_for(request, request.num_computed_tokens + count, scheduled):
                 continue
             scheduled[request.request_id] = count
@@ -219,6 +283,10 @@ class _Engine:
                 self.half.on_alloc(request, blocks)
         self.allocated.clear()
         return {r: n for r, n in scheduled.items() if any(r == one.request_id for one in self.running)}
+
+    def _known(self, request: _Request) -> int:
+        """Tokens that it has, those included that the scheduler has not heard of."""
+        return len(request.all_token_ids) + sum(map(len, request.late))
 
     def _hit(self, request: _Request) -> None:
         """Some of its tokens are in the prefix cache: nobody computes their rows."""
@@ -266,7 +334,7 @@ class _Engine:
             known = request.all_token_ids + [token for tokens in request.late for token in tokens]
             drafts = [self.rng.randrange(1000) for _ in range(first + count - len(known))]
             for position, token in enumerate([*known, *drafts][first : first + count], first):
-                rows.append([request.number, position, token, 1.0])
+                rows.append([request.number, position, token, float(self.weights)])
                 slots.append(request.table[position // self.block_size] * self.block_size + position % self.block_size)
             if first + count >= len(known):  # Each draft that holds is a token, and then one more is sampled.
                 accepted = self.rng.randint(0, len(drafts)) if drafts else 0
@@ -276,7 +344,7 @@ class _Engine:
         padding = self.rng.randint(0, 3)
         order = list(range(len(rows)))
         self.rng.shuffle(order)
-        if rows:
+        if rows and self.device.live:  # As the forward pass asks.
             hidden = torch.tensor([rows[at] for at in order] + [[-7.0] * 4] * padding)
             write_rows(self.device, [hidden], torch.tensor([slots[at] for at in order] + [-1] * padding))
         return sampled
@@ -295,8 +363,10 @@ class _Engine:
             if request in queue:
                 queue.remove(request)
         request.say(status)
+        self.urgent.add(request.request_id)
         hold, answer = self.half.on_finished(request, request.table)
         assert not hold, "row pages hold no blocks of vLLM's"
+        self.over[request.request_id] = self.steps + 1
         self._free(request)
         self.truth[request.request_id] = request
         if answer is not None and "error" in answer["slotstream"]:
@@ -318,24 +388,74 @@ class _Engine:
             assert sorted(kept) == list(range(len(finish.token_ids))), "a row is missing, or one too many"
             first = self.first_positions[finish.req_id]
             number = int(finish.req_id[1:])
-            wanted = {row: (number, first + row, token, 1.0) for row, token in enumerate(finish.token_ids)}
-            assert kept == wanted
+            assert [kept[row][:3] for row in sorted(kept)] == [(number, first + r, t) for r, t in enumerate(finish.token_ids)]
+            weights = [kept[row][3] for row in sorted(kept)]
+            changes = [row for row in range(1, len(weights)) if weights[row] != weights[row - 1]]
+            assert ",".join(map(str, changes)) == finish.metadata.get("cache_resets", "")
         for abort in plan.aborts:
             self.ended.setdefault(abort.req_id, abort.code)
 
     def _read(self, plan: RowPlan) -> None:
-        located = self.device.locate(plan)
-        index = torch.from_numpy(located.index)
-        stamps = self.device.stamps[index].numpy()
-        assert StampEvidence(located.kv_slots, located.steps, stamps).problem(0, len(located)) is None, plan
+        located = self.device.locate([plan], 1 << 20)
+        (part,) = located.parts
+        words = page_words(located, [part], [Segment(plan.req_id, 0, part.rows, 0)], self.device.shape.page_rows)
+        at, kv_slots, steps = rows_in_pages(np.array(words), 1, self.device.shape.page_rows)
+        index = torch.from_numpy(at)
+        notes = torch.nn.functional.pad(self.device.stamps[index], (0, 1)).numpy()
+        assert not located.failed
+        assert StampEvidence(kv_slots, steps, notes).problem(0, len(index)) is None, plan
         for row, values in enumerate(self.device.pool[index].flatten(1).tolist(), plan.first_row):
             assert row not in self.stored[plan.req_id], "a row is read twice"
             self.stored[plan.req_id][row] = tuple(values)
 
+    def _check_reasons(self, plan: StepPlan, scheduled: Mapping[str, int]) -> None:
+        """A step with prompt tokens reads only for a reason; a step without leaves nothing that is worth reading."""
+        ripe, worth = {}, {}  # What a step has sampled may be known sooner than it is looked at.
+        for req_id in self.urgent:  # All of theirs is read, and what is computed again counts anew.
+            self.ripe.pop(req_id, None)
+            self.worth.pop(req_id, None)
+        for req_id, capture in self.half._live.items():
+            unread, in_output = capture.readable - capture.next, capture.next >= capture.request.num_prompt_tokens
+            seen = req_id in scheduled or req_id in self.ripe  # Who waits for its turn is not looked at.
+            if seen and unread > 0 and (not in_output or unread > self.output_rows + self.drafts):
+                ripe[req_id] = self.ripe.get(req_id, self.steps)
+            if unread > 0 and (not in_output or unread >= self.output_rows):
+                worth[req_id] = self.worth.get(req_id, self.steps)
+        prompt = any(count > 1 + self.drafted.get(r, 0) for r, count in scheduled.items())
+        prompt |= any(self._known(self._by_id(r)) == self._by_id(r).num_prompt_tokens for r in scheduled)
+        read = {rows.req_id for rows in plan.rows} - self.urgent - self.over.keys()
+        if prompt and read and not self.places.were_short:
+            waited = {req_id for req_id, since in self.worth.items() if self.steps - since >= STEPS_MAX}
+            assert read & waited, "rows are read beside prompt tokens without a reason"
+        if self.places.were_short or len(ripe) > REQUESTS_MAX:
+            assert not ripe, "rows wait though nothing speaks against reading them"
+        most = STEPS_MAX if prompt else DECODES_MAX
+        assert all(self.steps - since < most + self.drafts for since in ripe.values()), "rows wait for too long"
+        for rows in plan.rows:
+            self.over.pop(rows.req_id, None)
+        waiting = [self.steps - self.over[req_id] for req_id in self.half._rows._ended]
+        assert all(waited < most for waited in waiting), "the last rows of a request wait for too long"
+        assert scheduled or not waiting, "they wait for steps that may never come"
+        self.read_late += len(read & self.ripe.keys())
+        self.read_at_once += len(read - self.ripe.keys())
+        self.ripe, self.worth = ripe, worth
+
+    def _held(self) -> list[int]:
+        ended = [page for rows, _ in self.half._rows._ended.values() for page in rows.place.pages]  # type: ignore[union-attr]
+        return ended + [page for held in self.allocator._held.values() for page in held.pages if page >= 0]
+
     def _check_pages(self) -> None:
-        held = [page.page for pages in self.allocator._held.values() for page in pages.values()]
-        everywhere = held + self.allocator._free
+        held = self._held()
+        everywhere = [*held, *self.allocator._free[self.allocator._given :]]
         assert len(set(everywhere)) == len(everywhere) == self.allocator.shape.pages, "a page is lost, or somebody else's too"
+        for request in self.running:
+            capture = self.half._live.get(request.request_id)
+            if capture is None:
+                continue
+            assert capture.table in (None, request.table), "a block table that is not vLLM's"
+            pages = self.allocator._held.get(request.request_id)
+            last = (pages.first + len(pages.pages) - 1) * self.allocator.shape.page_rows if pages and pages.pages else 0
+            assert last < capture.stop, "a page for rows that nobody wants"
 
     def drain(self) -> None:
         """To the end of every request, and one step more: what the last ones gave back."""
@@ -363,6 +483,7 @@ def test_every_row_that_is_read_is_its_own_and_every_page_comes_back(seed: int, 
         blocks=rng.choice([200, 500]) // block_size + 10,
         block_size=block_size,
         pages=rng.choice([8, 16, 200]),
+        step_pages=rng.choice([0, 5, 50]),
         window=rng.choice([0, 0, 1, 20, 90]),
     )
     for _ in range(rng.randint(5, 60)):
@@ -373,6 +494,10 @@ def test_every_row_that_is_read_is_its_own_and_every_page_comes_back(seed: int, 
             engine.abort()
         elif move < 0.36:
             engine.fault()
+        elif move < 0.38:
+            engine.reset()
+        elif move < 0.4:
+            engine.sleep()
         else:
             engine.step(broken=rng.random() < 0.01)
     engine.drain()
@@ -394,6 +519,9 @@ def test_a_pool_with_room_fails_nobody() -> None:
         for _ in range(8):
             engine.add()
             engine.step()
+        engine.reset()
+        engine.step()
+        engine.sleep()
         engine.drain()
         assert not engine.failed, engine.failed
         captured = [r for r in engine.truth.values() if r.kv_transfer_params["slotstream"].get("capture", True)]

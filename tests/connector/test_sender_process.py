@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 from support.files import files_below
-from support.late_copies import Copy, put_off
+from support.late_copies import put_off
 from support.outage_rig import SMALL, Engine, Restarting, account, own_descriptors, own_threads
 from support.waiting import WAIT_S, wait_until
 from support.worker_rig import ROW_BYTES, cached_rows, opened
@@ -27,8 +27,9 @@ from support.worker_rig import ROW_BYTES, cached_rows, opened
 from slotstream.client import SampleState, connect
 from slotstream.connector.counters import SENDER_GAUGES, Counters
 from slotstream.connector.plan import StepPlan
+from slotstream.connector.sending.process import handle
 from slotstream.connector.sending.process.main import _News
-from slotstream.connector.sending.process.messages import hear
+from slotstream.connector.sending.process.messages import Want, hear
 from slotstream.wire import nixl
 from slotstream.wire.errors import ConfigError
 
@@ -74,7 +75,7 @@ class _Engine:
     def settle(self) -> None:
         """Returns once nothing is under way."""
         sender = self.rig.worker._sender
-        wait_until(lambda: not (sender._inbox or sender._owed or sender._open), "an end of everything")
+        wait_until(lambda: sender._inbox.empty() and not (sender._owed or sender._open), "an end of everything")
 
     def close(self) -> None:
         self.engine.close()
@@ -283,18 +284,41 @@ def test_what_a_server_that_hangs_has_no_room_for_fails_and_the_rest_is_stored(
     wait_until(lambda: engine.rig.worker._sender.gauges()["staging_bytes_in_use"] == 0)
 
 
-def test_a_copy_that_fails_fails_its_samples_and_no_other(
+def test_rows_that_the_device_reads_late_are_waited_for_by_the_process(
     start: Callable[..., _Engine], server: Restarting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    copies = put_off(monkeypatch)
-    copies[2] = Copy()
+    reads = put_off(monkeypatch)
+    reads.hold = {2}
     engine = start(**SMALL)
-    for req_id in ("before", "failed", "after"):
+    for req_id in ("before", "late", "after"):
         engine.rig.capture(req_id, 8)
         engine.promised[req_id] = engine.rig.rows(req_id, 0, 8)
-    copies[2].error = RuntimeError("the device is lost")
+    wait_until(lambda: engine.ended == 1)
+    wait_until(lambda: not engine.rig.worker._sender._owed)
+    assert engine.rig.worker._sender._open.keys() == {"late", "after"}  # All is said: nobody here waits for the device.
+    assert engine.rig.worker._sender._inbox.empty()
+    reads.release(2)
     engine.settle()
-    assert _account(server.address, engine.promised) == {"failed": "INTERNAL"}
+    assert _account(server.address, engine.promised) == {}
+
+
+def test_slots_are_leased_without_a_word_to_the_process_while_it_keeps_up(
+    start: Callable[..., _Engine], server: Restarting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+
+    def want(count: int, deadline: float) -> Want:
+        asked.append(count)
+        return Want(count, deadline)
+
+    monkeypatch.setattr(handle, "Want", want)
+    engine = start(**SMALL)
+    for number in range(25):  # More than there are slots.
+        engine.rig.capture(f"s{number}", 8)
+        engine.rig.free(f"s{number}")
+        wait_until(lambda number=number: engine.ended == number + 1)  # type: ignore[misc]
+    assert not asked
+    assert engine.counts["samples_committed"] == 25
     wait_until(lambda: engine.rig.worker._sender.gauges()["staging_bytes_in_use"] == 0)
 
 
@@ -302,7 +326,7 @@ def test_a_copy_that_never_ends_does_not_keep_the_engine_from_stopping(
     start: Callable[..., _Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("slotstream.connector.reading.worker._CLOSE_S", 0.2)
-    put_off(monkeypatch)[1] = Copy()
+    put_off(monkeypatch).hold = {1}
     engine = start()
     pid = engine.pid
     engine.rig.capture("a", 8)

@@ -159,6 +159,7 @@ def test_a_random_load_is_stored_right_though_the_cache_is_too_small_for_it(runn
     assert_idle(running)
     states = Counter(check(client, *pair, "dense", IDS) for pair in zip(requests, outcomes, strict=True))
     assert states["committed"] >= 50, states
+    assert metric(scrape(running.vllm_port), "vllm:num_preemptions_total") > 0
 
 
 def _is_one_durable(client: Client, namespace: str) -> bool:

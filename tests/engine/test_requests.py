@@ -361,6 +361,7 @@ def test_a_random_load_is_stored_right_though_the_cache_is_too_small_for_it(engi
     assert_idle(engine)
     states = Counter(check(stored, *pair, "dense") for pair in zip(requests, outcomes, strict=True))
     assert states["committed"] >= 40, states
+    assert metric(scrape(engine.vllm_port), "vllm:num_preemptions_total") > 0
 
 
 def test_a_sample_says_what_it_is_in_its_file_alone(engine: Stack, stored: Client) -> None:

@@ -157,6 +157,19 @@ def test_the_plug_in_imports_no_worker_and_may_be_called_twice() -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
+def test_every_step_says_what_planning_asks_it() -> None:
+    """Fields of vLLM's own, which are read in each step."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+    from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
+
+    step = {"num_scheduled_tokens", "total_num_scheduled_tokens", "scheduled_spec_decode_tokens", "scheduled_new_reqs"}
+    step |= {"scheduled_cached_reqs", "preempted_req_ids", "kv_cache_block_copies", "kv_connector_block_state"}
+    assert step <= SchedulerOutput.__dataclass_fields__.keys()
+    cached = {"req_ids", "resumed_req_ids", "num_computed_tokens", "new_block_ids", "num_output_tokens"}
+    assert cached <= CachedRequestData.__dataclass_fields__.keys()
+    assert callable(KVConnectorBase_V1.has_pending_push_work)
+
+
 def _group(layers: list[str], spec: Any) -> Any:
     from vllm.v1.kv_cache_interface import KVCacheGroupSpec
 
@@ -164,7 +177,7 @@ def _group(layers: list[str], spec: Any) -> Any:
 
 
 def test_slots_are_those_of_the_target_models_full_attention() -> None:
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, SlidingWindowSpec
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, RSWASpec, SlidingWindowSpec
 
     common: dict[str, Any] = {"block_size": 16, "num_kv_heads": 1, "head_size": 8, "dtype": torch.bfloat16}
     sliding = _group(["model.layers.0.self_attn.attn"], SlidingWindowSpec(**common, sliding_window=64))
@@ -180,5 +193,8 @@ def test_slots_are_those_of_the_target_models_full_attention() -> None:
     assert chosen(drafter, draft_model, sliding).index == 2
     assert chosen(state, full).layer == "model.layers.1.self_attn.attn"
     assert chosen(full).block_size == 16
+    # Blocks in the middle of a request's table may go to others.
+    gaps = _group(["model.layers.1.self_attn.attn"], RSWASpec(**common, rswa_window=64))
+    assert [chosen(group).keeps_blocks for group in (full, sliding, gaps)] == [True, False, False]
     with pytest.raises(ConfigError, match="this model has no decoder self-attention"):
         chosen(state)

@@ -1,66 +1,41 @@
-"""Copies from the device that end, or fail, when a test says so."""
+"""Reads of the device that are over when a test says so."""
 
 from __future__ import annotations
 
-import threading
-from dataclasses import dataclass
-from typing import Any
-
-import numpy as np
-import numpy.typing as npt
 import pytest
 
-from slotstream.connector.reading.gather import Index, RowGather
-from slotstream.connector.sending.copies import Gathered
+from slotstream.connector.reading.gather import RowGather
 
 
-@dataclass(frozen=True)
-class LateRows:
-    """Rows that are in staging once `copy` says so."""
-
-    rows: Gathered
-    copy: Copy
-
-    @property
-    def is_done(self) -> bool:
-        return self.copy.is_done
-
-    def wait(self) -> None:
-        self.copy.wait()
-
-    def peaks(self) -> npt.NDArray[np.float32]:
-        return self.rows.peaks()
-
-
-class Copy:
-    """A copy that ends when it is told to, or fails: `error` is what the device says then."""
+class Reads:
+    """What a device that does one read after another has done. `hold`: reads, by number, that it does not end yet."""
 
     def __init__(self) -> None:
-        self.ended = threading.Event()
-        self.error: Exception | None = None
+        self.hold: set[int] = set()
+        self._started: list[tuple[RowGather, int]] = []
 
-    @property
-    def is_done(self) -> bool:
-        if self.error is not None:
-            raise self.error
-        return self.ended.is_set()
+    def started(self, gather: RowGather, number: int) -> None:
+        """A read is under way."""
+        self._started.append((gather, number))
+        self.go_on()
 
-    def wait(self) -> None:
-        if self.error is not None:
-            raise self.error
-        assert self.ended.is_set(), "the pump was to do something else meanwhile"
+    def release(self, number: int) -> None:
+        """That read is over, and those behind it."""
+        self.hold.discard(number)
+        self.go_on()
+
+    def go_on(self) -> None:
+        """End what may end."""
+        while self._started and self._started[0][1] not in self.hold:
+            gather, number = self._started.pop(0)
+            is_over(gather, number)
 
 
-def put_off(monkeypatch: pytest.MonkeyPatch) -> dict[int, Copy]:
-    """Copies of gathers that must be under way, by the number of the gather."""
-    pending: dict[int, Copy] = {}
-    gather, done = RowGather.gather, [0]
+is_over = RowGather._is_over
 
-    def slow(self: RowGather, *args: Any) -> tuple[Gathered, Index]:
-        gathered, notes = gather(self, *args)
-        done[0] += 1
-        copy = pending.get(done[0])
-        return (gathered if copy is None else LateRows(gathered, copy)), notes
 
-    monkeypatch.setattr(RowGather, "gather", slow)
-    return pending
+def put_off(monkeypatch: pytest.MonkeyPatch) -> Reads:
+    """A device whose reads can be held."""
+    reads = Reads()
+    monkeypatch.setattr(RowGather, "_is_over", lambda gather, number: reads.started(gather, number))
+    return reads

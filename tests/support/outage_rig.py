@@ -197,7 +197,7 @@ def _die_at_once(address: str, number: int) -> None:
     engine.work(60)
     begin_half(engine)
     sender = engine.rig.worker._sender
-    wait_until(lambda: not (sender._inbox or sender._owed) and sender.gauges()["link_up"] > 0)
+    wait_until(lambda: sender._inbox.empty() and not sender._owed and sender.gauges()["link_up"] > 0)
     promised = {sample_id: None if rows is None else rows.hex() for sample_id, rows in engine.promised.items()}
     print(json.dumps({"pid": sender._child.process.pid, "promised": promised}), flush=True)
     os.kill(os.getpid(), number)

@@ -91,8 +91,14 @@ class Counters:
         with self._lock:
             merge(self._counts, counts)
 
+    def __bool__(self) -> bool:
+        """Whether there is anything to take."""
+        return bool(self._counts)
+
     def take(self) -> dict[str, float]:
         """The counts since the last call, by `name` or `name:code`; only what changed."""
+        if not self._counts:
+            return {}
         with self._lock:
             taken, self._counts = self._counts, {}
         return taken

@@ -76,7 +76,7 @@ class SlotStreamConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler: SchedulerHalf | None = None
         self._watch: ServerHealth | None = None
         self._guard = HookGuard(self._count_fault)  # Of the scheduler half. A worker's side has its own.
-        self._told_off: dict[str, float] = {}  # Of `capture_off`, as vLLM heard it last.
+        self._told_off: str | None = ""  # Why nothing is captured, as vLLM heard it last; "" while it heard nothing.
         self._sides: dict[str, WorkerSide] = {}  # In a worker: by engine id.
         self._side: WorkerSide | Stranger | None = None  # Of the engine whose step this is.
         self._group = row_group(self._config, vllm_config, kv_cache_config)
@@ -176,17 +176,14 @@ class SlotStreamConnector(KVConnectorBase_V1, SupportsHMA):
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         assert self._scheduler is not None, "vLLM asks its scheduler half only"
-        plan = self._guard.run(self._plan, None, scheduler_output)
+        plan = self._guard.run(self._scheduler.plan, None, scheduler_output)
         if plan is None:
             self._guard.run(self._scheduler.fail_all, None)
-        else:
+            plan = EMPTY_PLAN
+        elif plan is not EMPTY_PLAN:
             self._scheduler.delivered()
         self._guard.end_step()
-        return SlotStreamMetadata(plan or EMPTY_PLAN, self._config.engine_id)
-
-    def _plan(self, scheduler_output: SchedulerOutput) -> StepPlan | None:
-        assert self._scheduler is not None
-        return self._scheduler.plan(scheduler_output)
+        return SlotStreamMetadata(plan, self._config.engine_id)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         meta = getattr(connector_output, "kv_connector_worker_meta", None)
@@ -212,10 +209,15 @@ class SlotStreamConnector(KVConnectorBase_V1, SupportsHMA):
         table = block_ids[self._group.index] if self._group.index < len(block_ids) else ()
         return self._scheduler.on_finished(request, table)
 
+    def has_pending_push_work(self) -> bool:
+        # vLLM asks where no request would run: before it pauses, and may give the device's memory away. It makes steps then,
+        # which compute nothing, until there is no more to read.
+        return self._scheduler is not None and self._guard.run(self._scheduler.has_unread, False)
+
     def reset_cache(self) -> bool:
-        # Nothing is kept here that a reset could make stale: rows leave in the step that computes them. Running captures go
-        # on: vLLM preempts their requests, and what it computes again was either sent already or is read then. But the
-        # weights may be replaced meanwhile, of which vLLM tells its connectors nothing else.
+        # Nothing is kept here that a reset could make stale: rows stay until they are read. Running captures go on: vLLM
+        # preempts their requests, and what it computes again was either planned already or is read then. But the weights may
+        # be replaced meanwhile, of which vLLM tells its connectors nothing else.
         if self._scheduler is not None:
             self._guard.run(self._scheduler.on_cache_reset, None)
         return True
@@ -233,18 +235,20 @@ class SlotStreamConnector(KVConnectorBase_V1, SupportsHMA):
             told = self._side.take_stats() if self._side is not None else {}
             return SlotStreamStats(told) if told else None
         data = self._guard.run(self._scheduler.take_stats, {})
-        off = self._guard.run(self._capture_off, self._told_off)
-        if data or off != self._told_off:
-            self._told_off = off
-            return SlotStreamStats({**data, **off})
-        return None
+        if not self._scheduler.tells_gauges:
+            return SlotStreamStats(data) if data else None
+        reason = self._guard.run(self._why_off, self._told_off)
+        if reason != self._told_off:
+            self._told_off = reason
+            data = {**data, **capture_off(SCHEDULER_REASONS, reason)}
+        return SlotStreamStats(data) if data else None
 
-    def _capture_off(self) -> dict[str, float]:
-        """Whether the scheduler half captures nothing now, and why."""
+    def _why_off(self) -> str | None:
+        """Why the scheduler half captures nothing now, if so."""
         assert self._scheduler is not None
         problem = self._scheduler.why_off()
         code = None if problem is None else problem.code
-        return capture_off(SCHEDULER_REASONS, "SCHEDULER_FAULTS" if self._guard.disabled else code)
+        return "SCHEDULER_FAULTS" if self._guard.disabled else code
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> SlotStreamStats:

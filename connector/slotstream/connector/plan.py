@@ -5,7 +5,7 @@ It crosses a process boundary, so it holds plain data only and checks itself; it
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from slotstream.wire.columns import NO_COLUMNS, LateColumns
@@ -53,19 +53,15 @@ class BlockPlace:
 
 @dataclass(frozen=True, slots=True)
 class PagePlace:
-    """Rows in row pages, one after another from the page that holds the first position on.
+    """Rows in row pages, one after another from the page that holds the first position on. int [n] each, one a page.
 
-    `pages[i]` was given for the KV-cache slots from `kv_slots[i]` on, in step `steps[i]`: what the device noted beside a row
-    must agree.
+    `pages[i]` was given for the KV-cache slots of entry `entries[i]` of the page table, those from `entries[i] * page rows` on,
+    in step `steps[i]`: what the device noted beside a row must agree.
     """
 
-    pages: tuple[int, ...]
-    kv_slots: tuple[int, ...]
-    steps: tuple[int, ...]
-
-    def __post_init__(self) -> None:
-        if not len(self.pages) == len(self.kv_slots) == len(self.steps) > 0:
-            raise ValueError("each page has one first slot and one step")
+    pages: Sequence[int]
+    entries: Sequence[int]
+    steps: Sequence[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,11 +84,13 @@ class TableUpdate:
     """What changes in the page table before a step's forward pass: `entries` maps KV-cache slot // page rows to a page, or -1.
 
     `step` is the number that the device notes beside each row from now on; it only grows. `clear`: every other entry is -1.
+    `live`: how many entries are not -1 then.
     """
 
     step: int
     entries: Mapping[int, int]
-    clear: bool = False
+    clear: bool
+    live: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 PAGE_ROWS_MAX = 32  # Hybrid models have blocks of a thousand rows and more: a page is at most so large.
 PAGES_MIN = 8
+_ROWS_WAITING = 32  # Output rows of each request that the default pool has room for, at most.
 _DEFAULT_BYTES_MAX = 2 << 30
 
 
@@ -39,8 +40,9 @@ def pool_rows(config: ConnectorConfig, vllm_config: VllmConfig) -> int:
     step = scheduler.max_num_batched_tokens
     nbytes = config.options.row_pool_bytes
     if nbytes is None:
-        # A request's first and last pages may each be shared with rows that it does not capture, or has given away.
-        waiting = scheduler.max_num_seqs * (config.options.output_rows_per_chunk + 2 * PAGE_ROWS_MAX)
+        # A request's first and last pages may each be shared with rows that it does not capture, or has given away. Where more
+        # rows wait than that, pages get short, and rows are read earlier.
+        waiting = scheduler.max_num_seqs * (min(config.options.output_rows_per_chunk, _ROWS_WAITING) + 2 * PAGE_ROWS_MAX)
         nbytes = min((step + waiting) * config.row_bytes, max(_DEFAULT_BYTES_MAX, step * config.row_bytes))
     rows = nbytes // config.row_bytes
     if rows < PAGES_MIN * PAGE_ROWS_MAX:
@@ -49,6 +51,12 @@ def pool_rows(config: ConnectorConfig, vllm_config: VllmConfig) -> int:
             f"connector option row_pool_bytes must be at least {least}: {PAGES_MIN} pages of {PAGE_ROWS_MAX} rows"
         )
     return rows
+
+
+def step_pages(vllm_config: VllmConfig, page_rows: int) -> int:
+    """The most pages that one step can want: those of its tokens, where each request begins a page with its last one."""
+    scheduler = vllm_config.scheduler_config
+    return int(-(-(scheduler.max_num_batched_tokens + scheduler.max_num_seqs * (page_rows - 1)) // page_rows))
 
 
 def page_rows_of(block_size: int) -> int:
@@ -101,7 +109,9 @@ def slot_group(kv_cache_config: KVCacheConfig, num_layers: int) -> SlotGroup:
             continue
         if isinstance(spec, CrossAttentionSpec | EncoderOnlyAttentionSpec) or getattr(group, "host_resident", False):
             continue
-        sees_all = isinstance(spec, FullAttentionSpec) and spec.sliding_window is None and spec.attention_chunk_size is None
+        sees_all = isinstance(spec, FullAttentionSpec) and not (
+            spec.sliding_window or spec.attention_chunk_size or getattr(spec, "rswa_window", None)
+        )
         # A rank of a pipeline may hold none of a group's layers; its index is the same on all of them.
         found.append(SlotGroup(index, group.kv_cache_spec.block_size, layers[0] if layers else "", sees_all))
     if not found:

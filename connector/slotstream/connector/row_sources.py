@@ -11,7 +11,7 @@ from slotstream.connector.planning.page_allocator import PageAllocator
 from slotstream.connector.planning.row_places import BlockPlaces, PagePlaces, RowPlaces
 from slotstream.connector.reading import forward_capture
 from slotstream.connector.reading.row_source import CachedRows, RowSource
-from slotstream.connector.row_pool import SlotGroup, pool_rows, pool_shape, slot_group
+from slotstream.connector.row_pool import SlotGroup, pool_rows, pool_shape, slot_group, step_pages
 from slotstream.connector.vllm_config import ConnectorConfig
 from slotstream.wire.errors import ConfigError
 
@@ -33,8 +33,10 @@ def row_places(config: ConnectorConfig, vllm_config: VllmConfig, group: SlotGrou
     """The engine core's half of the source. Raises ConfigError for a row pool that is too small."""
     if not config.direct:
         return BlockPlaces()
-    pages = PageAllocator(pool_shape(pool_rows(config, vllm_config), group.block_size), group.block_size)
-    return PagePlaces(pages, row_bytes=config.row_bytes, keeps_blocks=group.keeps_blocks)
+    shape = pool_shape(pool_rows(config, vllm_config), group.block_size)
+    pages = PageAllocator(shape, group.block_size, step_pages(vllm_config, shape.page_rows))
+    step_tokens = vllm_config.scheduler_config.max_num_batched_tokens
+    return PagePlaces(pages, row_bytes=config.row_bytes, keeps_blocks=group.keeps_blocks, step_tokens=step_tokens)
 
 
 def check_capture(config: ConnectorConfig, reach_workers: Callable[[], None]) -> None:
@@ -96,9 +98,3 @@ def _hidden_state_group(kv_cache_config: KVCacheConfig) -> int:
         f"none of this model's {len(groups)} KV-cache groups is the hidden states' own, so nothing says which block table "
         "their rows are in: this model cannot be captured with extract_hidden_states (connector option layers may)"
     )
-
-
-def rows_are_lost(config: ConnectorConfig) -> bool:
-    """Whether rows could not be written in the forward pass: nothing more is captured until vLLM restarts."""
-    capture = forward_capture.captures.get(config.instance)
-    return capture is not None and capture.off

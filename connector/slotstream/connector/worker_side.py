@@ -14,10 +14,11 @@ from slotstream.connector.counters import WORKER_REASONS, capture_off
 from slotstream.connector.faults import SampleFault
 from slotstream.connector.hook_guard import HookGuard
 from slotstream.connector.plan import EMPTY_PLAN, StepPlan
+from slotstream.connector.reading.forward_capture import captures
 from slotstream.connector.reading.releases import Releases, every_worker_reports
 from slotstream.connector.reading.staging_plan import StagingPlan, step_tokens_max
 from slotstream.connector.reading.worker import WorkerHalf
-from slotstream.connector.row_sources import row_source, rows_are_lost
+from slotstream.connector.row_sources import row_source
 from slotstream.connector.sending.process.handle import sender_for
 from slotstream.connector.vllm_config import ConnectorConfig, vllm_version
 from slotstream.transport.logs import connector_logger
@@ -44,8 +45,9 @@ class WorkerSide:
         self._releases: Releases | None = None  # Of a worker that sends nothing, where vLLM waits for its reports too.
         self._guard = HookGuard(self._count_fault)
         self._bound: StepPlan = EMPTY_PLAN
-        self._told_off: dict[str, float] = {}  # Of `capture_off`, as vLLM heard it last.
+        self._told_off: str | None = ""  # Why nothing is captured, as vLLM heard it last; "" while it heard nothing.
         source, self._capture_layer = row_source(config, vllm_config, kv_caches)
+        self._capture = captures.get(config.instance)
         if source is None:  # Rows are the same on every rank that has them: one worker sends.
             self._releases = Releases() if every_worker_reports() else None
             return
@@ -64,7 +66,7 @@ class WorkerSide:
     def bind(self, plan: StepPlan) -> None:
         """A step of this engine begins."""
         if self.half is not None:
-            self._bound = plan
+            self._bound = plan = plan or EMPTY_PLAN  # One of another process is not the same object.
             self._in_step(self.half.bind, plan)
         elif self._releases is not None:
             self._releases.bind(plan)
@@ -84,9 +86,9 @@ class WorkerSide:
             return
         if self._guard.disabled:
             self._guard.run(self.half.fail_plan, None, self._bound)
-        else:
+        elif self._bound is not EMPTY_PLAN:
             self._in_step(self.half.execute)
-        self._bound = EMPTY_PLAN
+            self._bound = EMPTY_PLAN
         self._guard.end_step()
 
     def _in_step(self, hook: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
@@ -98,7 +100,7 @@ class WorkerSide:
     def take_releases(self) -> set[str]:
         """Requests whose blocks vLLM may free."""
         if self.half is not None:
-            return self._guard.run(self.half.take_releases, set())
+            return self._guard.run(self.half.take_releases, set()) if self.half.releases.now else set()
         return self._releases.take() if self._releases is not None else set()
 
     def take_faults(self) -> list[SampleFault]:
@@ -109,17 +111,18 @@ class WorkerSide:
         """Counts and gauges since the last call; empty where there is nothing to tell."""
         if self.half is None:
             return {}
-        data = self._guard.run(self.half.take_stats, {})
-        off = self._guard.run(self._capture_off, self._told_off)
-        if not data and off == self._told_off:
-            return {}
-        self._told_off = off
-        return {**data, **off}
+        data = self._guard.run(self.half.take_stats, {}) if self.half.has_stats else {}
+        reason = self._why_off()
+        if reason != self._told_off:
+            self._told_off = reason
+            data = {**data, **capture_off(WORKER_REASONS, reason)}
+        return data
 
-    def _capture_off(self) -> dict[str, float]:
-        """Whether this worker captures nothing now, and why."""
-        lost = "ROWS_NOT_WRITTEN" if rows_are_lost(self.config) else None
-        return capture_off(WORKER_REASONS, "WORKER_FAULTS" if self._guard.disabled else lost)
+    def _why_off(self) -> str | None:
+        """Why this worker captures nothing now, if so."""
+        if self._guard.disabled:
+            return "WORKER_FAULTS"
+        return "ROWS_NOT_WRITTEN" if self._capture is not None and self._capture.off else None
 
     # -- outside of steps
 

@@ -25,7 +25,9 @@ class CapturedRequest:
     stop: int
     next: int
     covered: int = 0  # Positions [0, covered) have been scheduled: their rows exist, or are about to.
-    quiet_until: int = 0  # Steps that compute no position from here on neither need a place nor have rows read.
+    table: list[int] | None = None  # Its blocks in our group, where that can be known without asking.
+    placed_until: int = 0  # Steps that compute no position from here on need no place for its row.
+    quiet_until: int = 0  # Nor are there rows worth reading while none is computed from here on.
     opened: bool = False
     hit_tokens: int = 0
     rows: int = 0  # Of the sample, once all of them are planned, and the commit too.
@@ -43,7 +45,12 @@ class CapturedRequest:
     @property
     def readable(self) -> int:
         """Positions [next, n) are wanted, and their rows exist and are final."""
-        return min(self.stop, self.final_rows, self.covered)
+        final = len(self.request.all_token_ids) - 1  # As `final_rows`, with fewer calls: this is asked for often.
+        prompt: int = self.request.num_prompt_tokens
+        stop = self.stop if self.stop < self.covered else self.covered
+        if final < prompt:
+            final = prompt
+        return final if final < stop else stop
 
     @property
     def is_in_output(self) -> bool:
@@ -95,8 +102,8 @@ class CapturedRequest:
         """The sample ends with the row before `stop`. Raises RowsNotComputed: see `check_whole`."""
         self.check_whole(stop)
         request = self.request
-        # A prompt's capture ends with its last row, while the text is still being written.
-        metadata = {"finish_reason": _finish_reason(request) if request.is_finished() else "prompt"}
+        # A prompt's capture ends with its last row, however much of the text is written by then.
+        metadata = {"finish_reason": _finish_reason(request) if self.params.include_output_tokens else "prompt"}
         if self.resets:
             metadata["cache_resets"] = ",".join(map(str, self.resets))
         columns = mask_columns(self.params.loss_mask, self.start, stop, request.num_prompt_tokens)
@@ -107,3 +114,7 @@ def _finish_reason(request: Request) -> str:
     finished = request.get_finished_reason()  # Compared with None: the first of its values, a stop, counts as false.
     reason = "" if finished is None else str(finished)
     return "stop_or_abort" if reason == "abort" else reason
+
+
+Due = tuple[str, CapturedRequest, int, int]
+"""A request's id and capture, and how far its tokens are computed before and after the step that is planned."""

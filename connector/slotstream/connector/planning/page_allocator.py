@@ -3,47 +3,77 @@
 Two things end at different times. A *table entry* (KV-cache slots -> page) ends in the first plan in which its slots may belong
 to somebody else. A *page* is free again once its rows are read: rows are read at the end of a step, so what a plan lets go of
 is given again from the next plan on. The device does plans in order, so nothing else has to be waited for.
+
+Whatever is kept of pages is kept in arrays, and moved in slices: what a prompt costs hardly depends on its length.
 """
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from slotstream.connector.plan import PagePlace, TableUpdate
+from slotstream.connector.planning.captured_request import CapturedRequest, Due
 from slotstream.connector.row_pool import RowPoolShape
 from slotstream.wire.errors import RowPoolFull, RowsNotComputed
 
 NULL_BLOCK = 0  # vLLM's placeholder for blocks that a request needs no longer: nobody's slots.
+NO_STEP = 1 << 62  # As `computed_from`: no position is computed in the step that is planned.
+
+
+def _ints(values: Sequence[int] = ()) -> array[int]:
+    return array("q", values)
 
 
 @dataclass(slots=True)
-class _Page:
-    """`entry`: its index in the table, -1 where its slots may be another's. `step`: since when it belongs to those slots.
+class _Held:
+    """A request's pages, one after another from the one of position `first` * page rows on; -1 where there is none.
 
-    `written`: the last step that is known to write into it. Later ones may, until `cover` is asked again: only steps that
-    give the page back have to know, and those asked.
+    `entries`: whose slots each was given for, in `steps`. `live`: the same while the table says so, then -1.
+    `written_from`: pages from this one on are written in the step whose plan is `read_in`.
     """
 
-    page: int
-    entry: int = -1
-    kv_slot: int = 0
-    step: int = 0
-    written: int = 0
+    first: int
+    pages: array[int] = field(default_factory=_ints)
+    entries: array[int] = field(default_factory=_ints)
+    steps: array[int] = field(default_factory=_ints)
+    live: array[int] = field(default_factory=_ints)
+    written_from: int = 0
+    read_in: int = 0
+
+    @property
+    def end(self) -> int:
+        """The page behind the last."""
+        return self.first + len(self.pages)
+
+    def pad(self, first: int, end: int) -> None:
+        """Have a place for each of the pages [first, end)."""
+        before, behind = _ints([-1]) * max(self.first - first, 0), _ints([-1]) * max(end - self.end, 0)
+        self.pages, self.entries = before + self.pages + behind, before + self.entries + behind
+        self.steps, self.live = before + self.steps + behind, before + self.live + behind
+        self.first -= len(before)
 
 
 class PageAllocator:
-    """Pages of one pool. A request's pages are named by position // page rows, which is where they begin."""
+    """Pages of one pool. A request's pages are named by position // page rows, which is where they begin.
 
-    def __init__(self, shape: RowPoolShape, block_size: int) -> None:
+    `step_pages`: the most that one step may want.
+    """
+
+    def __init__(self, shape: RowPoolShape, block_size: int, step_pages: int = 0) -> None:
         assert block_size % shape.page_rows == 0, "a page lies within a block"
         self._page_rows = shape.page_rows
-        self._block_size = block_size
+        self._block_pages = block_size // shape.page_rows
+        self._step_pages = step_pages
         self.shape = shape
-        self._free = list(range(shape.pages - 1, -1, -1))
+        # The longest free first: what was read last may still be on its way. The first `_given` are given by now.
+        self._free = _ints(range(shape.pages))
+        self._given = 0
         self._let_go: list[int] = []  # Read in the plan that is being made, which may begin between two steps.
-        self._held: dict[str, dict[int, _Page]] = {}
-        self._entries: dict[int, int] = {}  # What the next table update says.
+        self._held: dict[str, _Held] = {}
+        self._table: dict[int, int] = {}  # As the device has it after this plan's update: entry -> page.
+        self._changes: dict[int, int] = {}  # What that update says.
         self._ending: list[int] = []  # Entries that this plan's step still needs: the next plan drops them.
         self._clear = True  # Whatever the device has there: it may be what an earlier engine left.
         self._step = 1  # Of the plan that is being made; the device's notes begin at 0.
@@ -51,104 +81,234 @@ class PageAllocator:
     @property
     def free(self) -> int:
         """Pages that can be given now."""
-        return len(self._free)
+        return len(self._free) - self._given
 
     @property
     def in_use(self) -> int:
         """Pages that hold rows, or are about to."""
-        return self.shape.pages - len(self._free) - len(self._let_go)
+        return self.shape.pages - self.free - len(self._let_go)
 
     @property
     def is_short(self) -> bool:
-        """Whether so few pages are free that rows which wait for company should be read now."""
-        return len(self._free) * 4 < self.shape.pages
+        """Whether so few pages will be free that all rows should be read now."""
+        return (len(self._free) - self._given + len(self._let_go)) * 4 < self.shape.pages
+
+    @property
+    def has_room(self) -> bool:
+        """Whether the next step finds its pages even if no more rows are read in this plan."""
+        return self.free + len(self._let_go) >= self._step_pages
 
     def end_plan(self) -> TableUpdate | None:
         """The plan is made: what it has to change in the table, None for nothing. What it let go of, the next may give."""
-        self._free.extend(self._let_go)
-        self._let_go.clear()
         step, self._step = self._step, self._step + 1
-        entries, self._entries = self._entries, dict.fromkeys(self._ending, -1)
-        clear, self._clear = self._clear, False
-        self._ending.clear()
-        return TableUpdate(step, entries, clear) if entries or clear else None
+        if self._let_go:
+            self._free.extend(self._let_go)
+            self._let_go.clear()
+            if self._given > self.shape.pages:
+                del self._free[: self._given]
+                self._given = 0
+        if not self._changes and not self._ending and not self._clear:
+            return None
+        changes, clear, live = self._changes, self._clear, len(self._table)
+        self._changes, self._ending, self._clear = dict.fromkeys(self._ending, -1), [], False
+        for entry in self._changes:
+            del self._table[entry]
+        return TableUpdate(step, changes, clear, live) if changes or clear else None
 
     def cover(self, req_id: str, start: int, stop: int, table: Sequence[int]) -> None:
         """See that the positions [start, stop) of a request, which this step computes, have pages. `table`: its block table.
 
-        Raises RowPoolFull when there are not so many; what the request holds then stays as it is.
+        Entries of the request's pages whose slots are not its own any more end. Raises RowPoolFull when there are not enough
+        pages; what the request holds then stays as it is.
         """
-        held = self._held.setdefault(req_id, {})
-        wanted = [at for at in range(start // self._page_rows, -(-stop // self._page_rows)) if self._entry(at, table) >= 0]
-        missing = [at for at in wanted if at not in held]
-        if len(missing) > len(self._free):
-            raise RowPoolFull(f"{len(missing)} pages are wanted, and {len(self._free)} of the row pool are free")
-        for at in wanted:
-            entry = self._entry(at, table)
-            page = held.get(at)
-            if page is None:
-                page = held[at] = _Page(self._free.pop())
-            if page.entry != entry:  # New, or its request was preempted and computes these positions again, elsewhere.
-                self._drop_entry(page)
-                page.entry, page.kv_slot, page.step = entry, entry * self._page_rows, self._step
-                self._entries[entry] = page.page
-            page.written = self._step
+        first, end = start // self._page_rows, -(-stop // self._page_rows)
+        held = self._held.get(req_id)
+        if held is None or not held.pages:
+            if start >= stop:
+                return
+            held = self._held[req_id] = _Held(first)
+        has = len(held.pages)
+        mine = self._entries(table, held.first, max(end, held.first + has))
+        new = mine[has:]
+        if held.first <= first <= held.first + has and -1 not in new and mine[:has] == held.live:
+            if new:
+                self._extend(held, new)
+            return
+        for at in range(has):
+            if held.live[at] != mine[at]:  # Another's now: behind a sliding window, or since a preemption.
+                self._end_entries(held, at, at + 1)
+        if start < stop:
+            self._cover_each(held, first, self._entries(table, first, end))
+
+    def grow(self, due: list[Due]) -> tuple[list[Due], list[CapturedRequest]]:
+        """What `cover` does, for all who only need the next page for output; returns the others, and who may have rows to read.
+
+        Their block tables must have changed at the end only. Nothing raises: where no page is free, `cover` will say so.
+        """
+        others: list[Due] = []
+        ripe: list[CapturedRequest] = []
+        all_held, table, changes, free, given = self._held, self._table, self._changes, self._free, self._given
+        rows, pages = self._page_rows, self._block_pages
+        for one in due:
+            req_id, capture, start, covered = one
+            blocks = capture.table
+            if blocks is None or req_id not in all_held or start < capture.request.num_prompt_tokens or given == len(free):
+                others.append(one)
+                continue
+            held = all_held[req_id]
+            at = held.first + len(held.pages)
+            begin, end, block = at * rows, (at + 1) * rows, at // pages
+            if not (capture.next <= start <= begin < covered <= end and covered <= capture.stop and block < len(blocks)):
+                others.append(one)
+                continue
+            entry, page = blocks[block] * pages + at % pages, free[given]
+            given += 1
+            held.pages.append(page)
+            held.entries.append(entry)
+            held.live.append(entry)
+            held.steps.append(self._step)
+            table[entry] = changes[entry] = page
+            capture.covered, capture.placed_until = covered, end
+            if covered > capture.quiet_until:
+                ripe.append(capture)
+        self._given = given
+        return others, ripe
+
+    def _extend(self, held: _Held, entries: array[int]) -> None:
+        """Give a request the next pages. Raises RowPoolFull."""
+        count = len(entries)
+        pages = self._take(count)
+        held.pages += pages
+        held.entries += entries
+        held.live += entries
+        held.steps += _ints([self._step]) * count
+        for entry, page in zip(entries, pages, strict=True):
+            self._table[entry] = self._changes[entry] = page
+
+    def _cover_each(self, held: _Held, first: int, wanted: array[int]) -> None:
+        """The same where some have pages and some do not, or their blocks are others now. Raises RowPoolFull."""
+        held.pad(first, first + len(wanted))
+        places = [(at, entry) for at, entry in enumerate(wanted, first - held.first) if entry >= 0]
+        pages = iter(self._take(sum(held.pages[at] < 0 for at, _ in places)))
+        for at, entry in places:
+            if held.live[at] == entry:
+                continue
+            self._end_entries(held, at, at + 1)
+            if held.pages[at] < 0:
+                held.pages[at] = next(pages)
+            held.entries[at] = held.live[at] = entry
+            held.steps[at] = self._step
+            self._table[entry] = self._changes[entry] = held.pages[at]
+
+    def _take(self, count: int) -> array[int]:
+        """Raises RowPoolFull."""
+        if count > self.free:
+            raise RowPoolFull(f"{count} pages are wanted, and {self.free} of the row pool are free")
+        self._given += count
+        return self._free[self._given - count : self._given]
 
     def page_end(self, stop: int) -> int:
         """Where the page ends that holds the position before `stop`."""
         return -(-stop // self._page_rows) * self._page_rows
 
-    def check_entries(self, req_id: str, table: Sequence[int]) -> None:
-        """Drop the entries of a request's pages whose slots are not its own any more, by its present block table."""
-        for at, page in self._held.get(req_id, {}).items():
-            if page.entry >= 0 and page.entry != self._entry(at, table):
-                self._drop_entry(page)
+    def read(self, req_id: str, start: int, stop: int, computed_from: int) -> PagePlace:
+        """Where the rows of positions [start, stop) are, which this plan reads; pages without rows from `stop` on go back.
 
-    def place(self, req_id: str, start: int, stop: int) -> PagePlace:
-        """Where the rows of positions [start, stop) are. Raises RowsNotComputed when they never had a page."""
-        held = self._held.get(req_id, {})
-        pages = [held.get(at) for at in range(start // self._page_rows, -(-stop // self._page_rows))]
-        found = [page for page in pages if page is not None]
-        if len(found) != len(pages):
-            raise RowsNotComputed("some rows were not computed here: they came out of a cache")
-        return PagePlace(tuple(p.page for p in found), tuple(p.kv_slot for p in found), tuple(p.step for p in found))
+        `computed_from`: from which position on the plan's step computes the request's tokens; NO_STEP where it does not.
+        Raises RowsNotComputed when some rows never had a page.
+        """
+        held = self._held.get(req_id) or _Held(stop)  # Without any page.
+        place = self._find(held, start, stop)
+        held.written_from, held.read_in = computed_from // self._page_rows, self._step
+        read = stop // self._page_rows - held.first
+        if read > 0:
+            self._give_back(held, read)
+        return place
 
-    def has_read(self, req_id: str, below: int) -> None:
-        """All rows below position `below` are read in this plan, or wanted by nobody: pages with no others go back."""
-        held = self._held.get(req_id, {})
-        for at in [at for at in held if (at + 1) * self._page_rows <= below]:
-            self._give_back(held.pop(at))
+    def take_out(self, req_id: str, start: int, stop: int) -> PagePlace:
+        """Where the last rows of a request that ended are, for a later plan to read: these pages stay taken until `put_back`.
+
+        All others go back. Raises RowsNotComputed when some rows never had a page; then nothing changes.
+        """
+        held = self._held.get(req_id) or _Held(stop)  # Without any page.
+        place = self._find(held, start, stop)
+        del self._held[req_id]
+        self._end_entries(held, 0, len(held.pages))
+        first = start // self._page_rows - held.first
+        others = held.pages[:first] + held.pages[first + len(place.pages) :]
+        self._let_go += [page for page in others if page >= 0]
+        return place
+
+    def put_back(self, place: PagePlace) -> None:
+        """This plan reads what was taken out."""
+        self._let_go += place.pages
+
+    def _find(self, held: _Held, start: int, stop: int) -> PagePlace:
+        """Where rows of a request are. Raises RowsNotComputed."""
+        first, end = start // self._page_rows - held.first, -(-stop // self._page_rows) - held.first
+        pages = held.pages[first:end] if first >= 0 else _ints()
+        if len(pages) != end - first or -1 in pages:
+            raise _not_computed()
+        return PagePlace(pages, held.entries[first:end], held.steps[first:end])
 
     def end(self, req_id: str) -> None:
         """No row of the request is wanted but those that this plan reads."""
-        for page in self._held.pop(req_id, {}).values():
-            self._give_back(page)
+        held = self._held.pop(req_id, None)
+        if held is not None:
+            self._give_back(held, len(held.pages))
 
     def reset(self) -> None:
         """Every page is free and the table empty: after a fault, when nothing is known of a plan that may be lost."""
         self._held.clear()
-        self._entries.clear()
+        self._table.clear()
+        self._changes.clear()
         self._ending.clear()
         self._let_go.clear()
-        self._free = list(range(self.shape.pages - 1, -1, -1))
+        self._free = _ints(range(self.shape.pages))
+        self._given = 0
         self._clear = True
 
-    def _give_back(self, page: _Page) -> None:
-        if page.written == self._step and page.entry >= 0:
-            self._ending.append(page.entry)  # Its last rows are computed in the very step that reads them.
-        else:
-            self._drop_entry(page)
-        self._let_go.append(page.page)
+    def _give_back(self, held: _Held, count: int) -> None:
+        """The first `count` pages of a request hold no row that a later plan wants."""
+        kept = count
+        if held.read_in == self._step and held.written_from - held.first < count:
+            # Some of the rows that this plan reads are computed in its very step.
+            kept = max(held.written_from - held.first, 0)
+            self._ending += self._owned(held, kept, count)
+        pages = held.pages[:count]
+        self._let_go += pages if -1 not in pages else [page for page in pages if page >= 0]
+        for entry in self._owned(held, 0, kept):
+            del self._table[entry]
+            self._changes[entry] = -1
+        del held.pages[:count], held.entries[:count], held.steps[:count], held.live[:count]
+        held.first += count
 
-    def _drop_entry(self, page: _Page) -> None:
-        """Unless the entry was given to another page in this very plan, which then is its last word."""
-        if page.entry >= 0 and self._entries.get(page.entry, page.page) == page.page:
-            self._entries[page.entry] = -1
-        page.entry = -1
+    def _end_entries(self, held: _Held, start: int, stop: int) -> None:
+        """End the entries of some pages of a request."""
+        for entry in self._owned(held, start, stop):
+            del self._table[entry]
+            self._changes[entry] = -1
+        held.live[start:stop] = _ints([-1]) * (stop - start)
 
-    def _entry(self, at: int, table: Sequence[int]) -> int:
-        """The table's index of a request's page; -1 where its block is nobody's."""
-        block, offset = divmod(at * self._page_rows, self._block_size)
-        if block >= len(table) or table[block] == NULL_BLOCK:
-            return -1
-        return (table[block] * self._block_size + offset) // self._page_rows
+    def _owned(self, held: _Held, start: int, stop: int) -> list[int]:
+        """The entries of some pages of a request, but for those that another page was given to since."""
+        table = self._table
+        pairs = zip(held.live[start:stop], held.pages[start:stop], strict=True)
+        return [entry for entry, page in pairs if entry in table and table[entry] == page]
+
+    def _entries(self, table: Sequence[int], first: int, end: int) -> array[int]:
+        """The table's index of each of a request's pages [first, end); -1 where its block is nobody's."""
+        size = self._block_pages
+        if size == 1:
+            found = _ints(table[first:end])
+            if len(found) < end - first:
+                found.extend([-1] * (end - first - len(found)))
+            if NULL_BLOCK not in found:
+                return found
+            return _ints([-1 if block == NULL_BLOCK else block for block in found])
+        blocks = [NULL_BLOCK if at >= len(table) * size else table[at // size] for at in range(first, end)]
+        return _ints([-1 if block == NULL_BLOCK else block * size + at % size for at, block in enumerate(blocks, first)])
+
+
+def _not_computed() -> RowsNotComputed:
+    return RowsNotComputed("some rows were not computed here: they came out of a cache")

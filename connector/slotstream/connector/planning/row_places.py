@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from slotstream.connector.plan import BlockPlace, PagePlace, TableUpdate
-from slotstream.connector.planning.captured_request import CapturedRequest
+from slotstream.connector.planning.captured_request import CapturedRequest, Due
 from slotstream.connector.planning.page_allocator import PageAllocator
 from slotstream.wire.errors import RowsNotComputed
 from slotstream.wire.names import ROWS_MAX
@@ -30,8 +30,21 @@ class RowPlaces(Protocol):
         """Whether a finished request's blocks must be held until its last rows are read."""
 
     @property
+    def tables_grow(self) -> bool:
+        """Whether nothing but a preemption changes what a request's block table holds: blocks are added at its end."""
+
+    @property
     def reads_early(self) -> bool:
         """Whether confirmed rows should be read now instead of waiting for more of their kind: room is short."""
+
+    def rows_can_wait(self, tokens: int) -> bool:
+        """Whether rows that are worth reading can stay where they are until the next plan, and leave room for its step.
+
+        `tokens`: of prompts, that were computed since the first of these rows.
+        """
+
+    def grow(self, due: list[Due]) -> tuple[list[Due], list[CapturedRequest]]:
+        """What `cover` and `covered_until` do, where that is simple: at once for many. See `PageAllocator`."""
 
     def cover(self, capture: CapturedRequest, start: int, stop: int, table: Table) -> None:
         """This step computes positions [start, stop). Raises SlotStreamError when there is no room for their rows."""
@@ -39,16 +52,21 @@ class RowPlaces(Protocol):
     def covered_until(self, capture: CapturedRequest) -> int:
         """Positions below this need no `cover` before they are computed, for as long as the request gets no other blocks."""
 
-    def place(
-        self, capture: CapturedRequest, start: int, stop: int, computed_from: int, table: Table
-    ) -> BlockPlace | PagePlace:
-        """Where the rows of positions [start, stop) are; those from `computed_from` on are computed in this step.
+    def read(self, capture: CapturedRequest, start: int, stop: int, computed_from: int, table: Table) -> BlockPlace | PagePlace:
+        """Where the rows of positions [start, stop) are, which this plan reads; nobody wants those below any more.
 
-        Raises RowsNotComputed where some have none.
+        `computed_from`: from which position on this step computes the request's tokens; NO_STEP where it does not.
+        `table` is asked for only where `holds_blocks`. Raises RowsNotComputed where some rows have no place.
         """
 
-    def has_read(self, capture: CapturedRequest) -> None:
-        """Every row below `capture.next` is read in this plan."""
+    def take_out(self, capture: CapturedRequest, start: int, stop: int) -> PagePlace:
+        """The same of the last rows of a request that ended, which a later plan reads, and then gives to `put_back`.
+
+        Only where `computes_all`. Raises RowsNotComputed.
+        """
+
+    def put_back(self, place: BlockPlace | PagePlace) -> None:
+        """This plan reads what was taken out."""
 
     def preempted(self, capture: CapturedRequest) -> None:
         """The request lost its blocks; what it computes next goes elsewhere."""
@@ -71,7 +89,16 @@ class BlockPlaces:
 
     computes_all = False
     holds_blocks = True
+    tables_grow = False
     reads_early = False
+
+    def rows_can_wait(self, tokens: int) -> bool:
+        """Rows are read in the step whose slots prove them."""
+        return False
+
+    def grow(self, due: list[Due]) -> tuple[list[Due], list[CapturedRequest]]:
+        """See `RowPlaces`."""
+        return due, []
 
     def cover(self, capture: CapturedRequest, start: int, stop: int, table: Table) -> None:
         """vLLM gave the blocks."""
@@ -80,15 +107,19 @@ class BlockPlaces:
         """See `RowPlaces`."""
         return ROWS_MAX
 
-    def place(self, capture: CapturedRequest, start: int, stop: int, computed_from: int, table: Table) -> BlockPlace:
+    def read(self, capture: CapturedRequest, start: int, stop: int, computed_from: int, table: Table) -> BlockPlace:
         """See `RowPlaces`."""
         if not table:
             # Preempted: its blocks are gone, or hold again only a part of what they held.
             raise RowsNotComputed("the request's blocks were gone before its last rows could be read")
         return BlockPlace(tuple(table), computed_from)
 
-    def has_read(self, capture: CapturedRequest) -> None:
-        """Nothing to do: the blocks are vLLM's."""
+    def take_out(self, capture: CapturedRequest, start: int, stop: int) -> PagePlace:
+        """Blocks are held for one plan only."""
+        raise NotImplementedError
+
+    def put_back(self, place: BlockPlace | PagePlace) -> None:
+        """Nothing was taken out."""
 
     def preempted(self, capture: CapturedRequest) -> None:
         """Nothing to do: rows that were not read are computed again."""
@@ -108,56 +139,69 @@ class BlockPlaces:
 
 
 class PagePlaces:
-    """Rows in row pages. `keeps_blocks`: whether a request's blocks stay its own for as long as it runs."""
+    """Rows in row pages. `keeps_blocks`: whether a request's blocks stay its own for as long as it runs.
+
+    `step_tokens`: the most that a step computes, which is what staging is made for.
+    """
 
     computes_all = True
     holds_blocks = False
 
-    def __init__(self, pages: PageAllocator, *, row_bytes: int, keeps_blocks: bool) -> None:
+    def __init__(self, pages: PageAllocator, *, row_bytes: int, keeps_blocks: bool, step_tokens: int) -> None:
         self._pages = pages
+        self.end_plan = pages.end_plan
+        self._step_tokens = step_tokens
         self._row_bytes = row_bytes
-        self._keeps_blocks = keeps_blocks
+        self.tables_grow = keeps_blocks
 
     @property
     def reads_early(self) -> bool:
         """Whether pages are short."""
         return self._pages.is_short
 
+    def rows_can_wait(self, tokens: int) -> bool:
+        """Whether the next step finds its pages all the same, and a later read will not fill staging at once."""
+        return tokens * 2 <= self._step_tokens and self._pages.has_room
+
+    def grow(self, due: list[Due]) -> tuple[list[Due], list[CapturedRequest]]:
+        """See `RowPlaces`."""
+        return self._pages.grow(due) if self.tables_grow else (due, [])
+
     def cover(self, capture: CapturedRequest, start: int, stop: int, table: Table) -> None:
         """Raises RowPoolFull."""
-        req_id = capture.request.request_id
-        self._pages.check_entries(req_id, table)
-        start, stop = max(start, capture.next), min(stop, capture.stop)
-        if start < stop:
-            self._pages.cover(req_id, start, stop, table)
+        self._pages.cover(capture.request.request_id, max(start, capture.next), min(stop, capture.stop), table)
 
     def covered_until(self, capture: CapturedRequest) -> int:
         """See `RowPlaces`. Behind a sliding window vLLM takes blocks away without a word: each step has to look."""
-        if not self._keeps_blocks:
+        if not self.tables_grow:
             return 0
+        if capture.covered >= capture.stop:
+            return ROWS_MAX
         return capture.next if capture.covered <= capture.next else self._pages.page_end(capture.covered)
 
-    def place(self, capture: CapturedRequest, start: int, stop: int, computed_from: int, table: Table) -> PagePlace:
+    def read(self, capture: CapturedRequest, start: int, stop: int, computed_from: int, table: Table) -> PagePlace:
         """See `RowPlaces`."""
-        if stop > capture.covered:
-            raise RowsNotComputed("the request ended before its last rows were computed")
-        return self._pages.place(capture.request.request_id, start, stop)
+        _check_computed(capture, stop)
+        return self._pages.read(capture.request.request_id, start, stop, computed_from)
 
-    def has_read(self, capture: CapturedRequest) -> None:
-        """Pages without unread rows go back."""
-        self._pages.has_read(capture.request.request_id, capture.next)
+    def take_out(self, capture: CapturedRequest, start: int, stop: int) -> PagePlace:
+        """See `RowPlaces`."""
+        _check_computed(capture, stop)
+        return self._pages.take_out(capture.request.request_id, start, stop)
+
+    def put_back(self, place: BlockPlace | PagePlace) -> None:
+        """See `RowPlaces`."""
+        assert isinstance(place, PagePlace), "as taken out"
+        self._pages.put_back(place)
 
     def preempted(self, capture: CapturedRequest) -> None:
         """Its pages go back; confirmed rows were read before, the others are computed again."""
         self._pages.end(capture.request.request_id)
+        capture.covered = capture.next
 
     def end(self, req_id: str) -> None:
         """Its pages go back."""
         self._pages.end(req_id)
-
-    def end_plan(self) -> TableUpdate | None:
-        """See `RowPlaces`."""
-        return self._pages.end_plan()
 
     def reset(self) -> None:
         """All pages are free."""
@@ -168,3 +212,9 @@ class PagePlaces:
         pages, used = self._pages.shape.pages, self._pages.in_use
         nbytes = self._pages.shape.rows * self._row_bytes
         return {"row_pool_pages_in_use": used, "row_pool_pages_free": pages - used, "row_pool_bytes": nbytes}
+
+
+def _check_computed(capture: CapturedRequest, stop: int) -> None:
+    """Raises RowsNotComputed."""
+    if stop > capture.covered:
+        raise RowsNotComputed("the request ended before its last rows were computed")

@@ -1,20 +1,35 @@
-"""Which rows of the live captures the next plan reads, and which captures a step has to look at, at all."""
+"""Which rows of the live captures the next plan reads, and which captures a step has to look at, at all.
+
+A step that only decodes is a CUDA graph: the engine's thread launches it and waits. A step with prompt tokens is bound by that
+very thread. So rows that can wait stay where they are until a step without prompt tokens, and there a little longer: a read of
+many costs the thread hardly more than a read of one. They are read at once where room is short (for rows in pages, or for so
+many of them in staging), after STEPS_MAX steps, and when their request loses its blocks. A step that computes nothing reads all
+there is. The last rows of a request that ended wait as others do, while requests run that still have steps to come.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from slotstream.connector.plan import RowPlan, TableUpdate
-from slotstream.connector.planning.captured_request import CapturedRequest
+from slotstream.connector.plan import RowPlan, SampleFinish, TableUpdate
+from slotstream.connector.planning.captured_request import CapturedRequest, Due
+from slotstream.connector.planning.page_allocator import NO_STEP
 from slotstream.connector.planning.row_places import RowPlaces
+from slotstream.wire.names import ROWS_MAX
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
 
+DECODES_MAX = 4  # Steps that rows wait for company where steps are decodes,
+STEPS_MAX = 8  # and for one that is, where steps have prompt tokens.
+REQUESTS_MAX = 16  # That a plan reads from, where nothing is urgent: the next plan reads from others.
+
+Live = Mapping[str, CapturedRequest]
+
 
 class RowPlanner:
-    """Prompt rows are read in the step that computes them; output rows wait for `output_rows` of their kind.
+    """Prompt rows are worth reading once they are computed; output rows when `output_rows` of a request wait.
 
     `group` is the index, in a request's block tables, of the KV-cache group whose slots name its rows.
     """
@@ -24,30 +39,70 @@ class RowPlanner:
         self._group = group
         self._output_rows = output_rows
         self._rows: list[RowPlan] = []
-        self._reads_output = False  # In the plan that is being made.
+        self._finishes: list[SampleFinish] = []
+        self._ended: dict[str, tuple[RowPlan, SampleFinish]] = {}  # The last rows of requests that ended, for a later plan.
+        self._ended_since = 0  # The step of the first of them.
+        self._waiting: dict[str, int] = {}  # Whose rows are worth reading, and since which step: the oldest first.
+        self._tokens = 0  # Of prompts, that were computed since rows wait.
+        self._step = 0  # Of the plan that is being made.
 
     @property
     def computes_all(self) -> bool:
         """See `RowPlaces`."""
         return self._places.computes_all
 
-    def end_plan(self) -> tuple[tuple[RowPlan, ...], TableUpdate | None]:
-        """The plan is made: the rows that it reads, and what it changes in the page table."""
-        rows, self._rows = tuple(self._rows), []
-        return rows, self._places.end_plan()
+    def end_plan(self, output: SchedulerOutput) -> tuple[tuple[RowPlan, ...], tuple[SampleFinish, ...], TableUpdate | None]:
+        """The plan is made: the rows that it reads, the samples that end with it, and what it changes in the page table."""
+        if self._ended and self._reads_ended(output):
+            for rows, finish in self._ended.values():
+                self._places.put_back(rows.place)
+                self._rows.append(rows)
+                self._finishes.append(finish)
+            self._ended.clear()
+        self._step += 1
+        if not (self._waiting or self._ended):
+            self._tokens = 0
+        table = self._places.end_plan()
+        if not (self._rows or self._finishes):
+            return (), (), table
+        planned, self._rows = tuple(self._rows), []
+        finishes, self._finishes = tuple(self._finishes), []
+        return planned, finishes, table
+
+    def _reads_ended(self, output: SchedulerOutput) -> bool:
+        """Whether this plan reads the last rows of requests that ended."""
+        waited = self._step - self._ended_since
+        return (
+            bool(self._rows)
+            or not output.num_scheduled_tokens
+            or len(self._ended) >= REQUESTS_MAX
+            or waited >= STEPS_MAX
+            or (waited >= DECODES_MAX and not _computes_prompts(output))
+            or self._places.reads_early
+            or not self._places.rows_can_wait(self._tokens)
+        )
 
     def drop(self, req_id: str) -> None:
-        """A request's rows are not read in the next plan, whatever was planned."""
+        """A request's rows are not read in the next plan, and its sample does not end, whatever was planned."""
         self._rows = [row for row in self._rows if row.req_id != req_id]
+        self._finishes = [finish for finish in self._finishes if finish.req_id != req_id]
+        if (ended := self._ended.pop(req_id, None)) is not None:
+            self._places.put_back(ended[0].place)
 
-    def reset(self) -> None:
-        """Nothing is known of the device's side any more, and what the next plan would have read is lost."""
+    def reset(self) -> list[SampleFinish]:
+        """Nothing is known of the device's side any more: what the next plan would have read is lost; the samples of that."""
         self._places.reset()
+        lost = [*self._finishes, *(finish for _, finish in self._ended.values())]
         self._rows.clear()
+        self._finishes.clear()
+        self._ended.clear()
+        self._waiting.clear()
+        return lost
 
     def end(self, req_id: str) -> None:
         """No more rows of a request are wanted than are planned."""
         self._places.end(req_id)
+        self._waiting.pop(req_id, None)
 
     def gauges(self) -> Mapping[str, float]:
         """See `RowPlaces`."""
@@ -55,107 +110,204 @@ class RowPlanner:
 
     # -- a step
 
-    def due(
-        self, live: Mapping[str, CapturedRequest], output: SchedulerOutput, computed: Mapping[str, int]
-    ) -> list[tuple[CapturedRequest, int]]:
-        """The captures for which this step needs more than a note of how far they are computed, with that.
+    def due(self, live: Live, output: SchedulerOutput) -> list[Due]:
+        """The captures that `advance` has to look at in this step.
 
-        A decode step computes a row or two of each request. Nearly always these have a page, and too few rows wait to be
-        read: with 64 requests, looking at each in every step cost a decode step some percent.
+        A decode step computes a row or two of each request. Nearly always these have a page, and too few rows wait to be read:
+        with 64 requests, looking at each in every step cost a decode step some percent. So the loop calls nothing.
         """
-        self._reads_output = False
-        scheduled = output.num_scheduled_tokens
-        cached = output.scheduled_cached_reqs
-        moved = {req_id for req_id, blocks in zip(cached.req_ids, cached.new_block_ids, strict=True) if blocks}
-        early = self._places.reads_early
-        due = []
-        for req_id, capture in live.items():
-            count = scheduled.get(req_id)
-            if count is None:
+        scheduled, cached, group = output.num_scheduled_tokens, output.scheduled_cached_reqs, self._group
+        if cached.resumed_req_ids or output.kv_cache_block_copies:
+            for capture in live.values():
+                capture.table = None
+        due: list[Due] = []
+        for req_id, start, blocks in zip(cached.req_ids, cached.num_computed_tokens, cached.new_block_ids, strict=True):
+            if req_id not in live:
                 continue
-            covered = computed[req_id] + count
-            if covered > capture.quiet_until or early or req_id in moved:
-                due.append((capture, covered))
-            else:
-                capture.covered = covered
+            capture, covered = live[req_id], start + scheduled[req_id]
+            if blocks and capture.table is not None:
+                capture.table += blocks[group]
+            if covered > capture.placed_until:
+                due.append((req_id, capture, start, covered))
+                continue
+            capture.covered = covered
+            if covered > capture.quiet_until:
+                self._rest(capture)
+        if due:
+            due, ripe = self._places.grow(due)
+            for capture in ripe:
+                self._rest(capture)
+        for new in output.scheduled_new_reqs:
+            if new.req_id in live:
+                capture, start = live[new.req_id], new.num_computed_tokens
+                capture.table = None
+                due.append((new.req_id, capture, start, start + scheduled[new.req_id]))
         return due
 
-    def company(
-        self, live: Mapping[str, CapturedRequest], output: SchedulerOutput, computed: Mapping[str, int]
-    ) -> list[tuple[CapturedRequest, int]]:
-        """Like `due`, once those have advanced: the captures whose waiting output rows are worth reading along with others'.
+    def advance(self, capture: CapturedRequest, start: int, covered: int, output: SchedulerOutput) -> None:
+        """This step computes a request's positions [start, covered): see that they have a place.
 
-        One read for many costs the engine what one for each would cost. Who reads together once does so again, for all of
-        them then wait for the same number of rows.
+        Raises SlotStreamError when there is no room.
         """
-        if not self._reads_output:
-            return []
-        scheduled = output.num_scheduled_tokens
-        return [
-            (capture, capture.covered)
-            for req_id, capture in live.items()
-            if req_id in scheduled and capture.is_in_output and capture.readable - capture.next >= self._worth_reading
-        ]
-
-    def advance(self, capture: CapturedRequest, covered: int, output: SchedulerOutput, computed: Mapping[str, int]) -> int:
-        """This step computes a request's positions up to `covered`: see that they have a place, and plan the rows to be read.
-
-        Returns up to where rows are planned. Raises SlotStreamError when there is no room.
-        """
-        start, table = computed[capture.request.request_id], self._table(capture, output)
-        capture.quiet_until = 0
+        capture.placed_until = capture.quiet_until = 0
         capture.covered = covered
+        table: Sequence[int] | None = capture.table
+        if table is None:
+            table = self._table(capture.request.request_id, output)
+            if self._places.tables_grow:
+                capture.table = list(table)
         self._places.cover(capture, start, covered, table)
-        stop = capture.readable
-        if stop > capture.next and not (capture.is_in_output and stop - capture.next < self._worth_reading):
-            self._reads_output |= capture.is_in_output
-            self._plan_rows(capture, stop, start, table)
-        if capture.is_in_output:
-            capture.quiet_until = min(self._places.covered_until(capture), capture.next + self._output_rows - 1)
-        return capture.next
+        self._rest(capture)
 
-    @property
-    def _worth_reading(self) -> int:
-        """Output rows come one a step: they stay where they are until so many of a request's wait."""
+    def _rest(self, capture: CapturedRequest) -> None:
+        """Note whether rows of a capture are worth reading, and until when it need not be looked at."""
+        prompt = min(capture.request.num_prompt_tokens, capture.stop)
+        capture.placed_until = self._places.covered_until(capture) if capture.covered >= prompt else 0
+        unread, in_output = capture.readable - capture.next, capture.next >= prompt
+        capture.quiet_until = ROWS_MAX
+        if unread >= (self._output_rows if in_output else 1):
+            self._waiting.setdefault(capture.request.request_id, self._step)
+        elif in_output and capture.next < capture.stop:  # Readable rows follow the computed ones, at some distance.
+            capture.quiet_until = capture.covered + self._output_rows - unread - 1
+
+    # -- reading
+
+    def to_read(self, live: Live, output: SchedulerOutput) -> Iterator[CapturedRequest]:
+        """The captures that `read` is to read from in this plan: to be asked for once all have advanced.
+
+        What is read from one decides whether another one is named.
+        """
+        if not output.num_scheduled_tokens and self._places.computes_all:
+            yield from self.unread(live)
+            return
         if self._places.reads_early:
-            return 1
-        return -(-self._output_rows // 2) if self._reads_output else self._output_rows
+            yield from self._until_there_is_room(live)
+            return
+        if not (self._waiting or self._ended):
+            return
+        self._tokens += output.total_num_scheduled_tokens - len(output.num_scheduled_tokens)
+        if not self._waiting:
+            return
+        waiting = [live[req_id] for req_id in self._waiting]
+        most = max(REQUESTS_MAX, len(waiting) // DECODES_MAX)
+        if not self._places.rows_can_wait(self._tokens):
+            yield from self._with_company(waiting, len(live), live, output)
+            return
+        waited = self._step - next(iter(self._waiting.values()))
+        if _computes_prompts(output):
+            if waited >= STEPS_MAX:
+                yield from waiting[:most]
+        elif len(waiting) >= REQUESTS_MAX or waited >= DECODES_MAX:
+            yield from self._with_company(waiting[:most], most, live, output)
 
-    def _table(self, capture: CapturedRequest, output: SchedulerOutput) -> Sequence[int]:
+    def has_unread(self, live: Live) -> bool:
+        """Whether there are rows that a step can read which computes nothing."""
+        return bool(self._ended or self.unread(live))
+
+    def unread(self, live: Live) -> list[CapturedRequest]:
+        """Captures with rows that could be read in a step that computes nothing: vLLM pauses, and may give memory away then."""
+        return [c for c in live.values() if c.readable > c.next] if self._places.computes_all else []
+
+    def _until_there_is_room(self, live: Live) -> Iterator[CapturedRequest]:
+        """Those with the most rows first."""
+        for number, capture in enumerate(sorted(live.values(), key=lambda capture: capture.next - capture.covered)):
+            if number >= REQUESTS_MAX and not self._places.reads_early:
+                return
+            yield capture
+
+    def _with_company(
+        self, chosen: list[CapturedRequest], most: int, live: Live, output: SchedulerOutput
+    ) -> list[CapturedRequest]:
+        """Also captures half of whose output rows are there, where output rows are read at all, up to `most` captures.
+
+        One read for many costs the engine what one for each would cost. Who reads together once does so again, for all of them
+        then wait for the same number of rows.
+        """
+        if len(chosen) >= most or not any(capture.is_in_output for capture in chosen):
+            return chosen
+        scheduled, half = output.num_scheduled_tokens, -(-self._output_rows // 2)
+        names = {capture.request.request_id for capture in chosen}
+        company = [
+            capture
+            for req_id, capture in live.items()
+            if capture.covered - capture.next >= half and req_id in scheduled and req_id not in names
+        ]
+        company = [c for c in company if c.is_in_output and c.readable - c.next >= half]
+        return chosen + company[: most - len(chosen)]
+
+    def read(self, capture: CapturedRequest, output: SchedulerOutput, computed: Mapping[str, int]) -> None:
+        """Have the rows of a capture read that are there. Raises RowsNotComputed."""
+        req_id, stop = capture.request.request_id, capture.readable
+        self._waiting.pop(req_id, None)
+        if stop > capture.next:
+            table = self._table(req_id, output) if self._places.holds_blocks else ()
+            self._plan_rows(capture, stop, computed.get(req_id, NO_STEP), table)
+        is_quiet = stop < capture.request.num_prompt_tokens or stop >= capture.stop
+        capture.quiet_until = ROWS_MAX if is_quiet else capture.covered + self._output_rows - 1
+
+    def _table(self, req_id: str, output: SchedulerOutput) -> Sequence[int]:
         """The block table of a request that this step runs."""
         assert output.kv_connector_block_state is not None, "vLLM offers block tables to its connector"
-        tables = output.kv_connector_block_state.get_block_ids(capture.request.request_id)
+        tables = output.kv_connector_block_state.get_block_ids(req_id)
         assert tables is not None, "a scheduled request has a block table"
         table: Sequence[int] = tables[self._group]
         return table
 
     def _plan_rows(self, capture: CapturedRequest, stop: int, computed: int, table: Sequence[int]) -> None:
         """Have the rows up to `stop` read in the next plan. Raises RowsNotComputed."""
-        place = self._places.place(capture, capture.next, stop, computed, table)
-        first_row = capture.next - capture.start
-        self._rows.append(RowPlan(capture.request.request_id, capture.next, stop, first_row, place))
+        start = capture.next
+        place = self._places.read(capture, start, stop, computed, table)
+        self._rows.append(RowPlan(capture.request.request_id, start, stop, start - capture.start, place))
         capture.next = stop
-        self._places.has_read(capture)
 
     # -- between steps
 
+    def first_row_after_reset(self, capture: CapturedRequest) -> int:
+        """The first row of the sample that is computed after vLLM has dropped its caches, and every request its blocks."""
+        return max(capture.next, capture.readable if self._places.computes_all else 0) - capture.start
+
     def preempted(self, capture: CapturedRequest) -> None:
         """A request lost its blocks, and will compute all its tokens again: confirmed rows that wait are read before that."""
-        capture.quiet_until = 0
+        capture.placed_until = capture.quiet_until = 0
+        capture.table = None
+        self._waiting.pop(capture.request.request_id, None)
         if not self._places.computes_all:
             return
         capture.request.skip_reading_prefix_cache = True
         stop = capture.readable
         if stop > capture.next:
-            self._plan_rows(capture, stop, stop, ())
+            self._plan_rows(capture, stop, NO_STEP, ())
         self._places.preempted(capture)
 
+    def complete(self, capture: CapturedRequest, stop: int) -> None:
+        """All rows up to `stop` are planned: the sample ends with this plan."""
+        self._finishes.append(capture.sample_finish(stop))
+
     def finish(self, capture: CapturedRequest, stop: int, block_ids: Sequence[int]) -> bool:
-        """Plan the last rows of a request that ended; whether its blocks must be held until they are read.
+        """Plan the last rows of a request that ended, and the end of its sample; whether its blocks must be held until then.
 
         Raises RowsNotComputed.
         """
-        if stop <= capture.next:
+        start = capture.next
+        if stop <= start:
+            self.complete(capture, stop)
             return False
-        self._plan_rows(capture, stop, stop, block_ids if stop <= capture.request.num_computed_tokens else ())
+        if self._places.computes_all:
+            req_id = capture.request.request_id
+            place = self._places.take_out(capture, start, stop)
+            if not self._ended:
+                self._ended_since = self._step
+            self._ended[req_id] = RowPlan(req_id, start, stop, start - capture.start, place), capture.sample_finish(stop)
+            return False
+        self._plan_rows(capture, stop, NO_STEP, block_ids if stop <= capture.request.num_computed_tokens else ())
+        self.complete(capture, stop)
         return self._places.holds_blocks
+
+
+def _computes_prompts(output: SchedulerOutput) -> bool:
+    """Whether a step computes tokens of a prompt, or those of a preempted request again."""
+    cached = output.scheduled_cached_reqs
+    if output.scheduled_new_reqs or 0 in cached.num_output_tokens:
+        return True
+    drafts = sum(map(len, output.scheduled_spec_decode_tokens.values()))
+    return bool(output.total_num_scheduled_tokens > len(output.num_scheduled_tokens) + drafts)

@@ -6,16 +6,16 @@ and 0.33 (docs/design.md names the sources).
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from slotstream.common.logtext import log_text
 from slotstream.common.throttle import Throttle
 from slotstream.connector.counters import Counters
 from slotstream.connector.faults import SampleFault
-from slotstream.connector.plan import EMPTY_PLAN, SampleAbort, SampleFinish, SampleOpen, StepPlan
+from slotstream.connector.plan import EMPTY_PLAN, SampleAbort, SampleOpen, StepPlan
 from slotstream.connector.planning.captured_request import CapturedRequest
 from slotstream.connector.planning.external_loads import ExternalLoads
 from slotstream.connector.planning.request_params import CaptureParams, parse_params, sequence_of
@@ -44,13 +44,13 @@ if TYPE_CHECKING:
 logger = connector_logger(__name__)
 
 _RESETS_MAX = 100
+_GAUGES_EVERY_S = 1.0
 
 
 @dataclass(slots=True)
 class _Pending:
     """What the next plan must carry besides the rows of running requests."""
 
-    finishes: list[SampleFinish] = field(default_factory=list)
     aborts: list[SampleAbort] = field(default_factory=list)
     releases: list[str] = field(default_factory=list)
 
@@ -71,6 +71,7 @@ class SchedulerHalf:
         max_model_len: int,
         server_problem: Callable[[float], SlotStreamError | None],
         places: RowPlaces | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._config = config
         self._max_model_len = max_model_len
@@ -82,7 +83,10 @@ class SchedulerHalf:
         self._pending = _Pending()
         self._undelivered = EMPTY_PLAN
         self._counters = Counters()
+        self._clock = clock
         self._told: dict[str, float] = {}  # The gauges, as they were last told.
+        self._told_at = -_GAUGES_EVERY_S
+        self.tells_gauges = True  # Whether the last `take_stats` was to.
         self._throttle = Throttle(every_s=10.0)
         self._sessions = Sessions()
         self._external_loads = ExternalLoads(group, block_size)
@@ -122,21 +126,16 @@ class SchedulerHalf:
     def plan(self, output: SchedulerOutput) -> StepPlan:
         """The plan of the step that `output` schedules."""
         opens: list[SampleOpen] = []
-        pending = self._pending
         if self._live or not self._external_loads.idle:
-            computed = _computed_tokens(output)
-            self._refuse_loaded(self._external_loads.on_step(output, computed), computed)
-            for capture in [self._live[r] for r in self._live if r in (output.preempted_req_ids or ())]:
-                self._or_refuse(capture, partial(self._rows.preempted, capture))
-            for listed in (self._rows.due, self._rows.company):
-                for capture, covered in listed(self._live, output, computed):
-                    self._or_refuse(capture, partial(self._plan_request, capture, covered, output, computed, opens))
-        rows, table = self._rows.end_plan()
-        plan = StepPlan(tuple(opens), rows, tuple(pending.finishes), tuple(pending.aborts), tuple(pending.releases), table)
+            self._plan_step(output, opens)
+        rows, finishes, table = self._rows.end_plan(output)
+        pending = self._pending
+        if not (opens or rows or finishes or table or pending.aborts or pending.releases):
+            return EMPTY_PLAN
         # Only now: had anything raised, the blocks that vLLM holds for us would never be released.
         self._pending = _Pending()
-        self._undelivered = plan
-        return plan if plan else EMPTY_PLAN
+        self._undelivered = StepPlan(tuple(opens), rows, finishes, tuple(pending.aborts), tuple(pending.releases), table)
+        return self._undelivered
 
     def delivered(self) -> None:
         """The last plan went out."""
@@ -170,9 +169,13 @@ class SchedulerHalf:
     def on_cache_reset(self) -> None:
         """vLLM dropped its caches, as is done when weights are replaced: samples that have rows already will say so."""
         for capture in self._live.values():
-            row = capture.next - capture.start
-            if row and row not in capture.resets and len(capture.resets) < _RESETS_MAX:
+            row = self._rows.first_row_after_reset(capture)
+            if 0 < row < capture.stop - capture.start and row not in capture.resets and len(capture.resets) < _RESETS_MAX:
                 capture.resets.append(row)
+
+    def has_unread(self) -> bool:
+        """Whether rows wait that a step can read which computes nothing."""
+        return self._rows.has_unread(self._live)
 
     def why_off(self) -> SlotStreamError | None:
         """Why nothing new is captured now; None while something would be."""
@@ -181,10 +184,17 @@ class SchedulerHalf:
         return self._server_problem(0.0 if self._no_room else self._config.options.outage_s_max)
 
     def take_stats(self) -> dict[str, float]:
-        """Counts since the last call, with the gauges where one of them changed."""
-        counts, gauges = self._counters.take(), dict(self._rows.gauges())
+        """Counts since the last call; once a second the gauges too where one changed, and at once where no capture is left.
+
+        What is told goes to vLLM's front end, in a message of every step that has something to tell.
+        """
+        counts, now = self._counters.take(), self._clock()
+        self.tells_gauges = now - self._told_at >= _GAUGES_EVERY_S or not self._live
+        if not self.tells_gauges:
+            return counts
+        gauges = dict(self._rows.gauges())
         if gauges != self._told:
-            self._told = gauges
+            self._told, self._told_at = gauges, now
             counts |= gauges
         return counts
 
@@ -196,11 +206,8 @@ class SchedulerHalf:
         """After a fault in `plan`: no capture that it touched, and none that is live, can be trusted to be whole."""
         error = InternalFault("a fault of slotstream's own: the log says which")
         lost, self._undelivered = self._undelivered, EMPTY_PLAN
-        if self._rows.computes_all:  # Rows that the next plan would read are not to be had any more, either.
-            self._rows.reset()
-            waiting, self._pending.finishes = self._pending.finishes, []
-        else:
-            waiting = []
+        # Rows in pages that the next plan would read are not to be had any more, either.
+        waiting = self._rows.reset() if self._rows.computes_all else []
         self._pending.releases.extend(lost.releases)
         for finish in (*waiting, *lost.finishes):
             self._pending.aborts.append(SampleAbort(finish.req_id, error.code, str(error)))
@@ -218,7 +225,6 @@ class SchedulerHalf:
         self._external_loads.forget(req_id)
         pending = self._pending
         self._rows.drop(req_id)
-        pending.finishes = [finish for finish in pending.finishes if finish.req_id != req_id]
         pending.releases = [release for release in pending.releases if release != req_id]
         pending.aborts.append(SampleAbort(req_id, InternalFault.code, "a fault of slotstream's own: the log says which"))
 
@@ -308,34 +314,46 @@ class SchedulerHalf:
 
     # -- planning
 
-    def _or_refuse(self, capture: CapturedRequest, planned: Callable[[], None]) -> None:
-        try:
-            planned()
-        except SlotStreamError as error:
-            self._refuse(capture.request.request_id, error)
+    def _plan_step(self, output: SchedulerOutput, opens: list[SampleOpen]) -> None:
+        """See that what the step computes has places, and plan the rows to be read."""
+        if not self._external_loads.idle:
+            computed = _computed_tokens(output)
+            self._refuse_loaded(self._external_loads.on_step(output, computed), computed)
+        for req_id in output.preempted_req_ids or ():
+            if (capture := self._live.get(req_id)) is not None:
+                try:
+                    self._rows.preempted(capture)
+                    self._complete_prompt(capture)
+                except SlotStreamError as error:
+                    self._refuse(req_id, error)
+        for req_id, capture, start, covered in self._rows.due(self._live, output):
+            if not capture.opened:
+                capture.opened = True
+                capture.hit_tokens = start
+                opens.append(capture.sample_open())
+            try:
+                self._rows.advance(capture, start, covered, output)
+            except SlotStreamError as error:
+                self._refuse(req_id, error)
+        known: Mapping[str, int] | None = None
+        for capture in self._rows.to_read(self._live, output):
+            known = _computed_tokens(output) if known is None else known
+            try:
+                self._rows.read(capture, output, known)
+                if capture.next == capture.stop:
+                    self._complete_prompt(capture)
+            except SlotStreamError as error:
+                self._refuse(capture.request.request_id, error)
 
-    def _plan_request(
-        self,
-        capture: CapturedRequest,
-        covered: int,
-        output: SchedulerOutput,
-        computed: Mapping[str, int],
-        opens: list[SampleOpen],
-    ) -> None:
-        if not capture.opened:
-            capture.opened = True
-            capture.hit_tokens = computed[capture.request.request_id]
-            opens.append(capture.sample_open())
-        planned = self._rows.advance(capture, covered, output, computed)
-        if planned == capture.stop and not capture.params.include_output_tokens:
-            self._complete(capture, planned)
+    def _complete_prompt(self, capture: CapturedRequest) -> None:
+        if capture.next == capture.stop and not capture.params.include_output_tokens:
+            self._rows.complete(capture, capture.stop)
+            self._completed(capture, capture.stop)
 
-    def _complete(self, capture: CapturedRequest, stop: int) -> None:
-        """Every row up to `stop` is planned: plan the commit."""
-        finish = capture.sample_finish(stop)
-        self._pending.finishes.append(finish)
-        capture.rows = len(finish.token_ids)
-        self._let_go(finish.req_id)
+    def _completed(self, capture: CapturedRequest, stop: int) -> None:
+        """Every row up to `stop` is planned, and the commit."""
+        capture.rows = stop - capture.start
+        self._let_go(capture.request.request_id)
 
     def _finish_live(self, capture: CapturedRequest, block_ids: Sequence[int]) -> tuple[bool, SlotStreamError | None]:
         """A request ended with rows still to be planned. Returns (hold the blocks, why the sample failed)."""
@@ -356,17 +374,19 @@ class SchedulerHalf:
             return False, error
         if hold:
             self._pending.releases.append(req_id)
-        self._complete(capture, stop)
+        self._completed(capture, stop)
         return hold, None
 
     def _why_not_whole(self, capture: CapturedRequest) -> SlotStreamError | None:
         request = capture.request
         if not capture.opened:
             return CaptureAborted("the request ended before it was scheduled")
+        if not capture.params.include_output_tokens:
+            if capture.readable == capture.stop:
+                return None  # Only read later than computed, whatever became of the text.
+            return CaptureAborted("the request ended before its prompt was computed")
         if request.status.name == "FINISHED_ABORTED" and not _may_have_met_a_stop_string(request):
             return CaptureAborted("the request was aborted before all its rows existed")
-        if not capture.params.include_output_tokens:
-            return CaptureAborted("the request ended before its prompt was computed")
         return None
 
     def _refuse_finished(self, capture: CapturedRequest, error: SlotStreamError) -> None:
@@ -414,5 +434,6 @@ def _computed_tokens(output: SchedulerOutput) -> Mapping[str, int]:
     """Tokens that each scheduled request had computed before this step."""
     cached = output.scheduled_cached_reqs
     computed = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
-    computed.update((new.req_id, new.num_computed_tokens) for new in output.scheduled_new_reqs)
+    for new in output.scheduled_new_reqs:
+        computed[new.req_id] = new.num_computed_tokens
     return computed

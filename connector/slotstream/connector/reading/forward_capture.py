@@ -116,6 +116,8 @@ class ForwardCapture:
         pages = self.pages
         if pages is None or not self.layer:
             return
+        if not pages.live and not (pages.device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+            return  # Nobody's rows. But a graph that is recorded now runs when somebody's are.
         from vllm.forward_context import get_forward_context
 
         mapping = get_forward_context().slot_mapping

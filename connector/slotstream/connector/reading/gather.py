@@ -1,147 +1,116 @@
-"""Rows copied from the device into staging, ordered after the model's own writes.
+"""Rows copied from the device into staging by torch, ordered after the model's own writes.
 
-On an accelerator the gather runs on the model's stream (so it sees this step's rows and not the next step's), the copy to
-pinned memory on a side stream (so the model does not wait for it). On a CPU both happen at once.
+This is how `extract_hidden_states` is read, and how everything is on a CPU. On an accelerator the gather runs on the model's
+stream (so it sees this step's rows and not the next step's), the copy to pinned memory on a side stream (so the model does not
+wait for it), and the read's number comes behind it there. On a CPU all happens at once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from slotstream.connector.reading.staging_memory import StagingMemory
-from slotstream.connector.sending.copies import Arrived, Copied, Gathered, Ticket
+from slotstream.connector.sending.row_check import InSlot, Segment, numbers
+from slotstream.connector.sending.staging_area import Words
 
 WORD_BYTES = 8
 # One copy to the host. A GPU does its copies one after another, vLLM's sampled tokens too, which the next step waits for:
 # behind a copy of 256 MiB they take 4.3 ms on an H200. In pieces of 2 MiB, 9 us each to begin with, a decode of 64 with 16
 # layers went from 0.947 to 0.961 of no capture.
 _COPY_BYTES = 2 << 20
-Index = npt.NDArray[np.int64]  # Where rows lie in their source.
-
-
-@dataclass(frozen=True, slots=True)
-class _EventTicket:
-    event: torch.Event
-
-    @property
-    def is_done(self) -> bool:
-        return bool(self.event.query())
-
-    def wait(self) -> None:
-        self.event.synchronize()
-
-
-@dataclass(frozen=True, slots=True)
-class Destination:
-    """The next `rows` gathered rows go to the front of staging slot `staging_slot`."""
-
-    staging_slot: int
-    rows: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Gathered:
-    """`host`: the peaks [n], pinned, of the rows' dtype."""
-
-    host: torch.Tensor
-    ticket: Ticket
-
-    @property
-    def is_done(self) -> bool:
-        return self.ticket.is_done
-
-    def wait(self) -> None:
-        self.ticket.wait()
-
-    def peaks(self) -> npt.NDArray[np.float32]:
-        return self.host.float().numpy()
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32}  # Of elements of so many bytes.
+Select = Callable[[torch.Tensor], torch.Tensor]
 
 
 class RowGather:
-    """Copies rows [layers, hidden] of one source on `device`, of `row_bytes` bytes each, into staging."""
+    """Copies rows [layers, hidden] of one source on `device` into staging."""
 
-    def __init__(self, device: torch.device, row_bytes: int, memory: StagingMemory) -> None:
+    def __init__(self, device: torch.device, memory: StagingMemory) -> None:
         self._device = device
         self._memory = memory
-        self._row_bytes = row_bytes
-        self.on_cpu = device.type == "cpu"
-        self._side = None if self.on_cpu else torch.Stream(device=device)
+        self._row_bytes = memory.shape.row_bytes
+        self._side = None if device.type == "cpu" else torch.Stream(device=device)
+        self._number = torch.zeros(1, dtype=torch.int64, device=device)  # Of the last read that the side stream is to do.
+        self._done = torch.from_numpy(memory.area.done_word)
+        self._reads = 0
 
     def gather(
-        self,
-        select: Callable[[torch.Tensor], torch.Tensor],
-        index: Index,
-        destinations: Sequence[Destination],
-        scratch: int | None,
-        note: Callable[[torch.Tensor], torch.Tensor] | None = None,
-    ) -> tuple[Gathered, Index]:
-        """Start copying the rows that `select` takes at `index` [n], in order, to `destinations` (their rows add up to n).
+        self, select: Select, index: Words, segments: Sequence[Segment], scratch: int | None, stamps: Select | None = None
+    ) -> tuple[int, Words | InSlot]:
+        """Start copying the rows that `select` takes at `index` [n], in order, to `segments`; the read's number, and where the
+        rows' peaks are once it is over.
 
-        `select` gives rows [n, layers, hidden], contiguous, for an index tensor; `note` gives int64 [n, words] beside them,
-        which come back as the second result, [n, 0] without it. `scratch`: a staging slot of n * 8 * (1 + words) bytes or more,
-        needed on an accelerator; it and the destinations must stay leased until `wait` returned and both results were read.
+        `select` gives rows [n, layers, hidden], contiguous, for an index tensor. `scratch`: a staging slot of n words or more,
+        needed on an accelerator. `stamps`, on a CPU only, gives int64 [n, 2], which stand in the notes of the rows then.
         """
+        self._reads += 1
         if self._side is None:
             at = torch.from_numpy(index)
             rows = select(at)
-            self._copy(rows, destinations)
-            notes = np.zeros((len(index), 0), np.int64) if note is None else note(at).numpy()
-            return Arrived(_peaks(rows).float().numpy()), notes
+            self._copy(rows, segments)
+            peaks = _peaks(rows).numpy()
+            if stamps is not None:
+                notes = np.column_stack((stamps(at).numpy(), peaks))
+                counts = np.array([segment.rows for segment in segments])
+                slots = np.repeat([segment.staging_slot for segment in segments], counts)
+                self._memory.area.notes[slots, numbers(counts)] = notes
+            self._is_over(self._reads)
+            return self._reads, peaks
         assert scratch is not None, "an accelerator copies its index from pinned memory"
         host_index = self._memory.tensor(scratch, index.nbytes).view(torch.int64)
         host_index.numpy()[:] = index
-        at = host_index.to(self._device, non_blocking=True)
-        rows = select(at)
-        noted = note(at) if note is not None else at.new_empty((len(index), 0))
-        # The peaks go where the index lay: after it was read, for which the side stream waits.
-        peaks = self._memory.tensor(scratch, len(index) * rows.element_size()).view(rows.dtype)
-        whole = self._memory.tensor(scratch, index.nbytes + noted.numel() * WORD_BYTES)
-        host_notes = whole[index.nbytes :].view(torch.int64).view(noted.shape)
+        rows = select(host_index.to(self._device, non_blocking=True))
 
         def copy() -> None:
-            peaks.copy_(_peaks(rows), non_blocking=True)
-            if noted.numel():
-                host_notes.copy_(noted, non_blocking=True)
-            self._copy(rows, destinations)
+            # The peaks go where the index lay: after it was read, for which the side stream waits.
+            host_index.copy_(_peaks(rows), non_blocking=True)
+            self._copy(rows, segments)
+            self._number.fill_(self._reads)
+            self._done.copy_(self._number, non_blocking=True)
 
-        return _Gathered(peaks, self._on_side(copy, rows, noted)), host_notes.numpy()
+        self._on_side(copy, rows)
+        return self._reads, InSlot(scratch, 0, len(index))
 
-    def copy_slot_mapping(self, slot_mapping: torch.Tensor, scratch: int | None) -> tuple[Index, Ticket]:
-        """Start copying this step's slot mapping to the host, int64 [tokens]: its buffer is used again in the next step."""
+    def copy_slot_mapping(self, slot_mapping: torch.Tensor, scratch: int | None) -> Words | InSlot:
+        """Start copying this step's slot mapping to the host, int64 [tokens]: its buffer is used again in the next step.
+
+        It is there once the next read is over.
+        """
         mapping = slot_mapping.flatten()
         if self._side is None:
-            return mapping.to(torch.int64, copy=True).numpy(), Copied()
+            return mapping.to(torch.int64, copy=True).numpy()
         assert scratch is not None, "an accelerator copies into pinned memory"
         snapshot = mapping.to(torch.int64, copy=True)
         host = self._memory.tensor(scratch, snapshot.numel() * WORD_BYTES).view(torch.int64)
-        ticket = self._on_side(lambda: host.copy_(snapshot, non_blocking=True), snapshot)
-        return host.numpy(), ticket
+        self._on_side(lambda: host.copy_(snapshot, non_blocking=True), snapshot)
+        return InSlot(scratch, 0, snapshot.numel())
 
     def settle(self) -> None:
         """Return once no copy is under way any more. Waits for the device: for when something went wrong."""
         if self._side is not None:
             self._side.synchronize()
 
-    def _copy(self, rows: torch.Tensor, destinations: Sequence[Destination]) -> None:
+    def _is_over(self, number: int) -> None:
+        self._memory.area.done_word[0] = number
+
+    def _copy(self, rows: torch.Tensor, segments: Sequence[Segment]) -> None:
         flat = rows.view(torch.uint8).flatten()
         at = 0
-        for staging_slot, nbytes in self._runs(destinations):
+        for staging_slot, nbytes in self._runs(segments):
             host = self._memory.tensor(staging_slot, nbytes)
             for begin in range(0, nbytes, _COPY_BYTES):
                 end = min(begin + _COPY_BYTES, nbytes)
                 host[begin:end].copy_(flat[at + begin : at + end], non_blocking=True)
             at += nbytes
 
-    def _runs(self, destinations: Sequence[Destination]) -> Iterator[tuple[int, int]]:
+    def _runs(self, segments: Sequence[Segment]) -> Iterator[tuple[int, int]]:
         """(first slot, bytes) of each stretch of staging that is filled without a gap: small slots share a copy."""
         first = nbytes = 0
-        for to in destinations:
-            if nbytes and (to.staging_slot - first) * self._memory.slot_bytes != nbytes:
+        for to in segments:
+            if nbytes and (to.staging_slot - first) * self._memory.shape.slot_bytes != nbytes:
                 yield first, nbytes
                 nbytes = 0
             if not nbytes:
@@ -150,23 +119,21 @@ class RowGather:
         if nbytes:
             yield first, nbytes
 
-    def _on_side(self, copy: Callable[[], object], *sources: torch.Tensor) -> Ticket:
+    def _on_side(self, copy: Callable[[], object], source: torch.Tensor) -> None:
         side = self._side
         assert side is not None, "a CPU has no side stream"
         side.wait_stream(torch.accelerator.current_stream())
         with side:
             copy()
-            done = torch.Event(device=self._device)
-            done.record(side)
-        for source in sources:  # The allocator must not hand their memory out again before the side stream has read it.
-            source.record_stream(side)
-        return _EventTicket(done)
+        source.record_stream(side)  # The allocator must not hand its memory out again before the side stream has read it.
 
 
 def _peaks(rows: torch.Tensor) -> torch.Tensor:
-    """The largest magnitude of each row, [n]: 0 for a row of zeros, NaN or infinite for one that holds such a value."""
+    """The peak of each row, int64 [n]: see `row_check`."""
+    bits, mask = _BITS[rows.element_size()], (1 << rows.element_size() * 8 - 1) - 1
     flat = rows.flatten(1)
     if flat.device.type == "cpu":
-        return flat.abs().amax(1)  # A sixth of the norm's time there; on an accelerator it would be memory for a copy.
+        return (flat.view(bits) & mask).amax(1).to(torch.int64)
+    # A norm needs no memory for a copy of the rows.
     peaks: torch.Tensor = torch.linalg.vector_norm(flat, ord=torch.inf, dim=1)
-    return peaks
+    return peaks.view(bits).to(torch.int64) & mask

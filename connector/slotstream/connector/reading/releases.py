@@ -18,22 +18,24 @@ class Releases:
     """
 
     def __init__(self) -> None:
-        self._now: set[str] = set()
+        self.now: set[str] = set()
+        """What `take` hands out."""
         self._next: set[str] = set()
 
     def bind(self, plan: StepPlan) -> None:
         """A step begins."""
-        self._now |= self._next
-        self._next = set(plan.releases)
+        if self._next or plan.releases:
+            self.now |= self._next
+            self._next = set(plan.releases)
 
     def give_up(self, plan: StepPlan) -> None:
         """A fault in this step: nothing will be read of `plan`, whether or not `bind` saw it."""
         # Unless `bind` took them: vLLM does not survive hearing of a release twice.
-        self._now |= set(plan.releases) - self._next
+        self.now |= set(plan.releases) - self._next
 
     def take(self) -> set[str]:
         """Requests whose last rows were read in an earlier step: vLLM may free their blocks."""
-        taken, self._now = self._now, set()
+        taken, self.now = self.now, set()
         return taken
 
 

@@ -8,20 +8,23 @@ the same.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from array import array
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
 
 from slotstream.connector.plan import PagePlace, RowPlan, StepPlan, TableUpdate
-from slotstream.connector.reading.gather import Destination, RowGather
-from slotstream.connector.reading.row_source import Located
-from slotstream.connector.reading.staging_plan import PAGED_WORDS
+from slotstream.connector.reading.gather import RowGather
+from slotstream.connector.reading.located import Located, Part, page_words
+from slotstream.connector.reading.page_reads import CudaLauncher, PageReads
+from slotstream.connector.reading.page_table import TableWriter
+from slotstream.connector.reading.staging_memory import StagingMemory
 from slotstream.connector.row_pool import RowPoolShape
-from slotstream.connector.sending.copies import Gathered
-from slotstream.connector.sending.row_check import RowEvidence, StampEvidence
+from slotstream.connector.sending.row_check import NotedRows, RowEvidence, Segment, rows_in_pages
 from slotstream.connector.vllm_config import RowKind
-from slotstream.wire.errors import ConfigError, InternalFault, SlotMismatch
+from slotstream.wire.errors import ConfigError, InternalFault, SlotMismatch, SlotStreamError
 
 
 class RowPages:
@@ -29,8 +32,6 @@ class RowPages:
 
     `made_for` says what the rows are. Raises ConfigError where there is not so much memory.
     """
-
-    words_per_row = PAGED_WORDS
 
     def __init__(self, rows: int, made_for: RowKind, hidden: int, dtype: torch.dtype, device: torch.device) -> None:
         self.device = device
@@ -49,8 +50,15 @@ class RowPages:
         self.stamps = torch.full((rows, 2), -1, dtype=torch.int64, device=device)
         self.step = torch.zeros(1, dtype=torch.int64, device=device)
         self.table = torch.full((1,), -1, dtype=torch.int32, device=device)
+        self.live = 0  # Entries of the table that are not -1.
         self.shape = RowPoolShape(0, 1)
         self._off = False
+        self._writer: TableWriter | None = None  # There with the KV cache.
+        self.kernel_key: tuple[Any, ...] = ()
+        self.kernel_arguments: tuple[Any, ...] = ()
+        self.kernel_addresses: tuple[int, ...] = ()
+        self._gather: RowGather | None = None
+        self._reads: PageReads | None = None
 
     @property
     def nbytes(self) -> int:
@@ -61,12 +69,24 @@ class RowPages:
         """Make the table for a KV cache of `slots` slots."""
         self.shape = shape
         self.table = torch.full((-(-slots // shape.page_rows),), -1, dtype=torch.int32, device=self.device)
+        self._writer = TableWriter(self.table, self.step)
+        _, layers, hidden = self.pool.shape
+        # What the kernel that writes rows is told of us: this memory stays where it is.
+        self.kernel_key = (self.pool.dtype, shape.page_rows, layers, hidden)
+        self.kernel_arguments = (
+            *(self.table, self.table.shape[0], shape.pages, self.pool, self.stamps, self.step),
+            *(shape.page_rows, layers, hidden),
+        )
+        self.kernel_addresses = tuple(x.data_ptr() if isinstance(x, torch.Tensor) else x for x in self.kernel_arguments)
         self.forget()
 
     def forget(self) -> None:
         """Every page is nobody's, and no row counts that was written before."""
         self.table.fill_(-1)
         self.stamps.fill_(-1)
+        self.live = 0
+        if self._reads is not None:
+            self._reads.forget()
 
     def switch_off(self) -> None:
         """After a fault in the forward pass: no page is given any more, and no row is read. A graph keeps its write."""
@@ -76,57 +96,86 @@ class RowPages:
     def begin_step(self, plan: StepPlan) -> None:
         """Before the forward pass, in the model's stream: pages are given, and taken away."""
         if plan.table is not None and not self._off:
+            if self._reads is not None:
+                self._reads.wait_for(plan.table.entries.values())
             self._update(plan.table)
 
     def _update(self, update: TableUpdate) -> None:
         if update.clear:
             self.forget()
-        entries: Mapping[int, int] = update.entries
-        # One copy: the step, then entries and pages. Pinned memory is not used again before the copy is over: torch sees to it.
-        packed = np.empty(1 + 2 * len(entries), dtype=np.int64)
-        packed[0] = update.step
-        packed[1 : 1 + len(entries)] = list(entries)
-        packed[1 + len(entries) :] = list(entries.values())
-        host = torch.from_numpy(packed)
-        if self.device.type != "cpu":
-            host = host.pin_memory()
-        sent = host.to(self.device, non_blocking=True)
-        self.step.copy_(sent[:1])
-        if entries:
-            index, pages = sent[1:].view(2, -1)
-            self.table.index_copy_(0, index, pages.to(torch.int32))
+        assert self._writer is not None, "the table was made with the KV cache"
+        self._writer.write(update)
+        self.live = update.live
 
     # What the worker half reads.
+
+    def use_staging(self, memory: StagingMemory) -> None:
+        """See `RowSource`."""
+        if self.device.type == "cuda":
+            launcher = CudaLauncher(self.device)
+            self._reads = PageReads(self.pool, self.stamps, memory, self.shape.page_rows, launcher)
+        else:
+            self._gather = RowGather(self.device, memory)
 
     def remember_slot_mapping(self, slot_mapping: torch.Tensor) -> None:
         """The forward pass notes its slots itself."""
 
-    def locate(self, plan: RowPlan) -> Located:
+    def locate(self, plans: Sequence[RowPlan], rows_per_slot: int) -> Located:
         """See `RowSource`."""
         if self._off:
-            raise InternalFault("capture is off until vLLM restarts: rows could not be written, and the log says why")
-        place, size = plan.place, self.shape.page_rows
-        if not isinstance(place, PagePlace):
-            raise SlotMismatch("the plan names blocks where rows lie in pages")
-        positions = np.arange(plan.start, plan.stop, dtype=np.int64)
-        at, offset = positions // size - plan.start // size, positions % size
-        if at[-1] >= len(place.pages) or not all(0 <= page < self.shape.pages for page in place.pages):
-            raise SlotMismatch("the plan names too few pages for its rows, or some that do not exist")
-        pages, kv_slots, steps = (np.asarray(values, dtype=np.int64) for values in (place.pages, place.kv_slots, place.steps))
-        return Located(pages[at] * size + offset, kv_slots[at] + offset, steps[at])
+            error = InternalFault("capture is off until vLLM restarts: rows could not be written, and the log says why")
+            return Located((), (), [(plan.req_id, error) for plan in plans])
+        size = self.shape.page_rows
+        pages, entries, steps = array("q"), array("q"), array("q")
+        parts: list[Part] = []
+        failed: list[tuple[str, SlotStreamError]] = []
+        for plan in plans:
+            place, first, rows = plan.place, plan.start % size, plan.stop - plan.start
+            if not isinstance(place, PagePlace) or len(place.pages) * size < first + rows or not self._exist(place.pages):
+                failed.append(
+                    (plan.req_id, SlotMismatch("the plan names other places than row pages, or too few, or none of ours"))
+                )
+                continue
+            behind = len(pages) * size + first
+            pages.extend(place.pages)
+            entries.extend(place.entries)
+            steps.extend(place.steps)
+            start = 0
+            while start < rows:
+                at, here = behind + start, rows - start
+                if here > rows_per_slot:
+                    here = rows_per_slot
+                parts.append(Part(plan.req_id, plan.first_row + start, here, at // size, at % size))
+                start += here
+        if not len(pages) == len(entries) == len(steps):
+            raise ValueError("each page has one entry and one step")
+        return Located(parts, (pages, entries, steps), failed)
+
+    def _exist(self, pages: Sequence[int]) -> bool:
+        return min(pages) >= 0 and max(pages) < self.shape.pages
 
     def scratch_slots(self) -> int:
         """See `RowSource`."""
-        return 0 if self.device.type == "cpu" else 1
+        return 0 if self._reads is None else 1
 
     def read(
-        self, gather: RowGather, rows: Located, destinations: Sequence[Destination], scratch: Sequence[int]
-    ) -> tuple[Gathered, RowEvidence]:
+        self, located: Located, parts: Sequence[Part], segments: Sequence[Segment], scratch: Sequence[int]
+    ) -> tuple[int, RowEvidence]:
         """See `RowSource`."""
-        gathered, stamps = gather.gather(
-            self._select, rows.index, destinations, scratch[0] if scratch else None, self._select_stamps
-        )
-        return gathered, StampEvidence(rows.kv_slots, rows.steps, stamps)
+        words = page_words(located, parts, segments, self.shape.page_rows)
+        if self._reads is not None:
+            return self._reads.read(words, segments, scratch[0])
+        assert self._gather is not None, "staging comes before the first read"
+        kept = np.array(words)
+        index, _, _ = rows_in_pages(kept, len(parts), self.shape.page_rows)
+        number, _ = self._gather.gather(self._select, index, segments, None, self._select_stamps)
+        return number, NotedRows(kept, len(parts), self.shape.page_rows)
+
+    def settle(self) -> None:
+        """See `RowSource`."""
+        reader = self._reads or self._gather
+        if reader is not None:
+            reader.settle()
 
     def _select(self, index: torch.Tensor) -> torch.Tensor:
         return self._words.index_select(0, index).view(self.pool.dtype)

@@ -6,52 +6,30 @@ The other source is `row_pages`. Whatever reads rows knows only this protocol.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 import torch
 
 from slotstream.connector.plan import BlockPlace, RowPlan, StepPlan
-from slotstream.connector.reading.gather import Destination, Index, RowGather
-from slotstream.connector.sending.copies import Gathered, KvSlots
-from slotstream.connector.sending.row_check import MappingEvidence, RowEvidence, StepMapping
+from slotstream.connector.reading.gather import RowGather
+from slotstream.connector.reading.located import Located, Part
+from slotstream.connector.reading.staging_memory import StagingMemory
+from slotstream.connector.sending.row_check import MappedRows, RowEvidence, Segment
+from slotstream.connector.sending.staging_area import Words
 from slotstream.connector.vllm_config import RowKind
-from slotstream.wire.errors import ConfigError, SlotMismatch
-
-
-@dataclass(frozen=True, slots=True)
-class Located:
-    """Rows of one plan. int64 [n] each: `index` in the source, and what the device has to say of each row.
-
-    `kv_slots`: the slot that it wrote the row for, -1 where that cannot be known any more. `steps`: the step from which on it
-    did; 0 where that does not matter.
-    """
-
-    index: Index
-    kv_slots: KvSlots
-    steps: Index
-
-    def __len__(self) -> int:
-        return len(self.index)
-
-    def __getitem__(self, rows: slice) -> Located:
-        return Located(self.index[rows], self.kv_slots[rows], self.steps[rows])
-
-    @classmethod
-    def join(cls, parts: Sequence[Located]) -> Located:
-        """The rows of all parts, in order."""
-        return cls(*(np.concatenate([getattr(part, name) for part in parts]) for name in ("index", "kv_slots", "steps")))
+from slotstream.wire.errors import ConfigError, SlotMismatch, SlotStreamError
 
 
 class RowSource(Protocol):
     """Rows [layers, hidden] on `device`. All methods are called on the engine's thread, in the order of a step."""
 
     device: torch.device
-    words_per_row: int
-    """How many words of 8 bytes a gather needs in scratch for each row."""
     made_for: RowKind
     """What the rows are. Who reads them compares."""
+
+    def use_staging(self, memory: StagingMemory) -> None:
+        """Read into this from now on. Once, before anything is read."""
 
     def begin_step(self, plan: StepPlan) -> None:
         """Before the forward pass: do what the plan asks of the device."""
@@ -59,16 +37,23 @@ class RowSource(Protocol):
     def remember_slot_mapping(self, slot_mapping: torch.Tensor) -> None:
         """This step's slot mapping, int [tokens], on the device: only remembered here."""
 
-    def locate(self, plan: RowPlan) -> Located:
-        """Where a plan's rows are. Raises SlotMismatch when the plan cannot be right."""
+    def locate(self, plans: Sequence[RowPlan], rows_per_slot: int) -> Located:
+        """Where the rows of these plans are, in parts of at most `rows_per_slot` rows."""
 
     def scratch_slots(self) -> int:
         """How many staging slots the next `read` needs for itself, beside the rows' own."""
 
     def read(
-        self, gather: RowGather, rows: Located, destinations: Sequence[Destination], scratch: Sequence[int]
-    ) -> tuple[Gathered, RowEvidence]:
-        """Start copying rows into staging. `scratch`: as many staging slots as `scratch_slots` said."""
+        self, located: Located, parts: Sequence[Part], segments: Sequence[Segment], scratch: Sequence[int]
+    ) -> tuple[int, RowEvidence]:
+        """Start reading these parts, which are next to each other in `located`. The read's number, and where to look once it is
+        over: see `StagedBatch`.
+
+        `scratch`: as many staging slots as `scratch_slots` said. All slots must stay leased until both were looked at.
+        """
+
+    def settle(self) -> None:
+        """Return once no read is under way any more. Waits for the device: for when something went wrong."""
 
     def forget(self) -> None:
         """After a fault: trust nothing of what the device holds."""
@@ -79,8 +64,6 @@ class CachedRows:
 
     Rows stay where they are for as long as their blocks do, so a step's slot mapping speaks only of rows that the step wrote.
     """
-
-    words_per_row = 1
 
     def __init__(self, cache: torch.Tensor, made_for: RowKind, hidden: int) -> None:
         """Raises ConfigError for a cache of another shape."""
@@ -95,48 +78,63 @@ class CachedRows:
         self._words = _words(cache)
         self._dtype = cache.dtype
         self._slot_mapping: torch.Tensor | None = None
-        self._mapping: StepMapping | None = None
+
+    def use_staging(self, memory: StagingMemory) -> None:
+        """See `RowSource`."""
+        self._gather = RowGather(self.device, memory)
 
     def begin_step(self, plan: StepPlan) -> None:
         """See `RowSource`."""
-        self._slot_mapping = self._mapping = None
+        self._slot_mapping = None
 
     def remember_slot_mapping(self, slot_mapping: torch.Tensor) -> None:
         """See `RowSource`."""
         self._slot_mapping = slot_mapping
 
-    def locate(self, plan: RowPlan) -> Located:
-        """See `RowSource`."""
-        place, size = plan.place, self.block_size
-        if not isinstance(place, BlockPlace) or plan.stop > len(place.block_ids) * size:
-            raise SlotMismatch("the block table is shorter than the rows to be read")
-        positions = np.arange(plan.start, plan.stop, dtype=np.int64)
-        kv_slots = np.asarray(place.block_ids, dtype=np.int64)[positions // size] * size + positions % size
-        computed = np.where(positions >= place.computed_from, kv_slots, -1)
-        return Located(kv_slots, computed, np.zeros_like(kv_slots))
+    def locate(self, plans: Sequence[RowPlan], rows_per_slot: int) -> Located:
+        """See `RowSource`. The columns are the slots of all rows, and what of them this step must have written, else -1."""
+        columns: tuple[list[Words], list[Words]] = ([], [])
+        parts: list[Part] = []
+        failed: list[tuple[str, SlotStreamError]] = []
+        count, size = 0, self.block_size
+        for plan in plans:
+            place = plan.place
+            if not isinstance(place, BlockPlace) or plan.stop > len(place.block_ids) * size:
+                failed.append((plan.req_id, SlotMismatch("the block table is shorter than the rows to be read")))
+                continue
+            positions = np.arange(plan.start, plan.stop, dtype=np.int64)
+            kv_slots = np.asarray(place.block_ids, dtype=np.int64)[positions // size] * size + positions % size
+            columns[0].append(kv_slots)
+            columns[1].append(np.where(positions >= place.computed_from, kv_slots, -1))
+            for start in range(0, len(positions), rows_per_slot):
+                rows = min(rows_per_slot, len(positions) - start)
+                parts.append(Part(plan.req_id, plan.first_row + start, rows, count + start))
+            count += len(positions)
+        return Located(parts, [np.concatenate(column) for column in columns if column], failed)
 
     def scratch_slots(self) -> int:
         """See `RowSource`."""
         if self.device.type == "cpu":
             return 0
-        return 1 + self._wants_mapping
+        return 1 + (self._slot_mapping is not None)
 
     def read(
-        self, gather: RowGather, rows: Located, destinations: Sequence[Destination], scratch: Sequence[int]
-    ) -> tuple[Gathered, RowEvidence]:
+        self, located: Located, parts: Sequence[Part], segments: Sequence[Segment], scratch: Sequence[int]
+    ) -> tuple[int, RowEvidence]:
         """See `RowSource`."""
-        if self._wants_mapping:
-            assert self._slot_mapping is not None
-            self._mapping = StepMapping(*gather.copy_slot_mapping(self._slot_mapping, scratch[1] if scratch else None))
-        gathered, _ = gather.gather(self._select, rows.index, destinations, scratch[0] if scratch else None)
-        return gathered, MappingEvidence(rows.kv_slots, self._mapping)
+        mapping = None
+        if self._slot_mapping is not None:
+            mapping = self._gather.copy_slot_mapping(self._slot_mapping, scratch[1] if scratch else None)
+        index, computed = (column[parts[0].at : parts[-1].at + parts[-1].rows] for column in located.columns)
+        number, peaks = self._gather.gather(self._select, index, segments, scratch[0] if scratch else None)
+        return number, MappedRows(computed, peaks, mapping)
+
+    def settle(self) -> None:
+        """See `RowSource`."""
+        self._gather.settle()
 
     def forget(self) -> None:
         """Nothing is kept from step to step."""
-
-    @property
-    def _wants_mapping(self) -> bool:
-        return self._mapping is None and self._slot_mapping is not None
 
     def _select(self, index: torch.Tensor) -> torch.Tensor:
         """Rows [n, layers, hidden], contiguous, of the cache."""

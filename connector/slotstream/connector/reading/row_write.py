@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from slotstream.connector.reading.launches import Launches
 from slotstream.connector.reading.row_pages import RowPages
 
 _BLOCK = 1024  # Elements that a program moves at a time.
-_kernel: Any = None
 
 
 def write_rows(pages: RowPages, layers: Sequence[torch.Tensor], slots: torch.Tensor) -> None:
@@ -46,34 +48,26 @@ def _write_on_cpu(pages: RowPages, layers: Sequence[torch.Tensor], slots: torch.
 
 
 def _write_on_gpu(pages: RowPages, layers: Sequence[torch.Tensor], slots: torch.Tensor, count: int) -> None:
-    kernel = compiled_kernel()
-    for number, layer in enumerate(layers):
-        kernel[(count,)](
-            layer if layer.is_contiguous() else layer.contiguous(),
-            slots,
-            pages.table,
-            pages.table.shape[0],
-            pages.shape.pages,
-            pages.pool,
-            pages.stamps,
-            pages.step,
-            number,
-            PAGE_ROWS=pages.shape.page_rows,
-            LAYERS=pages.pool.shape[1],
-            HIDDEN=pages.pool.shape[2],
-            BLOCK=_BLOCK,
-        )
+    rows = tuple([layer if layer.is_contiguous() else layer.contiguous() for layer in layers])
+    addresses = tuple([layer.data_ptr() for layer in rows])
+    at = slots.data_ptr()
+    grid = (count, len(rows), 1)
+    if (at | functools.reduce(operator.or_, addresses)) & 15:
+        _launch(None, grid, rows, slots, *pages.kernel_arguments, _BLOCK)
+        return
+    key = (pages.kernel_key, slots.dtype)
+    if _launch.knows(key):
+        _launch(key, grid, addresses, at, *pages.kernel_addresses, _BLOCK)
+    else:
+        _launch(key, grid, rows, slots, *pages.kernel_arguments, _BLOCK)
 
 
-def compiled_kernel() -> Any:
-    """The Triton kernel: one program a token. Triton is imported here, and comes with torch for CUDA."""
-    global _kernel
-    if _kernel is not None:
-        return _kernel
+def make_kernel() -> Any:
+    """The Triton kernel: one program for each token and layer."""
     import triton
     import triton.language as tl
 
-    @triton.jit(do_not_specialize=["entries", "pages", "layer"])  # type: ignore[untyped-decorator]
+    @triton.jit(do_not_specialize=["entries", "pages"])  # type: ignore[untyped-decorator]
     def put(  # type: ignore[no-untyped-def]
         rows,
         slots,
@@ -83,7 +77,6 @@ def compiled_kernel() -> Any:
         pool,
         stamps,
         step,
-        layer,
         PAGE_ROWS: tl.constexpr,
         LAYERS: tl.constexpr,
         HIDDEN: tl.constexpr,
@@ -97,14 +90,19 @@ def compiled_kernel() -> Any:
                 page = tl.load(table + entry).to(tl.int64)
                 if (page >= 0) & (page < pages):
                     at = page * PAGE_ROWS + slot % PAGE_ROWS
-                    if layer == 0:
+                    if tl.program_id(1) == 0:
                         tl.store(stamps + at * 2, slot)
                         tl.store(stamps + at * 2 + 1, tl.load(step))
-                    to = (at * LAYERS + layer) * HIDDEN
-                    for first in range(0, HIDDEN, BLOCK):
-                        column = first + tl.arange(0, BLOCK)
-                        inside = column < HIDDEN
-                        tl.store(pool + to + column, tl.load(rows + token * HIDDEN + column, mask=inside), mask=inside)
+                    for layer in tl.static_range(LAYERS):
+                        if tl.program_id(1) == layer:
+                            to = (at * LAYERS + layer) * HIDDEN
+                            for first in range(0, HIDDEN, BLOCK):
+                                column = first + tl.arange(0, BLOCK)
+                                inside = column < HIDDEN
+                                value = tl.load(rows[layer] + token * HIDDEN + column, mask=inside)
+                                tl.store(pool + to + column, value, mask=inside)
 
-    _kernel = put
     return put
+
+
+_launch = Launches(make_kernel)

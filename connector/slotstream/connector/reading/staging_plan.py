@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from slotstream.connector.sending.row_check import PAGE_WORDS, PART_WORDS
 from slotstream.connector.sending.staging_pool import STEPS, StagingShape, default_staging_bytes
 from slotstream.connector.vllm_config import ConnectorConfig
 from slotstream.wire.errors import ConfigError
@@ -14,11 +15,11 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 WORD_BYTES = 8
-EXTRACTED_WORDS = 1  # A row's index.
-PAGED_WORDS = 3  # A row's index, and what the device noted beside it: slot and step.
+_EXTRACTED_WORDS = 1  # Of scratch, for each row: its index.
+_PAGED_WORDS = PART_WORDS + PAGE_WORDS  # At worst: a part and a page.
 _SLOTS_MIN = 8
 _READ_BACK_SLOTS = 8
-_BATCH_BYTES_MAX = 64 << 20  # Device memory that one gather may take.
+_BATCH_BYTES_MAX = 64 << 20  # Of rows in one read: with extract_hidden_states the device memory that it takes.
 
 
 def step_tokens_max(vllm_config: VllmConfig) -> int:
@@ -29,12 +30,17 @@ def step_tokens_max(vllm_config: VllmConfig) -> int:
 
 @dataclass(frozen=True, slots=True)
 class StagingPlan:
-    """`shape`, the rows that a staging slot holds, those that one gather copies, and the bytes that STEPS full steps want."""
+    """`shape`, the rows that a staging slot holds, those of one read at most, and the bytes that STEPS full steps want."""
 
     shape: StagingShape
     rows_per_slot: int
     rows_per_batch: int
     wanted_bytes: int
+
+    @property
+    def rows_per_part(self) -> int:
+        """Rows of one sample that go into one slot."""
+        return min(self.rows_per_slot, self.rows_per_batch)
 
     @classmethod
     def of(cls, config: ConnectorConfig, step_tokens_max: int, batch_bytes_max: int = _BATCH_BYTES_MAX) -> StagingPlan:
@@ -46,7 +52,7 @@ class StagingPlan:
         row_bytes = config.row_bytes
         if row_bytes > CHUNK_BYTES_MAX:
             raise ConfigError(f"a row takes {row_bytes} bytes, and a message {CHUNK_BYTES_MAX}: capture fewer layers")
-        words = PAGED_WORDS if config.direct else EXTRACTED_WORDS
+        words = _PAGED_WORDS if config.direct else _EXTRACTED_WORDS
         least = WORD_BYTES * (words if config.direct else step_tokens_max)
         rows_per_slot = max(1, min(max(config.options.chunk_bytes, least), CHUNK_BYTES_MAX) // row_bytes)
         slot_bytes = _aligned(max(rows_per_slot * row_bytes, least))

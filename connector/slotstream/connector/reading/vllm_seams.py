@@ -32,6 +32,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from slotstream.connector.plan import StepPlan, TableUpdate
 from slotstream.connector.reading import forward_capture
 from slotstream.connector.reading.forward_capture import ForwardCapture
 from slotstream.connector.reading.row_pages import RowPages
@@ -364,7 +365,7 @@ def try_out(runner: Any, capture: ForwardCapture) -> None:
 @logged_refusal()
 @known_vllm()
 def lay_out(capture: ForwardCapture, kv_cache_config: Any, vllm_config: VllmConfig) -> None:
-    """Cut the row pool for this KV cache, and compile the write by a launch on padding. Raises ConfigError."""
+    """Cut the row pool for this KV cache, and compile the kernels by launches that change nothing. Raises ConfigError."""
     pages = capture.pages
     if pages is None:
         return
@@ -376,6 +377,8 @@ def lay_out(capture: ForwardCapture, kv_cache_config: Any, vllm_config: VllmConf
     padding = torch.full((1,), -1, dtype=torch.int64, device=pages.device)
     row = pages.pool[0, 0].new_zeros((1, pages.pool.shape[2]))
     try:
-        write_rows(pages, [row] * pages.pool.shape[1], padding)
+        for _ in range(2):  # Once compiled, a kernel is launched in another way.
+            write_rows(pages, [row] * pages.pool.shape[1], padding)
+            pages.begin_step(StepPlan(table=TableUpdate(0, {}, clear=True, live=0)))
     except Exception as error:
-        raise ConfigError(f"the kernel that writes rows does not run here: {type(error).__name__}: {error}") from error
+        raise ConfigError(f"the kernels that write rows do not run here: {type(error).__name__}: {error}") from error

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
 from slotstream.connector.counters import SENDER_REASONS, Counters, capture_off
 from slotstream.connector.faults import SampleFault
 from slotstream.connector.plan import EMPTY_PLAN, RowPlan, SampleAbort, SampleFinish, SampleOpen, StepPlan
-from slotstream.connector.reading.gather import Destination, RowGather
+from slotstream.connector.reading.located import Part
 from slotstream.connector.reading.releases import Releases
-from slotstream.connector.reading.row_source import Located, RowSource
+from slotstream.connector.reading.row_source import RowSource
 from slotstream.connector.reading.staging_memory import StagingMemory
 from slotstream.connector.reading.staging_plan import StagingPlan
-from slotstream.connector.sending.inbox import FailSample, Segment, StagedBatch
+from slotstream.connector.sending.inbox import FailSample, StagedBatch
+from slotstream.connector.sending.row_check import Segment
 from slotstream.connector.sending.sender import SenderMaker
 from slotstream.connector.sending.staging_pool import STEPS, power_of_two
 from slotstream.connector.vllm_config import ConnectorConfig
@@ -26,16 +26,8 @@ from slotstream.wire.errors import InternalFault, SlotMismatch, SlotStreamError
 logger = connector_logger(__name__)
 
 _CLOSE_S = 5.0
+_ASKED_S = 0.0001  # A lease that takes longer was waited for. Slots that are there already take a few microseconds.
 _LINK_GAUGES = {"link_up", *capture_off(SENDER_REASONS, None)}  # Told when they change, also where nothing is captured.
-
-
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """Rows of one plan that go into one staging slot, before it is known which."""
-
-    req_id: str
-    first_row: int
-    rows: Located
 
 
 class WorkerHalf:
@@ -52,15 +44,16 @@ class WorkerHalf:
         self._staging = staging
         shape = staging.shape
         memory = StagingMemory(shape, source.device, shared=config.sends_in_process)
-        self._gather = RowGather(source.device, shape.row_bytes, memory)
+        source.use_staging(memory)
         self._counters = Counters()
         self._sender = make_sender(memory, shape, self._counters)
         self._plan: StepPlan = EMPTY_PLAN
         self._failed_plan: StepPlan | None = None
         self._told_link: dict[str, float] = {}
+        self._seen: Mapping[str, float] | None = None  # The gauges, when they were last looked at.
         self._begun: set[str] = set()  # Requests whose opens of this step's plan were posted.
-        self._releases = Releases()
-        if not self._gather.on_cpu and shape.nbytes < staging.wanted_bytes // 2:
+        self.releases = Releases()
+        if source.device.type != "cpu" and shape.nbytes < staging.wanted_bytes // 2:
             logger.warning(
                 "slotstream: staging (%d MiB) does not hold the rows of %g full steps, so the model may wait for it: "
                 "connector option staging_bytes should be %d",
@@ -84,7 +77,8 @@ class WorkerHalf:
     def bind(self, plan: StepPlan) -> None:
         """A step begins."""
         self._plan = plan
-        self._releases.bind(plan)
+        self._sender.look()
+        self.releases.bind(plan)
         if self._is_ours:
             self._source.begin_step(plan)
 
@@ -111,15 +105,21 @@ class WorkerHalf:
 
     def take_releases(self) -> set[str]:
         """Requests whose last rows were read in an earlier step: vLLM may free their blocks."""
-        return self._releases.take()
+        return self.releases.take()
 
     def take_faults(self) -> list[SampleFault]:
         """Samples that failed since the last call."""
         return self._sender.take_faults()
 
+    @property
+    def has_stats(self) -> bool:
+        """Whether anything may have changed since the last `take_stats`."""
+        return bool(self._counters) or self._sender.gauges() is not self._seen
+
     def take_stats(self) -> dict[str, float]:
         """Counts since the last call, with the gauges; empty when nothing was counted and the link is as it was."""
         counts, gauges = self._counters.take(), self._sender.gauges()
+        self._seen = gauges
         link = {name: value for name, value in gauges.items() if name in _LINK_GAUGES}
         if not counts and link == self._told_link:
             return {}
@@ -137,7 +137,7 @@ class WorkerHalf:
         self._failed_plan = plan
         self._plan = EMPTY_PLAN  # Nothing more is to be done of it: its samples would be opened twice.
         self._source.forget()
-        self._releases.give_up(plan)
+        self.releases.give_up(plan)
         error = InternalFault("a fault of slotstream's own: the log says which")
         for opened in plan.opens:
             if opened.req_id not in self._begun:  # Its id may be promised: the server has to hear of it.
@@ -157,32 +157,37 @@ class WorkerHalf:
 
     def _read(self, rows: tuple[RowPlan, ...], finishes: dict[str, SampleFinish]) -> None:
         """Read the step's rows. A sample is finished, and taken out of `finishes`, behind its last ones: not behind all."""
+        if not self._is_ours:
+            foreign = SlotMismatch(f"these rows are {self._source.made_for}, and the sample wants {self._config.row_kind}")
+            for plan in rows:
+                self._sender.post(FailSample(plan.req_id, foreign))
+            return
         deadline = time.monotonic() + (self._config.options.wait_s_max if self._config.options.on_full == "wait" else 0.0)
-        batches = list(self._batches(rows))
-        last_batch = {part.req_id: number for number, parts in enumerate(batches) for part in parts}
+        located = self._source.locate(rows, self._staging.rows_per_part)
+        for req_id, error in located.failed:
+            self._sender.post(FailSample(req_id, error))
+        batches = list(self._batches(located.parts))
+        last_batch = {part.req_id: number for number, parts in enumerate(batches) for part in parts} if finishes else {}
         for number, parts in enumerate(batches):
             scratch_count = self._source.scratch_slots()
             leased = self._lease(len(parts) + scratch_count, deadline)
             if leased is None:
                 self._fail(parts, self._sender.why_full())
                 continue  # What fails is not finished; that of it is said at the end.
-            leased.sort()  # Rows for slots next to each other are one copy.
-            scratch, staging_slots = leased[:scratch_count], leased[scratch_count:]
+            leased.sort()  # Where torch copies, rows for slots next to each other are one copy.
+            scratch, slots = leased[:scratch_count], leased[scratch_count:]
+            segments = tuple(
+                Segment(part.req_id, part.first_row, part.rows, slot) for part, slot in zip(parts, slots, strict=True)
+            )
             try:
-                destinations = [Destination(slot, len(part.rows)) for slot, part in zip(staging_slots, parts, strict=True)]
-                located = Located.join([part.rows for part in parts])
-                gathered, evidence = self._source.read(self._gather, located, destinations, scratch)
+                read, evidence = self._source.read(located, parts, segments, scratch)
             except Exception:
-                self._gather.settle()  # A copy may be under way into slots that are about to be used again.
+                self._source.settle()  # A read may be under way into slots that are about to be used again.
                 self._sender.release(leased)
                 raise
             self._counters.add("gathers")
-            segments = tuple(
-                Segment(part.req_id, part.first_row, len(part.rows), slot)
-                for slot, part in zip(staging_slots, parts, strict=True)
-            )
-            self._sender.post(StagedBatch(segments, gathered, evidence, tuple(scratch)))
-            for req_id in dict.fromkeys(part.req_id for part in parts):
+            self._sender.post(StagedBatch(segments, read, evidence, tuple(scratch)))
+            for req_id in dict.fromkeys(part.req_id for part in parts) if finishes else ():
                 if req_id in finishes and last_batch[req_id] == number:
                     self._sender.post(finishes.pop(req_id))
 
@@ -190,40 +195,26 @@ class WorkerHalf:
         began = time.monotonic()
         leased = self._sender.lease(count, deadline)
         waited = time.monotonic() - began
-        if waited > 0.001:
+        if waited > _ASKED_S:
             self._counters.add("stall_seconds", waited)
         return leased
 
-    def _fail(self, parts: list[_Part], error: SlotStreamError) -> None:
+    def _fail(self, parts: Sequence[Part], error: SlotStreamError) -> None:
         for req_id in {part.req_id for part in parts}:
             self._sender.post(FailSample(req_id, error))
 
-    def _batches(self, rows: tuple[RowPlan, ...]) -> Iterator[list[_Part]]:
-        """The step's rows, in groups that one gather and a part of the pool can hold."""
-        batch: list[_Part] = []
-        size = 0
+    def _batches(self, parts: Sequence[Part]) -> Iterator[Sequence[Part]]:
+        """The step's rows, in groups that one read and a part of the pool can hold."""
+        first = size = 0
         parts_max = max(1, self._staging.shape.num_slots // 4)
-        for plan in rows:
-            for part in self._parts(plan):
-                if batch and (size + len(part.rows) > self._staging.rows_per_batch or len(batch) == parts_max):
-                    yield batch
-                    batch, size = [], 0
-                batch.append(part)
-                size += len(part.rows)
-        if batch:
-            yield batch
-
-    def _parts(self, plan: RowPlan) -> Iterator[_Part]:
-        try:
-            if not self._is_ours:
-                raise SlotMismatch(f"these rows are {self._source.made_for}, and the sample wants {self._config.row_kind}")
-            located = self._source.locate(plan)
-        except SlotStreamError as error:
-            self._sender.post(FailSample(plan.req_id, error))
-            return
-        rows_per_part = min(self._staging.rows_per_slot, self._staging.rows_per_batch)
-        for start in range(0, len(located), rows_per_part):
-            yield _Part(plan.req_id, plan.first_row + start, located[start : start + rows_per_part])
+        for at, part in enumerate(parts):
+            if size and (size + part.rows > self._staging.rows_per_batch or at - first == parts_max):
+                yield parts[first:at]
+                first = at
+                size = 0
+            size += part.rows
+        if size:
+            yield parts[first:]
 
 
 def _parts_of(plan: StepPlan) -> tuple[SampleOpen | RowPlan | SampleFinish | SampleAbort, ...]:

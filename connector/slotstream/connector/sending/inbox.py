@@ -9,48 +9,31 @@ from __future__ import annotations
 import queue
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from slotstream.connector.plan import SampleAbort, SampleFinish, SampleOpen
-from slotstream.connector.sending.copies import Gathered
-from slotstream.connector.sending.row_check import RowEvidence
+from slotstream.connector.sending.row_check import RowEvidence, Segment
 from slotstream.wire.errors import SlotStreamError
-
-# How often a copy under way is looked at. To wait for a CUDA event instead keeps a core busy for the whole step.
-_POLL_S = 0.0005
-
-
-@dataclass(frozen=True, slots=True)
-class Segment:
-    """Rows of one sample in one staging slot."""
-
-    req_id: str
-    first_row: int
-    rows: int
-    staging_slot: int
 
 
 @dataclass(frozen=True, slots=True)
 class StagedBatch:
-    """Segments of one gather, and what the device says of their rows. `scratch`: staging slots that the copies went through.
+    """Segments of one read, and what the device says of their rows. `scratch`: staging slots that the read needed for itself.
 
-    `copied_unix_ns`: when they were over; 0 where that is still to be seen.
+    `number`: the read is over once the device has written it, or a later one, into `StagingArea.done`.
     """
 
     segments: tuple[Segment, ...]
-    gathered: Gathered
+    number: int
     evidence: RowEvidence
     scratch: tuple[int, ...] = ()
-    copied_unix_ns: int = 0
 
     @property
-    def is_copied(self) -> bool:
-        """Whether looking at the rows does not wait; they are to be looked at also where the copy failed."""
-        try:
-            return self.gathered.is_done
-        except Exception:  # Whoever waits for the copy meets it again, and fails the samples.
-            return True
+    def slots(self) -> list[int]:
+        """All staging slots that were leased for it."""
+        return [*self.scratch, *(segment.staging_slot for segment in self.segments)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,12 +56,37 @@ EngineItem = SampleOpen | StagedBatch | SampleFinish | SampleAbort | FailSample 
 Event = TypeVar("Event")
 
 
-class Inbox(Generic[Event]):
-    """Anybody puts, one thread gets. Bounded by what the items refer to: leased staging slots, samples, unacked chunks."""
+@dataclass(frozen=True, slots=True)
+class Looks:
+    """How often a read under way is looked at: for the first time after `first_s`, then after `growth` times as long each."""
 
-    def __init__(self) -> None:
-        self._arrived: queue.SimpleQueue[EngineItem | Event] = queue.SimpleQueue()
+    first_s: float
+    growth: float
+
+
+# A look is cheap, but in the engine's process it takes the interpreter: there the engine's thread looks too, once a step.
+BESIDE_THE_ENGINE = Looks(0.003, 4.0)
+IN_A_PROCESS_OF_ITS_OWN = Looks(0.0005, 1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class _Look:
+    """It is worth while."""
+
+
+class Inbox(Generic[Event]):
+    """Anybody puts, one thread gets. Bounded by what the items refer to: leased staging slots, samples, unacked chunks.
+
+    `done`: the number of the last read that is over. Batches, and what the engine said behind them, wait for theirs.
+    """
+
+    def __init__(self, done: Callable[[], int], looks: Looks) -> None:
+        self._arrived: queue.SimpleQueue[EngineItem | Event | _Look] = queue.SimpleQueue()
         self._said: deque[EngineItem] = deque()  # By the engine, in order.
+        self._done = done
+        self._looks = looks
+        self._awaited = 0  # The number of the read that what was said first waits for; 0: of none.
+        self._waits = True
 
     def __len__(self) -> int:
         return self._arrived.qsize() + len(self._said)
@@ -87,24 +95,41 @@ class Inbox(Generic[Event]):
         """Add what is to be done; never blocks."""
         self._arrived.put(item)
 
+    def look(self) -> None:
+        """From the engine's thread: have the read that is waited for looked at, if it is over."""
+        if self._awaited and self._done() >= self._awaited:
+            self._awaited = 0
+            self._arrived.put(_Look())
+
+    def wait_no_more(self) -> None:
+        """No read that is not over will ever be: batches come as they are."""
+        self._waits = False
+        self._arrived.put(_Look())
+
     def get(self, timeout_s: float) -> EngineItem | Event | None:
         """What to do next: events before what the engine said. None when there is nothing to be done for `timeout_s`."""
         until = time.monotonic() + timeout_s
+        look_s = self._looks.first_s
         while True:
-            ready = bool(self._said) and _is_ready(self._said[0])
+            self._awaited = self._awaits()
+            ready = bool(self._said) and not self._awaited
             left_s = 0.0 if ready else max(0.0, until - time.monotonic())
             try:
-                item = self._arrived.get(timeout=min(left_s, _POLL_S) if self._said else left_s)
+                item = self._arrived.get(timeout=min(left_s, look_s) if self._said else left_s)
             except queue.Empty:
                 if ready:
                     return self._said.popleft()
                 if not left_s:
                     return None
+                look_s *= self._looks.growth
                 continue
-            if not isinstance(item, EngineItem):
+            if isinstance(item, EngineItem):
+                self._said.append(item)
+            elif not isinstance(item, _Look):
                 return item
-            self._said.append(item)
 
-
-def _is_ready(item: EngineItem) -> bool:
-    return not isinstance(item, StagedBatch) or item.is_copied
+    def _awaits(self) -> int:
+        first = self._said[0] if self._said else None
+        if not isinstance(first, StagedBatch) or not self._waits or first.number <= self._done():
+            return 0
+        return first.number

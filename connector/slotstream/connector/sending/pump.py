@@ -12,23 +12,21 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-import numpy as np
-import numpy.typing as npt
-
 from slotstream.common.logtext import log_text
 from slotstream.common.throttle import Throttle
 from slotstream.connector.counters import SENDER_REASONS, Counters, capture_off
 from slotstream.connector.faults import Faults, SampleFault
 from slotstream.connector.plan import SampleAbort, SampleFinish, SampleOpen
-from slotstream.connector.sending.inbox import EngineItem, FailSample, Inbox, Segment, StagedBatch, Stop
+from slotstream.connector.sending.inbox import BESIDE_THE_ENGINE, EngineItem, FailSample, Inbox, Looks, StagedBatch, Stop
 from slotstream.connector.sending.outbox import Outbox
 from slotstream.connector.sending.phases import Phase
-from slotstream.connector.sending.row_check import count_bad_rows
+from slotstream.connector.sending.row_check import INFINITY, Checkable, Segment, count_bad_rows
 from slotstream.connector.sending.row_hashes import Digests
 from slotstream.connector.sending.sample_state import ChunkState, NotAllowed, SampleState, format_of
 from slotstream.connector.sending.spool.disk_thread import Adopted, Appended, DiskThread, Loaded, ReadBack, SpoolEvent
 from slotstream.connector.sending.spool.reader import SpoolReader
 from slotstream.connector.sending.spool.writer import SpoolWriter
+from slotstream.connector.sending.staging_area import StagingArea, Words
 from slotstream.connector.sending.staging_pool import StagingPool
 from slotstream.connector.vllm_config import ConnectorConfig
 from slotstream.transport.base import Acked, Committed, Failed, FellBack, LinkDown, LinkUp, SampleSink, SinkEvent
@@ -59,19 +57,23 @@ class Pump:
         self,
         config: ConnectorConfig,
         pool: StagingPool,
+        area: StagingArea,
         sink: SampleSink,
         counters: Counters,
         on_end: Callable[[str], None] = lambda req_id: None,
+        looks: Looks = BESIDE_THE_ENGINE,
     ) -> None:
         options = config.options
         self._wait_s_max = options.wait_s_max
         self._fail_bad_rows = options.bad_rows == "fail"
         self._server = options.server
+        self._infinity = INFINITY[config.dtype]
         self._pool = pool
+        self._area = area
         self._sink = sink
         self._row_bytes = config.row_bytes
         self._counters = counters
-        self._inbox: Inbox[_Event] = Inbox()
+        self._inbox: Inbox[_Event] = Inbox(lambda: area.done, looks)
         self._disk: DiskThread | None = None
         if options.spool_dir is not None:
             self._disk = DiskThread(Path(options.spool_dir), options.spool_bytes_max, counters, self._inbox.put)
@@ -99,6 +101,14 @@ class Pump:
         """Hand something over, from the engine's thread; kept in order."""
         self._batches_posted += isinstance(item, StagedBatch)
         self._inbox.put(item)
+
+    def look(self) -> None:
+        """See `Sender`."""
+        self._inbox.look()
+
+    def device_is_gone(self) -> None:
+        """Reads that are not over fail their samples."""
+        self._inbox.wait_no_more()
 
     def lease(self, count: int, deadline: float) -> list[int] | None:
         """Staging slots for rows: waits for room until `deadline` (monotonic); None, which `why_full` explains, without."""
@@ -265,23 +275,26 @@ class Pump:
                     self._give_up(req_id, CaptureAborted("the engine shut down before all rows existed"))
 
     def _batch(self, batch: StagedBatch) -> None:
-        done = 0
+        done, read_unix_ns = 0, time.time_ns()
         try:
-            batch.gathered.wait()
-            copied_unix_ns = batch.copied_unix_ns or time.time_ns()
-            batch.evidence.load()
+            if batch.number > self._area.done:
+                error = InternalFault("the engine ended before its rows were read")
+                for req_id in {segment.req_id for segment in batch.segments}:
+                    self._give_up(req_id, error)
+                return
+            found = batch.evidence.find(self._area, batch.segments)
             digests = self._digests.of([self._pool.buffer(s.staging_slot, s.rows * self._row_bytes) for s in batch.segments])
-            for segment, digest, problem in zip(batch.segments, digests, self._problems(batch), strict=True):
+            for segment, digest, problem in zip(batch.segments, digests, self._problems(batch, found), strict=True):
                 done += 1
-                self._segment(segment, problem, digest, copied_unix_ns)
+                self._segment(segment, problem, digest, read_unix_ns)
         finally:
             self._pool.release([*batch.scratch, *(s.staging_slot for s in batch.segments[done:])])
             self._batches_done += 1  # Last: an engine that waits for room must not give up just before there is some.
 
-    def _problems(self, batch: StagedBatch) -> Iterator[SlotStreamError | None]:
+    def _problems(self, batch: StagedBatch, found: Checkable) -> Iterator[SlotStreamError | None]:
         """What is wrong with each segment, looked at when it is asked for."""
-        peaks = batch.gathered.peaks()
-        if batch.evidence.problem(0, len(peaks)) is None and count_bad_rows(0, peaks) is None:
+        peaks = found.peaks
+        if found.problem(0, len(peaks)) is None and count_bad_rows(0, peaks, self._infinity) is None:
             # Nearly always. Asked of each segment it would be a third of what that costs.
             yield from itertools.repeat(None, len(batch.segments))
             return
@@ -291,24 +304,24 @@ class Pump:
             first, at = at, at + segment.rows
             problem: SlotStreamError | None = None
             if sample is not None:
-                problem = batch.evidence.problem(first, at)
+                problem = found.problem(first, at)
                 problem = problem or self._check_rows(sample, segment, peaks[first:at])
             yield problem
 
-    def _segment(self, segment: Segment, problem: SlotStreamError | None, digest: int, copied_unix_ns: int) -> None:
+    def _segment(self, segment: Segment, problem: SlotStreamError | None, digest: int, read_unix_ns: int) -> None:
         sample = self._outbox.sample(segment.req_id)
         if problem is not None:
             self._give_up(segment.req_id, problem)
         if sample is None or problem is not None:
             self._pool.release([segment.staging_slot])
             return
-        sample.rows_unix_ns = copied_unix_ns
+        sample.rows_unix_ns = read_unix_ns
         nbytes = segment.rows * self._row_bytes
         self._outbox.add(sample, ChunkState(segment.first_row, segment.rows, nbytes, digest, segment.staging_slot))
 
-    def _check_rows(self, sample: SampleState, segment: Segment, peaks: npt.NDArray[np.float32]) -> BadRows | None:
+    def _check_rows(self, sample: SampleState, segment: Segment, peaks: Words) -> BadRows | None:
         """Count and note rows of zeros and rows with a NaN or an infinity; why the sample fails, where the option says so."""
-        found = count_bad_rows(segment.first_row, peaks)
+        found = count_bad_rows(segment.first_row, peaks, self._infinity)
         if found is None:
             return None
         count, problem = found

@@ -1,102 +1,158 @@
-"""Whether rows can be trusted: what the device says of them against what the plan says, and rows no healthy model writes."""
+"""Whether rows can be trusted: what the device says of them against what the plan says, and rows no healthy model writes.
+
+The largest magnitude of a row, its *peak*, is told as the bits of that element without its sign. As whole numbers such bits
+are in the order of what they stand for, with the infinity of the dtype above every number, and each NaN above that.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
-import numpy.typing as npt
 
-from slotstream.connector.sending.copies import KvSlots, Ticket
+from slotstream.connector.sending.staging_area import StagingArea, Words
 from slotstream.wire.errors import BadRows, RowsNotComputed, SlotMismatch, SlotStreamError
 
+INFINITY = {"BF16": 0x7F80, "F16": 0x7C00, "F32": 0x7F80_0000}
+"""The bits of an infinite element, by dtype."""
+PART_WORDS = 4
+"""A part is rows in one staging slot: the slot, the first of the named pages, how far behind its begin, and how many rows."""
+PAGE_WORDS = 3
+"""A page is named by its number, its entry in the page table, and the step in which it was given for that."""
 
-class RowEvidence(Protocol):
-    """What the device says of the rows of one batch. Plain data once it is loaded: it can go to another process."""
 
-    def load(self) -> None:
-        """Keep what the copies brought, which are over; the host memory that they went through is free afterwards."""
+class Segment(NamedTuple):
+    """Rows of one sample in one staging slot."""
+
+    req_id: str
+    first_row: int
+    rows: int
+    staging_slot: int
+
+
+@dataclass(frozen=True, slots=True)
+class InSlot:
+    """Words that a read left in a staging slot of its own, from word `first` on."""
+
+    staging_slot: int
+    first: int
+    count: int
+
+    def of(self, area: StagingArea) -> Words:
+        """The words themselves."""
+        return area.words(self.staging_slot)[self.first : self.first + self.count]
+
+
+class Checkable(Protocol):
+    """What the device says of the rows of one batch, in the order of its segments: `peaks` [n], and what is wrong."""
+
+    peaks: Words
 
     def problem(self, start: int, stop: int) -> SlotStreamError | None:
         """Why the batch's rows [start, stop) cannot be trusted; None when they can."""
 
 
-class StepMapping:
-    """The slots that the device wrote in one step, int64 [tokens]: a copy under way, then memory of its own."""
+class RowEvidence(Protocol):
+    """Where that can be found once the read is over. Plain data: it can go to another process."""
 
-    def __init__(self, written: KvSlots, copy: Ticket) -> None:
-        self._written = written
-        self._copy: Ticket | None = copy
-        self._sorted: KvSlots | None = None
-
-    def load(self) -> None:
-        """Wait for the copy and keep what it says; its host memory is free afterwards."""
-        if self._copy is not None:
-            self._copy.wait()
-            self._written, self._copy = self._written.copy(), None
-
-    def each_once(self, expected: KvSlots) -> bool:
-        """Whether every slot of `expected` was written exactly once."""
-        self.load()
-        if self._sorted is None:
-            self._sorted = np.sort(self._written)
-        wanted = np.sort(expected)  # In order they are found several times as fast.
-        first = np.searchsorted(self._sorted, wanted, side="left")
-        last = np.searchsorted(self._sorted, wanted, side="right")
-        return bool(np.all(last - first == 1)) and bool(np.all(wanted[1:] != wanted[:-1]))
+    def find(self, area: StagingArea, segments: Sequence[Segment]) -> Checkable:
+        """Look at what the read left. It may be written over as soon as this returns."""
 
 
 @dataclass(frozen=True, slots=True)
-class MappingEvidence:
-    """Of rows in the hidden states' own cache layer: `kv_slots` int64 [n], -1 for rows that an earlier step wrote.
-
-    `mapping` is the step's; None where vLLM ran no extraction in this step.
+class NotedRows:
+    """Of rows in row pages. `words`: those of `parts` parts, in the order of the segments, then the numbers of all pages, then
+    their entries, then their steps. What the device noted stands with the rows.
     """
 
-    kv_slots: KvSlots
-    mapping: StepMapping | None
+    words: Words | InSlot
+    parts: int
+    page_rows: int
 
-    def load(self) -> None:
+    def find(self, area: StagingArea, segments: Sequence[Segment]) -> StampEvidence:
         """See `RowEvidence`."""
-        if self.mapping is not None:
-            self.mapping.load()
+        words = self.words if isinstance(self.words, np.ndarray) else self.words.of(area)
+        _, kv_slots, steps = rows_in_pages(words, self.parts, self.page_rows)
+        # Where the rows were to be, as the segments say: what went elsewhere was not noted here.
+        rows = np.array([segment.rows for segment in segments])
+        slots = np.repeat(np.array([segment.staging_slot for segment in segments]), rows)
+        return StampEvidence(kv_slots, steps, area.notes[slots, numbers(rows)])
 
-    def problem(self, start: int, stop: int) -> SlotStreamError | None:
-        """See `RowEvidence`."""
-        computed = self.kv_slots[start:stop]
-        computed = computed[computed >= 0]
-        if computed.size == 0:
-            return None
-        if self.mapping is None:
-            return RowsNotComputed("vLLM ran no extraction in a step that computed rows of this sample")
-        if not self.mapping.each_once(computed):
-            return SlotMismatch("the device wrote other slots than the block table names")
-        return None
+
+def rows_in_pages(words: Words, parts: int, page_rows: int) -> tuple[Words, Words, Words]:
+    """Of each row of `NotedRows`, int64 [n]: its place in the pool, the KV-cache slot to be noted, and the least step."""
+    _, first, offset, counts = words[: parts * PART_WORDS].reshape(parts, PART_WORDS).T
+    pages, entries, steps = words[parts * PART_WORDS :].reshape(PAGE_WORDS, -1)
+    behind = np.repeat(offset, counts) + numbers(counts)
+    at, within = np.repeat(first, counts) + behind // page_rows, behind % page_rows
+    return pages[at] * page_rows + within, entries[at] * page_rows + within, steps[at]
 
 
 class StampEvidence:
-    """Of rows in row pages: the slot that the plan meant each for, and the step from which on its page was meant for it.
+    """The slot that the plan meant each row for, and the step from which on its page was meant for it.
 
-    `kv_slots` and `steps` are int64 [n]; `stamps` int64 [n, 2] is what the device noted beside each row: slot and step.
+    `kv_slots` and `steps` are int64 [n]; `notes` int64 [n, 3] is what the device noted: slot, step and peak.
     """
 
-    def __init__(self, kv_slots: KvSlots, steps: KvSlots, stamps: KvSlots) -> None:
-        self._kv_slots = kv_slots
-        self._steps = steps
-        self._stamps = stamps
-
-    def load(self) -> None:
-        """See `RowEvidence`."""
-        self._stamps = self._stamps.copy()
+    def __init__(self, kv_slots: Words, steps: Words, notes: Words) -> None:
+        self._right = (notes[:, 0] == kv_slots) & (notes[:, 1] >= steps)
+        self.peaks = notes[:, 2]
 
     def problem(self, start: int, stop: int) -> SlotStreamError | None:
-        """See `RowEvidence`."""
-        stamps = self._stamps[start:stop]
-        right = (stamps[:, 0] == self._kv_slots[start:stop]) & (stamps[:, 1] >= self._steps[start:stop])
-        if right.all():
+        """See `Checkable`."""
+        if self._right[start:stop].all():
             return None
         return SlotMismatch("the device did not write the rows of this sample into the pages that were given for them")
+
+
+@dataclass(frozen=True, slots=True)
+class MappedRows:
+    """Of rows in the hidden states' own cache layer: `kv_slots` int64 [n], -1 for rows that an earlier step wrote.
+
+    `peaks` [n]. `mapping` [tokens] are the slots that the device wrote in the step; None where vLLM ran no extraction in it.
+    """
+
+    kv_slots: Words
+    peaks: Words | InSlot
+    mapping: Words | InSlot | None
+
+    def find(self, area: StagingArea, segments: Sequence[Segment]) -> MappingEvidence:
+        """See `RowEvidence`."""
+        peaks, mapping = (words.of(area) if isinstance(words, InSlot) else words for words in (self.peaks, self.mapping))
+        assert peaks is not None, "every read finds them"
+        return MappingEvidence(self.kv_slots, peaks.copy(), mapping)
+
+
+class MappingEvidence:
+    """See `MappedRows`."""
+
+    def __init__(self, kv_slots: Words, peaks: Words, mapping: Words | None) -> None:
+        self.peaks = peaks
+        self._kv_slots = kv_slots
+        self._sorted = None if mapping is None else np.sort(mapping)
+
+    def problem(self, start: int, stop: int) -> SlotStreamError | None:
+        """See `Checkable`."""
+        computed = self._kv_slots[start:stop]
+        computed = computed[computed >= 0]
+        if computed.size == 0:
+            return None
+        if self._sorted is None:
+            return RowsNotComputed("vLLM ran no extraction in a step that computed rows of this sample")
+        wanted = np.sort(computed)  # In order they are found several times as fast.
+        first = np.searchsorted(self._sorted, wanted, side="left")
+        last = np.searchsorted(self._sorted, wanted, side="right")
+        if np.all(last - first == 1) and np.all(wanted[1:] != wanted[:-1]):
+            return None
+        return SlotMismatch("the device wrote other slots than the block table names")
+
+
+def numbers(counts: Words) -> Words:
+    """0, 1, ... up to each count, one after another: [sum of counts]."""
+    ends = np.cumsum(counts)
+    return np.arange(ends[-1] if len(ends) else 0) - np.repeat(ends - counts, counts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,9 +172,12 @@ class BadRowCount:
         return BadRowCount(self.zero + other.zero, self.nonfinite + other.nonfinite, min(self.first, other.first))
 
 
-def count_bad_rows(first_row: int, peaks: npt.NDArray[np.float32]) -> tuple[BadRowCount, BadRows] | None:
-    """The bad ones among the rows from `first_row` on with these largest magnitudes [n], and what is wrong with the first."""
-    zero, nonfinite = peaks == 0, ~np.isfinite(peaks)
+def count_bad_rows(first_row: int, peaks: Words, infinity: int) -> tuple[BadRowCount, BadRows] | None:
+    """The bad ones among the rows from `first_row` on with these peaks [n], and what is wrong with the first.
+
+    `infinity`: the bits of an infinite element.
+    """
+    zero, nonfinite = peaks == 0, peaks >= infinity
     bad = np.flatnonzero(zero | nonfinite)
     if not bad.size:
         return None

@@ -10,7 +10,8 @@ from slotstream.connector.faults import SampleFault
 from slotstream.connector.plan import SampleAbort, SampleFinish, SampleOpen
 from slotstream.connector.sending.inbox import FailSample, StagedBatch
 from slotstream.connector.sending.pump import Pump
-from slotstream.connector.sending.staging_pool import HostMemory, StagingPool, StagingShape
+from slotstream.connector.sending.staging_area import HostMemory
+from slotstream.connector.sending.staging_pool import StagingPool, StagingShape
 from slotstream.connector.vllm_config import ConnectorConfig
 from slotstream.transport.base import SampleSink
 from slotstream.wire.errors import SlotStreamError
@@ -26,6 +27,9 @@ class Sender(Protocol):
 
     def post(self, item: EnginePost) -> None:
         """Hand something over; kept in order. The slots of a batch are the last ones that were leased."""
+
+    def look(self) -> None:
+        """A step begins: reads of earlier ones may be over."""
 
     def lease(self, count: int, deadline: float) -> list[int] | None:
         """Staging slots for rows: waits for room until `deadline` (monotonic); None, which `why_full` explains, without."""
@@ -56,7 +60,8 @@ def in_thread(config: ConnectorConfig, sink: SampleSink) -> SenderMaker:
     """A pump in this process."""
 
     def make(memory: HostMemory, shape: StagingShape, counters: Counters) -> Sender:
-        sink.use_staging(memory.view, shape.slot_bytes)
-        return Pump(config, StagingPool(memory.view, shape), sink, counters)
+        area = memory.area
+        sink.use_staging(area.slots, shape.slot_bytes)
+        return Pump(config, StagingPool(area.slots, shape), area, sink, counters)
 
     return make

@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Protocol
 
 _WAIT_SLICE_S = 0.05
 # How many full steps' rows staging holds by default. vLLM prepares a step while the device computes the one before: rows of
@@ -43,16 +42,19 @@ class StagingShape:
     row_bytes: int
 
     @property
+    def slots(self) -> int:
+        """Of both kinds."""
+        return self.num_slots + self.reserved
+
+    @property
     def nbytes(self) -> int:
         """Of all slots."""
-        return (self.num_slots + self.reserved) * self.slot_bytes
+        return self.slots * self.slot_bytes
 
-
-class HostMemory(Protocol):
-    """The memory that staging lies in. `fd`: by which another process can map it, -1 where none can."""
-
-    fd: int
-    view: memoryview
+    @property
+    def rows_per_slot(self) -> int:
+        """Rows that have room in a slot."""
+        return self.slot_bytes // self.row_bytes
 
 
 class StagingPool:
@@ -74,6 +76,8 @@ class StagingPool:
         self._kept: dict[int, dict[int, int]] = {}  # owner -> ticket -> slot; who kept first is first
         self._robbed: set[int] = set()
         self._next_ticket = 1
+        self.on_free: Callable[[], object] = lambda: None
+        """Told, on anybody's thread, when slots came free."""
 
     @property
     def in_use(self) -> int:
@@ -129,6 +133,7 @@ class StagingPool:
             with self._changed:
                 self._free.extend(reversed(slots))
                 self._changed.notify_all()
+            self.on_free()
 
     def keep(self, slot: int, owner: int | None) -> int:
         """Turn a leased slot into a kept one: the ticket to reclaim it with. `owner` (None: its rows lie elsewhere too).
@@ -175,6 +180,7 @@ class StagingPool:
             self._free.extend(slot for slot in map(self._reclaim, tickets) if slot is not None)
             self._robbed.discard(owner)
             self._changed.notify_all()
+        self.on_free()
 
     def buffer(self, slot: int, nbytes: int) -> memoryview:
         """The first `nbytes` of a slot, without a copy."""

@@ -1,32 +1,33 @@
 """The pump in a process of its own, as the engine's worker sees it. See `main` for the other end.
 
-The engine's thread only leases staging, of which it is given some ahead, and posts. A thread of ours waits until what was
-posted is copied and carries it over; another hears what became of it. When the process dies, another one is started, and tells
-the server that the samples which it had fail: those that were durable already, or lie in the spool, are stored all the same.
+The engine's thread only leases staging, of which some is lent ahead, and posts. A thread of ours carries over what was posted;
+that the device has read the rows, the process sees for itself. Another thread hears what became of them. When the process
+dies, another one is started, and tells the server that the samples which it had fail: those that were durable already, or lie
+in the spool, are stored all the same.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import queue
 import subprocess
 import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing import Pipe
 
 from slotstream.connector.counters import SENDER_GAUGES, Counters
 from slotstream.connector.faults import SampleFault
 from slotstream.connector.plan import SampleAbort, SampleOpen
-from slotstream.connector.sending.copies import Arrived
-from slotstream.connector.sending.inbox import EngineItem, FailSample, Inbox, StagedBatch, Stop
+from slotstream.connector.sending.inbox import EngineItem, FailSample, StagedBatch, Stop
 from slotstream.connector.sending.process.messages import (
     HEARTBEAT_S,
     Close,
-    Grant,
+    Lent,
     Refused,
     Setup,
     Update,
@@ -36,7 +37,8 @@ from slotstream.connector.sending.process.messages import (
 )
 from slotstream.connector.sending.sender import EnginePost, Sender, SenderMaker, in_thread
 from slotstream.connector.sending.sinks import sink_for
-from slotstream.connector.sending.staging_pool import HostMemory, StagingShape
+from slotstream.connector.sending.staging_area import HostMemory, LeaseRing
+from slotstream.connector.sending.staging_pool import StagingShape
 from slotstream.connector.vllm_config import ConnectorConfig
 from slotstream.transport.logs import CONNECTOR_LOGGER, connector_logger
 from slotstream.v1 import ingest_pb2
@@ -58,9 +60,8 @@ def in_process(config: ConnectorConfig, hello: ingest_pb2.Hello) -> SenderMaker:
     """A pump in a process of its own, which says `hello` to the server."""
 
     def make(memory: HostMemory, shape: StagingShape, counters: Counters) -> Sender:
-        setup = Setup(
-            config, hello.SerializeToString(), shape, os.getpid(), logging.getLogger(CONNECTOR_LOGGER).getEffectiveLevel()
-        )
+        level = logging.getLogger(CONNECTOR_LOGGER).getEffectiveLevel()
+        setup = Setup(config, hello.SerializeToString(), shape, 0, os.getpid(), level)
         return SenderProcess(setup, memory, counters)
 
     return make
@@ -76,10 +77,11 @@ def sender_for(config: ConnectorConfig, hello: ingest_pb2.Hello) -> SenderMaker:
 class _Child:
     """One process, and what it lent us. Raises ConfigError where it does not start."""
 
-    def __init__(self, setup: Setup, memory_fd: int) -> None:
+    def __init__(self, setup: Setup, memory: HostMemory) -> None:
         self.items, items = Pipe()
         self.leases, leases = Pipe()
-        fds = (items.fileno(), leases.fileno(), memory_fd)
+        self.ring: LeaseRing = memory.area.lending(setup.first_turn)
+        fds = (items.fileno(), leases.fileno(), memory.fd)
         command = [sys.executable, "-P", "-m", "slotstream.connector.sending.process.main", *map(str, fds)]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
         with items, leases:
@@ -90,7 +92,7 @@ class _Child:
                 self.leases.close()
                 raise ConfigError(f"the process that sends rows cannot start: {error}") from error
         self.began = self.heard_at = time.monotonic()
-        self.stock: deque[int] = deque()  # The engine's thread takes, that of `_carry` gives back.
+        self.stock: deque[int] = deque()  # What was given back. The engine's thread only, as the ring.
         self.asked = False
         self.listener: threading.Thread | None = None
         try:
@@ -101,6 +103,21 @@ class _Child:
         if isinstance(answer, Refused):
             self.end(0.0)
             raise ConfigError(f"the process that sends rows cannot start: {answer.message}")
+
+    def lease(self, count: int) -> list[int] | None:
+        """So many slots, if they are lent."""
+        more = max(0, count - len(self.stock))
+        ready = self.ring.ready(more)
+        if len(ready) < more:
+            return None
+        self.ring.take(more)
+        self.stock.extend(ready)
+        return [self.stock.pop() for _ in range(count)]
+
+    def missing(self, count: int) -> int:
+        """How many of so many are not lent."""
+        more = max(0, count - len(self.stock))
+        return more - len(self.ring.ready(more))
 
     def end(self, within_s: float) -> None:
         """Return once the process is gone, killed if need be."""
@@ -116,10 +133,11 @@ class _Child:
 
 
 @dataclass(frozen=True, slots=True)
-class _LentBatch(StagedBatch):
+class _LentBatch:
     """A batch in slots that `lender` lent."""
 
-    lender: _Child | None = None
+    batch: StagedBatch
+    lender: _Child | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +161,7 @@ class SenderProcess:
         self._lender: _Child | None = None  # Of the slots leased last. The engine's thread only.
         self._refusal: SlotStreamError = InternalFault("")
         self._posted = self._carried = 0  # Batches.
-        self._inbox: Inbox[EngineItem | _Lost] = Inbox()
+        self._inbox: queue.SimpleQueue[EngineItem | _LentBatch | _Lost] = queue.SimpleQueue()
         self._open: dict[str, SampleOpen] = {}  # Samples that the process has, by request,
         self._failed: dict[str, SampleFault] = {}  # and why some of them failed.
         self._owed: list[EngineItem] = []  # What the process is to be told next.
@@ -156,7 +174,7 @@ class SenderProcess:
 
     def start(self) -> None:
         """See `Sender`."""
-        self._begin(_Child(self._setup, self._memory.fd))
+        self._begin(_Child(self._setup, self._memory))
         self._carrier.start()
 
     # -- the engine's thread
@@ -165,8 +183,12 @@ class SenderProcess:
         """See `Sender`."""
         if isinstance(item, StagedBatch):
             self._posted += 1
-            item = _LentBatch(item.segments, item.gathered, item.evidence, item.scratch, lender=self._lender)
-        self._inbox.put(item)
+            self._inbox.put(_LentBatch(item, self._lender))
+        else:
+            self._inbox.put(item)
+
+    def look(self) -> None:
+        """See `Sender`. The process looks itself."""
 
     def lease(self, count: int, deadline: float) -> list[int] | None:
         """See `Sender`."""
@@ -175,15 +197,13 @@ class SenderProcess:
             self._refusal = InternalFault("the process that sends rows ended; another one is about to start")
             return None
         try:
-            while child.leases.poll():
-                self._take(child, hear(child.leases))
-            while len(child.stock) < count:
+            while (slots := child.lease(count)) is None:
                 if not self._ask(child, count, deadline):
                     return None
         except (EOFError, OSError):
             self._refusal = InternalFault("the process that sends rows ended")
             return None
-        return [child.stock.pop() for _ in range(count)]
+        return slots
 
     def _ask(self, child: _Child, count: int, deadline: float) -> bool:
         """Have the process lend more; whether it makes sense to go on."""
@@ -192,25 +212,21 @@ class SenderProcess:
             self._refusal = StagingFull("no room in staging: the process that sends rows does not answer")
             return False
         if not child.asked:
-            say(child.leases, Want(count - len(child.stock), deadline))
+            say(child.leases, Want(child.missing(count), deadline))
             child.asked = True
         if not child.leases.poll(max(0.0, deadline - now) + _ANSWER_S):
             self._refusal = StagingFull("no room in staging: the process that sends rows is too slow")
             return False
-        refusal = self._take(child, hear(child.leases))
-        if refusal is None:
+        answer: Lent = hear(child.leases)
+        child.asked = False
+        if answer.refusal is None:
             return True
-        self._refusal = refusal
+        self._refusal = answer.refusal
         # What it has not been told of yet will make room.
         if self._posted == self._carried or time.monotonic() >= deadline:
             return False
         time.sleep(_AGAIN_S)
         return True
-
-    def _take(self, child: _Child, grant: Grant) -> SlotStreamError | None:
-        child.stock.extend(grant.slots)
-        child.asked &= not grant.answer
-        return grant.refusal
 
     def release(self, slots: list[int]) -> None:
         """See `Sender`."""
@@ -253,7 +269,10 @@ class SenderProcess:
 
     def _carry_some(self) -> bool:
         """Take up one thing, and say what is to be said; whether that was the last."""
-        item = self._inbox.get(self._patience_s())
+        try:
+            item = self._inbox.get(timeout=self._patience_s())
+        except queue.Empty:
+            item = None
         if isinstance(item, Stop) or (self._stop and time.monotonic() >= self._stop.patience):
             self._say_owed()
             self._say_close()
@@ -274,13 +293,15 @@ class SenderProcess:
             return min(HEARTBEAT_S, max(0.0, self._retry_at - time.monotonic()))
         return 0.0 if self._owed else HEARTBEAT_S
 
-    def _owe(self, item: EngineItem) -> None:
+    def _owe(self, item: EngineItem | _LentBatch) -> None:
         """Something is to be said to the process. While there is none, only samples and why they failed are kept."""
-        items = [item]
+        items: list[EngineItem] = []
         if isinstance(item, _LentBatch):
-            items = self._copied(item)
+            items = self._staged(item)
             self._carried += 1
-        elif isinstance(item, SampleOpen):
+        else:
+            items = [item]
+        if isinstance(item, SampleOpen):
             if self._child is None and len(self._open) >= _OPEN_MAX:
                 self._counters.add("reports_dropped")
                 return
@@ -302,24 +323,12 @@ class SenderProcess:
         if fault.req_id in self._open:
             self._failed.setdefault(fault.req_id, fault)
 
-    def _copied(self, batch: _LentBatch) -> list[EngineItem]:
-        """What to say of a batch that is copied, or cannot be."""
-        lender = batch.lender
+    def _staged(self, lent: _LentBatch) -> list[EngineItem]:
+        """What to say of a batch: nothing where the process that lent its slots is gone."""
+        if lent.lender is not None and lent.lender is self._child:
+            return [lent.batch]
         error = InternalFault("the process that sends rows ended")
-        if lender is not None and lender is self._child:
-            try:
-                batch.gathered.wait()
-                batch.evidence.load()
-                arrived = Arrived(batch.gathered.peaks().copy())  # They may lie in scratch, which is about to be lent again.
-                return [StagedBatch(batch.segments, arrived, batch.evidence, copied_unix_ns=time.time_ns())]
-            except Exception:
-                self._counters.add("hook_faults")
-                logger.exception("slotstream: a copy into staging failed")
-                error = InternalFault("a fault of slotstream's own: the log says which")
-                lender.stock.extend(segment.staging_slot for segment in batch.segments)
-            finally:
-                lender.stock.extend(batch.scratch)
-        return [FailSample(req_id, error) for req_id in dict.fromkeys(segment.req_id for segment in batch.segments)]
+        return [FailSample(req_id, error) for req_id in dict.fromkeys(segment.req_id for segment in lent.batch.segments)]
 
     def _say_owed(self) -> None:
         child = self._child
@@ -379,6 +388,7 @@ class SenderProcess:
         if child is not self._child or self._stop is not None:
             return
         self._child = None
+        self._setup = replace(self._setup, first_turn=child.ring.after())
         self._gauges = _without_process(self._setup.shape)
         code = child.process.returncode
         logger.error("slotstream: the process that sends rows ended (%d) with %d samples", code, len(self._open))
@@ -398,7 +408,7 @@ class SenderProcess:
     def _restart(self) -> None:
         self._counters.add("sender_restarts")
         try:
-            self._begin(_Child(self._setup, self._memory.fd))
+            self._begin(_Child(self._setup, self._memory))
         except ConfigError as error:
             self._put_off()
             logger.error("slotstream: %s", error)

@@ -15,13 +15,12 @@ import sys
 import threading
 from multiprocessing.connection import Connection
 
-from slotstream.common.memory import map_memory
 from slotstream.connector.counters import Counters
-from slotstream.connector.sending.inbox import StagedBatch
+from slotstream.connector.sending.inbox import IN_A_PROCESS_OF_ITS_OWN, StagedBatch
 from slotstream.connector.sending.process.messages import (
     HEARTBEAT_S,
     Close,
-    Grant,
+    Lent,
     LogLine,
     Refused,
     Setup,
@@ -32,6 +31,7 @@ from slotstream.connector.sending.process.messages import (
 )
 from slotstream.connector.sending.pump import Pump
 from slotstream.connector.sending.sinks import sink_for
+from slotstream.connector.sending.staging_area import LeaseRing, map_staging
 from slotstream.connector.sending.staging_pool import StagingPool
 from slotstream.transport.logs import CONNECTOR_LOGGER
 from slotstream.v1 import ingest_pb2
@@ -39,7 +39,6 @@ from slotstream.wire.errors import ConfigError
 
 _SAY_S = 0.1  # How long news waits for more.
 _LINES_MAX = 1000
-_AHEAD_MAX = 4096  # Slots: what nobody has read yet must fit the socket's buffer, or we would wait for the engine's next step.
 _ORPHAN_S = 5.0  # For what is on its way when the worker is gone.
 
 
@@ -52,18 +51,18 @@ def main(items_fd: int, leases_fd: int, memory_fd: int) -> int:
     log = _Log(setup.log_level)
     counters = Counters()
     try:
-        memory = memoryview(map_memory(setup.shape.nbytes, memory_fd))
+        area = map_staging(setup.shape, memory_fd)
         sink = sink_for(setup.config.options, ingest_pb2.Hello.FromString(setup.hello))
-        sink.use_staging(memory, setup.shape.slot_bytes)
-        pool = StagingPool(memory, setup.shape)
+        sink.use_staging(area.slots, setup.shape.slot_bytes)
+        pool = StagingPool(area.slots, setup.shape)
         ended: queue.SimpleQueue[str] = queue.SimpleQueue()
-        pump = Pump(setup.config, pool, sink, counters, ended.put)
+        pump = Pump(setup.config, pool, area, sink, counters, ended.put, IN_A_PROCESS_OF_ITS_OWN)
+        desk = _Desk(pool, pump, area.lending(setup.first_turn), leases)
         pump.start()
     except (ConfigError, OSError) as error:
         say(items, Refused(str(error)))
         return 1
     say(items, Started())
-    desk = _Desk(pool, pump, leases)
     news = _News(items, pump, counters, desk, ended, log)
     timeout_s = _take_items(items, setup.worker_pid, pump, desk)
     pump.close(timeout_s)
@@ -77,6 +76,7 @@ def _take_items(connection: Connection, worker_pid: int, pump: Pump, desk: _Desk
         while True:
             if not connection.poll(HEARTBEAT_S):
                 if os.getppid() != worker_pid:  # The connection outlives it where it has forked.
+                    pump.device_is_gone()
                     return _ORPHAN_S
                 continue
             message = hear(connection)
@@ -84,22 +84,28 @@ def _take_items(connection: Connection, worker_pid: int, pump: Pump, desk: _Desk
                 return message.timeout_s
             for item in message:
                 if isinstance(item, StagedBatch):
-                    desk.took(len(item.segments))
+                    desk.took(len(item.slots))
                 pump.post(item)
     except (EOFError, OSError):
+        pump.device_is_gone()
         return _ORPHAN_S
 
 
 class _Desk:
-    """Where the worker gets staging. It is given some ahead, so that it seldom has to ask, and more ahead whenever it did."""
+    """Where the worker gets staging: some is lent ahead, so that it seldom has to ask, and more ahead whenever it did."""
 
-    def __init__(self, pool: StagingPool, pump: Pump, connection: Connection) -> None:
+    def __init__(self, pool: StagingPool, pump: Pump, ring: LeaseRing, connection: Connection) -> None:
         self._pool = pool
         self._pump = pump
+        self._ring = ring
         self._connection = connection
         self._lock = threading.Lock()
-        self._ahead = 0
+        self._ahead = max(1, pool.num_slots // 4)
         self._held = 0
+        self._asked = False
+        ring.clear()
+        pool.on_free = self._lend_ahead
+        self._lend_ahead()
         threading.Thread(target=self._run, name="slotstream-leases", daemon=True).start()
 
     @property
@@ -108,29 +114,41 @@ class _Desk:
         return self._held * self._pool.slot_bytes
 
     def took(self, slots: int) -> None:
-        """Rows came in so many slots."""
+        """A read came in so many slots."""
         with self._lock:
             self._held -= slots
-            if missing := self._pool.acquire_free(max(0, self._ahead - self._held)):
-                self._grant(Grant(missing))
+        self._lend_ahead()
+
+    def _lend_ahead(self) -> None:
+        with self._lock:
+            missing = self._ahead - self._ring.stock
+            if self._asked or missing <= 0:
+                return  # Whoever asks for many at once would wait for ever if they went one by one.
+            slots = self._pool.acquire_free(missing)
+            short = self._ahead // 2 - self._ring.stock - len(slots)
+            if short > 0 and (kept := min(short, self._pool.kept)):  # Sooner than that the worker has to ask.
+                slots += self._pool.acquire(kept, deadline=0.0, keep_waiting=bool) or []
+            self._lend(slots)
 
     def _run(self) -> None:
         try:
             while True:
                 want = hear(self._connection)
+                with self._lock:
+                    self._asked = True
                 slots = self._pump.lease(want.count, want.deadline)
                 with self._lock:
-                    self._ahead = min(self._ahead + want.count, self._pool.num_slots // 4, _AHEAD_MAX)
-                    self._grant(Grant(slots or [], True, None if slots else self._pump.why_full()))
-        except (EOFError, OSError):
+                    self._ahead = min(self._ahead + want.count, max(1, self._pool.num_slots // 2))
+                    self._lend(slots or [])
+                    self._asked = False
+                say(self._connection, Lent(None if slots else self._pump.why_full()))
+                self._lend_ahead()
+        except (EOFError, OSError):  # The worker is gone, and with it whoever would use them.
             return
 
-    def _grant(self, grant: Grant) -> None:
-        self._held += len(grant.slots)
-        try:
-            say(self._connection, grant)
-        except OSError:  # The worker is gone, and with it whoever would use them.
-            return
+    def _lend(self, slots: list[int]) -> None:
+        self._held += len(slots)
+        self._ring.lend(slots)
 
 
 class _Log(logging.Handler):

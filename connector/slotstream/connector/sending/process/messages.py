@@ -1,7 +1,8 @@
 """What the engine's worker and its sender process say to each other, pickled: both are of one installation.
 
 On the first connection the worker says `Setup`, then lists of items; the process says `Started` or `Refused`, then `Update`s.
-On the second the worker asks for staging (`Want`), and the process grants it (`Grant`), also unasked.
+On the second the worker asks for staging (`Want`) where less is lent than it needs, and the process says `Lent` or why not.
+Slots themselves go through the staging area's `LeaseRing`.
 """
 
 from __future__ import annotations
@@ -20,11 +21,12 @@ from slotstream.wire.errors import SlotStreamError
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """All that the process is told before it starts. `hello` is a serialized ingest_pb2.Hello."""
+    """All that the process is told before it starts. `hello` is a serialized ingest_pb2.Hello; `first_turn` the ring's."""
 
     config: ConnectorConfig
     hello: bytes
     shape: StagingShape
+    first_turn: int
     worker_pid: int
     log_level: int
 
@@ -73,19 +75,17 @@ class Update:
 
 @dataclass(frozen=True, slots=True)
 class Want:
-    """`count` slots are wanted by `deadline` (monotonic, which all processes of a host share)."""
+    """`count` slots more are wanted by `deadline` (monotonic, which all processes of a host share)."""
 
     count: int
     deadline: float
 
 
 @dataclass(frozen=True, slots=True)
-class Grant:
-    """Leased slots. `answer`: to the last Want; with no slots, `refusal` says why."""
+class Lent:
+    """The answer to a Want: they are in the ring, or `refusal` says why not."""
 
-    slots: list[int]
-    answer: bool = False
-    refusal: SlotStreamError | None = None
+    refusal: SlotStreamError | None
 
 
 HEARTBEAT_S = 1.0

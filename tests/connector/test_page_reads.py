@@ -1,0 +1,317 @@
+"""The kernel that reads row pages, run by Triton's interpreter: what it writes where, and that its faults are found."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import weakref
+from array import array
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.calls import calls
+from support.waiting import wait_until
+from support.worker_rig import HIDDEN, LAYER_IDS, WatchedSink, config, opened, row_kind
+
+from slotstream.connector.plan import PagePlace, RowPlan, SampleFinish, StepPlan, TableUpdate
+from slotstream.connector.reading import page_reads
+from slotstream.connector.reading.gather import RowGather
+from slotstream.connector.reading.located import page_words
+from slotstream.connector.reading.page_reads import PageReads
+from slotstream.connector.reading.row_pages import RowPages
+from slotstream.connector.reading.row_write import write_rows
+from slotstream.connector.reading.staging_memory import StagingMemory
+from slotstream.connector.reading.staging_plan import StagingPlan
+from slotstream.connector.reading.worker import WorkerHalf
+from slotstream.connector.row_pool import pool_shape
+from slotstream.connector.sending.row_check import Segment, rows_in_pages
+from slotstream.connector.sending.sender import in_thread
+from slotstream.connector.sending.staging_pool import StagingShape
+from slotstream.transport.base import Committed, Failed
+
+triton = pytest.importorskip("triton")
+CPU = torch.device("cpu")
+PAGE_ROWS = 8
+
+
+def _kernel(directory: Path, right: str = "", wrong: str = "") -> Any:
+    """The kernel, for Triton's interpreter; with a fault in it."""
+    source = Path(page_reads.__file__).with_name("page_kernel.py").read_text()
+    if right:
+        assert source.count(right) == 1
+        source = source.replace(right, wrong)
+    path = directory / "kernel_to_be_interpreted.py"
+    path.write_text(source)
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.read
+
+
+@pytest.fixture(autouse=True)
+def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels that are made now run on the CPU, one block after another."""
+    monkeypatch.setattr(triton.knobs.runtime, "interpret", True)
+
+
+class _Device:
+    """A `Launcher` that does what it was given when it is told to, or at once."""
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel = kernel
+        self.at_once = True
+        self.launched = 0
+        self.holds = 0
+        self._waiting: list[tuple[int, ...]] = []
+
+    def prepare(self, memory: Sequence[torch.Tensor], constants: Sequence[int]) -> None:
+        # As a GPU's launcher has addresses: what nobody else keeps is gone when it is to be used.
+        self.memory, self.constants = [weakref.ref(tensor) for tensor in memory], constants
+
+    def launch(self, scratch: int, parts: int, number: int) -> None:
+        self.launched += 1
+        self._waiting.append((scratch, parts, number))
+        if self.at_once:
+            self.go_on()
+
+    def go_on(self) -> None:
+        for arguments in self._waiting:
+            memory = [tensor() for tensor in self.memory]
+            assert all(tensor is not None for tensor in memory), "the kernel would write into memory of others"
+            self.kernel[(3,)](*memory, *arguments, *self.constants)
+        self._waiting.clear()
+
+    def clear(self) -> None:
+        self._waiting.clear()
+
+    def hold_model(self) -> None:
+        self.holds += 1
+
+    def settle(self) -> None:
+        self.go_on()
+
+
+class _GpuPages(RowPages):
+    """Row pages that are read as a GPU's are."""
+
+    def __init__(self, device: _Device, rows: int) -> None:
+        super().__init__(rows, config(layers=list(LAYER_IDS)).row_kind, HIDDEN, torch.bfloat16, CPU)
+        self.cut(pool_shape(rows, PAGE_ROWS), 64 * PAGE_ROWS)
+        self.reads_by = device
+
+    def use_staging(self, memory: StagingMemory) -> None:
+        self.memory = memory
+        self._reads = PageReads(self.pool, self.stamps, memory, self.shape.page_rows, self.reads_by)
+
+
+class _Rig:
+    """A worker over such pages. A request has entries of the page table from its own on, and the pages of the same numbers."""
+
+    def __init__(self, kernel: Any, rows: int = 128, **options: object) -> None:
+        self.device = _Device(kernel)
+        self.config = config(layers=list(LAYER_IDS), **options)
+        self.pages = _GpuPages(self.device, rows)
+        self.sink = WatchedSink()
+        self.worker = WorkerHalf(self.config, self.pages, in_thread(self.config, self.sink), StagingPlan.of(self.config, 64))
+        self._steps = itertools.count(1)
+
+    def read(self, names: dict[str, int], rows: int = PAGE_ROWS) -> dict[str, bytes]:
+        """Give each request its page, write its rows, and read them, all in one step; what was written."""
+        step = next(self._steps)
+        entries = {page: page for at in names.values() for page in self._pages(at, rows)}
+        plan = StepPlan(
+            tuple(opened(name, rows) for name in names),
+            tuple(RowPlan(name, 0, rows, 0, self._place(at, rows, step)) for name, at in names.items()),
+            tuple(SampleFinish(name, tuple(range(rows))) for name in names),
+            table=TableUpdate(step, entries, clear=False, live=len(entries)),
+        )
+        slots = [at * PAGE_ROWS + row for at in names.values() for row in range(rows)]
+        generator = torch.Generator().manual_seed(step)
+        layers = [torch.randn(len(slots), HIDDEN, generator=generator).to(torch.bfloat16) for _ in LAYER_IDS]
+        self.worker.bind(plan)
+        write_rows(self.pages, layers, torch.tensor(slots))
+        self.worker.execute()
+        whole = torch.stack(layers, 1).view(torch.uint8).flatten(1).numpy()
+        return {name: whole[at : at + rows].tobytes() for name, at in zip(names, range(0, len(whole), rows), strict=True)}
+
+    def _pages(self, at: int, rows: int) -> range:
+        return range(at, at + -(-rows // PAGE_ROWS))
+
+    def _place(self, at: int, rows: int, step: int) -> PagePlace:
+        pages = array("q", self._pages(at, rows))
+        return PagePlace(pages, pages, array("q", [step] * len(pages)))
+
+    def stored(self, number: int) -> bytes:
+        rows = self.sink.samples[number].rows
+        return b"".join(rows[at] for at in sorted(rows))
+
+
+@pytest.fixture
+def rig(tmp_path: Path) -> Iterator[_Rig]:
+    made = _Rig(_kernel(tmp_path))
+    yield made
+    made.worker.close()
+
+
+def test_one_read_is_one_launch_and_one_number_however_many_samples_it_has(rig: _Rig) -> None:
+    names = {f"r{i}": i for i in range(12)}
+    wanted = rig.read(names, rows=5)
+    for number, name in enumerate(names, 1):
+        assert isinstance(rig.sink.verdict(number), Committed)
+        assert rig.stored(number) == wanted[name]
+    assert rig.device.launched == 1
+    assert rig.pages.memory.area.done == 1
+    rig.read({"long": 3})
+    assert isinstance(rig.sink.verdict(13), Committed)
+    assert rig.device.launched == rig.pages.memory.area.done == 2
+
+
+@pytest.mark.parametrize(
+    ("requests", "rows", "calls_max"),
+    [
+        pytest.param(1, 1024, 90, id="a prompt"),
+        pytest.param(1, 32, 90, id="one"),
+        pytest.param(16, 32, 400, id="as many as a plan"),
+    ],
+)
+def test_a_read_makes_few_calls_on_the_engines_thread_and_none_of_torchs(requests: int, rows: int, calls_max: int) -> None:
+    """Beside the launch itself: for that a GPU takes two events, one wait and one call."""
+    rig = _Rig(None, 16 << 10, chunk_bytes=64 << 10)
+    rig.device.at_once = False
+    try:
+        pages = -(-rows // PAGE_ROWS)
+        names = [range(number * pages, (number + 1) * pages) for number in range(requests)]
+        places = [PagePlace(array("q", at), array("q", at), array("q", [1] * pages)) for at in names]
+        plan = StepPlan(rows=tuple(RowPlan(f"r{number}", 0, rows, 0, place) for number, place in enumerate(places)))
+        found = []
+        for of in ("", "", "torch"):  # The first one is what makes caches.
+            rig.worker.bind(plan)
+            found.append(calls(rig.worker.execute, of))
+        assert rig.device.launched == 3
+        assert 0 < found[1] <= calls_max
+        assert found[2] == 0
+    finally:
+        rig.device.clear()
+        rig.worker.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("hidden", [HIDDEN, 5])
+def test_every_pattern_of_bits_goes_over_as_it_is(dtype: torch.dtype, hidden: int, tmp_path: Path) -> None:
+    raw = np.random.default_rng(0).integers(0, 256, 64 * 3 * hidden * dtype.itemsize, dtype=np.uint8)
+    rows = torch.from_numpy(raw).view(dtype).view(64, 3, hidden)
+    stamps = torch.arange(128).view(64, 2)
+    pages = RowPages(64, row_kind(3), hidden, dtype, CPU)
+    pages.cut(pool_shape(64, PAGE_ROWS), 512)
+    pages.pool.copy_(rows)
+    pages.stamps.copy_(stamps)
+    row_bytes = 3 * hidden * dtype.itemsize
+    shape = StagingShape(6, 0, -(-row_bytes * 20 // 8) * 8, row_bytes)
+    plans = [RowPlan("a", 5, 37, 0, PagePlace((3, 0, 7, 1, 2), (0, 1, 2, 3, 4), (1,) * 5))]
+    plans.append(RowPlan("b", 16, 17, 3, PagePlace((5,), (9,), (1,))))
+    located = pages.locate(plans, 16)
+    assert [(part.req_id, part.first_row, part.rows) for part in located.parts] == [
+        ("a", 0, 16),
+        ("a", 16, 16),
+        ("b", 3, 1),
+    ]
+    segments = [
+        Segment(part.req_id, part.first_row, part.rows, slot) for part, slot in zip(located.parts, (4, 0, 2), strict=True)
+    ]
+    words = page_words(located, located.parts, segments, PAGE_ROWS)
+    index, _, _ = rows_in_pages(np.array(words), len(segments), PAGE_ROWS)
+    written = []
+    for kernel in (True, False):  # As torch does it, too.
+        memory = StagingMemory(shape, CPU)
+        if kernel:
+            reads = PageReads(pages.pool, pages.stamps, memory, PAGE_ROWS, _Device(_kernel(tmp_path)))
+            reads.read(words, segments, 5)
+        else:
+            RowGather(CPU, memory).gather(pages._select, index, segments, None, pages._select_stamps)
+        area = memory.area
+        rows_there = [bytes(memory.tensor(s.staging_slot, s.rows * row_bytes).numpy()) for s in segments]
+        notes = [area.notes[s.staging_slot, : s.rows].tolist() for s in segments]
+        written.append((area.done, rows_there, notes))
+    assert written[0] == written[1]
+    first = [*range(29, 32), *range(8), *range(56, 61)]
+    assert index[: len(first)].tolist() == first
+    assert written[0][1][0] == rows[first].view(torch.uint8).numpy().tobytes()
+    assert [note[:2] for note in written[0][2][0]] == stamps[first].tolist()
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        pytest.param(("row = page * PAGE_ROWS +", "row = 1 + page * PAGE_ROWS +"), id="another row"),
+        pytest.param(("page = tl.load(pages + first + at)", "page = tl.load(pages + first)"), id="one page for all"),
+        pytest.param(("slot = tl.load(part)", "slot = tl.load(part) + 1"), id="another slot"),
+        pytest.param(("to = behind - offset", "to = behind - offset + 1"), id="another place in it"),
+        pytest.param(("tl.minimum(stop, begin + PAGE_ROWS)", "tl.minimum(stop - 1, begin + PAGE_ROWS)"), id="a row too few"),
+        pytest.param(("part = words + scratch", "part = words + (scratch + 1)"), id="no read's words"),
+        pytest.param(("range(tl.program_id(0), (stop", "range(1 + tl.program_id(0), (stop"), id="a page left out"),
+        pytest.param(("for _ in range(0, parts):", "for _ in range(0, parts - 1):"), id="a part left out"),
+    ],
+)
+def test_a_kernel_that_goes_wrong_stores_nothing(fault: tuple[str, str], tmp_path: Path) -> None:
+    rig = _Rig(_kernel(tmp_path, *fault))
+    try:
+        rig.pages.stamps.copy_(torch.arange(256).view(128, 2))  # What other requests left there.
+        rig.read({"a": 7, "b": 3}, rows=2 * PAGE_ROWS - 3)
+        verdicts = [rig.sink.verdict(1), rig.sink.verdict(2)]
+        failed = [verdict.code for verdict in verdicts if isinstance(verdict, Failed)]
+        assert failed
+        assert set(failed) == {"SLOT_MISMATCH"}
+        for number, verdict in enumerate(verdicts, 1):
+            if isinstance(verdict, Failed):
+                assert not rig.sink.samples[number].rows
+    finally:
+        rig.worker.close()
+
+
+def test_a_number_that_is_written_before_its_rows_is_found_out(rig: _Rig) -> None:
+    """Also where the same slots of staging held the same rows before, and what was noted of them."""
+    wanted = rig.read({"a": 7})
+    assert isinstance(rig.sink.verdict(1), Committed)
+    assert rig.stored(1) == wanted["a"]
+    wait_until(lambda: rig.worker._sender._pool.in_use == 0)  # type: ignore[attr-defined]
+    rig.device.at_once = False
+    again = RowPlan("b", 0, PAGE_ROWS, 0, PagePlace((7,), (7,), (1,)))
+    rig.worker.bind(StepPlan((opened("b", PAGE_ROWS),), (again,)))
+    rig.worker.execute()
+    rig.pages.memory.area.done_word[0] = 2
+    failed = rig.sink.verdict(2)
+    assert isinstance(failed, Failed)
+    assert failed.code == "SLOT_MISMATCH"
+    rig.device.settle()
+
+
+def test_a_page_that_is_given_away_while_it_is_read_is_waited_for_on_the_device(rig: _Rig) -> None:
+    rig.device.at_once = False
+    rig.read({"a": 7})
+    give = TableUpdate(9, {1: 6, 7: -1}, clear=False, live=1)
+    rig.worker.bind(StepPlan(table=give))
+    assert rig.device.holds == 0  # Page 7 is taken away from its entry, and page 6 is not read.
+    rig.worker.bind(StepPlan(table=TableUpdate(10, {2: 7}, clear=False, live=2)))
+    assert rig.device.holds == 1
+    rig.device.go_on()
+    rig.worker.bind(StepPlan(table=TableUpdate(11, {3: 7, 2: -1}, clear=False, live=2)))
+    assert rig.device.holds == 1
+    assert isinstance(rig.sink.verdict(1), Committed)
+
+
+def test_after_a_sleep_the_numbers_of_reads_come_as_before(rig: _Rig) -> None:
+    rig.read({"a": 7})
+    assert isinstance(rig.sink.verdict(1), Committed)
+    assert rig.pages._reads is not None
+    rig.pages._reads._used[-1].fill_(12345)  # Memory that was given away and taken again holds anything.
+    rig.worker.wake()
+    wanted = rig.read({"b": 3})
+    assert rig.pages.memory.area.done == 2
+    assert isinstance(rig.sink.verdict(2), Committed)
+    assert rig.stored(2) == wanted["b"]

@@ -1,0 +1,278 @@
+"""When a plan reads rows: with others, and not beside prompt tokens, but where pages are short or they have waited for long."""
+
+from __future__ import annotations
+
+import pytest
+from support.plan_rig import PlannedRequest, PlanRig, rows_of
+
+from slotstream.connector.planning.page_allocator import NO_STEP, NULL_BLOCK, PageAllocator
+from slotstream.connector.planning.row_planner import DECODES_MAX, REQUESTS_MAX, STEPS_MAX
+from slotstream.connector.row_pool import RowPoolShape
+
+
+def test_a_prompt_is_read_with_others_after_four_steps_in_one_without_prompt_tokens() -> None:
+    rig = PlanRig()
+    rig.add(100)
+    assert rows_of(rig.step()) == []
+    rig.add(30)
+    for _ in range(DECODES_MAX - 1):
+        assert rows_of(rig.step()) == []
+    assert rows_of(rig.step()) == [("r0", 0, 100 + DECODES_MAX - 1), ("r1", 0, 30 + DECODES_MAX - 2)]
+    assert rows_of(rig.step()) == []
+
+
+def test_as_many_as_a_plan_reads_from_wait_no_longer() -> None:
+    rig = PlanRig()
+    for _ in range(REQUESTS_MAX):
+        rig.add(20)
+    assert rows_of(rig.step()) == []
+    assert len(rows_of(rig.step())) == REQUESTS_MAX
+
+
+def test_beside_prompt_tokens_rows_wait_for_eight_steps_and_all_that_wait_go_along() -> None:
+    rig = PlanRig()
+    first = rig.add(100)
+    rig.step()
+    for _ in range(STEPS_MAX - 1):
+        rig.add(20)
+        assert rows_of(rig.step()) == []
+    rig.add(20)
+    read = rows_of(rig.step())
+    assert [req_id for req_id, _, _ in read] == [f"r{i}" for i in range(STEPS_MAX + 1)]
+    assert read[0] == (first.request_id, 0, 100 + STEPS_MAX - 1)
+    rig.add(20)
+    assert rows_of(rig.step()) == []
+
+
+def test_the_last_rows_of_a_request_wait_while_others_run_and_its_sample_ends_with_them() -> None:
+    rig = PlanRig()
+    whole, prompt, aborted = rig.add(40), rig.add(50, include_output_tokens=False), rig.add(60)
+    rig.step()
+    assert rig.finish(whole)["num_tokens"] == 40
+    assert rig.finish(prompt, "FINISHED_ABORTED")["num_tokens"] == 50
+    assert rig.finish(aborted, "FINISHED_ABORTED")["error"]["code"] == "ABORTED"
+    rig.add(20)
+    for waited in range(DECODES_MAX):
+        plan = rig.step()
+        assert rows_of(plan) == []
+        assert not plan.finishes
+        assert [abort.req_id for abort in plan.aborts] == ["r2"][waited:]
+    assert rig.pages.in_use == 3 + 4 + 2
+    assert rig.half.has_unread()
+    plan = rig.step()
+    assert rows_of(plan) == [("r3", 0, 23), ("r0", 0, 40), ("r1", 0, 50)]
+    assert {f.req_id: f.metadata["finish_reason"] for f in plan.finishes} == {"r0": "length", "r1": "prompt"}
+    assert rig.pages.in_use == 1  # Of the one that runs.
+
+
+def test_the_last_rows_of_a_request_are_read_at_once_where_no_other_runs() -> None:
+    rig = PlanRig()
+    last = rig.add(40)
+    rig.step()
+    rig.finish(last)
+    plan = rig.step()
+    assert rows_of(plan) == [("r0", 0, 40)]
+    assert [finish.req_id for finish in plan.finishes] == ["r0"]
+    assert not rig.half.has_unread()
+
+
+def test_the_last_rows_of_requests_are_read_beside_prompts_after_eight_steps_or_when_pages_are_short() -> None:
+    rig = PlanRig()
+    rig.finish(_stepped(rig, 40))
+    for _ in range(STEPS_MAX):
+        rig.add(20, capture=False)
+        assert not rig.step().finishes
+    rig.add(20, capture=False)
+    assert [finish.req_id for finish in rig.step().finishes] == ["r0"]
+    short = PlanRig(pages=8, step_pages=0)
+    short.finish(_stepped(short, 5 * 16))
+    short.add(2 * 16)
+    assert rows_of(short.step()) == [("r1", 0, 32), ("r0", 0, 80)]
+
+
+def test_what_waits_of_a_request_that_ended_is_given_up_in_a_fault() -> None:
+    rig = PlanRig()
+    rig.finish(_stepped(rig, 40))
+    rig.add(20)
+    rig.step()
+    rig.half.fail_all()
+    plan = rig.step()
+    assert {abort.req_id for abort in plan.aborts} == {"r0", "r1"}
+    assert not plan.rows
+    assert not plan.finishes
+    assert rig.pages.in_use == 0
+
+
+def test_a_request_that_is_forgotten_after_it_ended_gives_its_pages_back() -> None:
+    rig = PlanRig()
+    rig.finish(_stepped(rig, 40))
+    rig.half.forget("r0")
+    plan = rig.step()
+    assert [abort.req_id for abort in plan.aborts] == ["r0"]
+    assert not plan.rows
+    assert rig.pages.in_use == 0
+
+
+def _stepped(rig: PlanRig, prompt: int) -> PlannedRequest:
+    request = rig.add(prompt)
+    rig.step()
+    return request
+
+
+@pytest.mark.parametrize(
+    ("pages", "step_pages"),
+    [pytest.param(8, 0, id="less than a quarter is free"), pytest.param(40, 34, id="the next step might not find its pages")],
+)
+def test_rows_are_read_at_once_where_pages_are_short(pages: int, step_pages: int) -> None:
+    rig = PlanRig(pages, step_pages)
+    rig.add(7 * 16)
+    assert rows_of(rig.step()) == [("r0", 0, 112)]
+
+
+def test_rows_are_read_at_once_where_half_a_steps_tokens_were_computed_since_the_first_of_them() -> None:
+    rig = PlanRig(step_tokens=400)
+    rig.add(201)
+    assert rows_of(rig.step()) == []
+    rig.add(2)
+    assert rows_of(rig.step()) == [("r0", 0, 201), ("r1", 0, 2)]
+    rig.add(150)
+    assert rows_of(rig.step()) == []
+    rig.add(60)
+    assert rows_of(rig.step()) == [("r2", 0, 150), ("r3", 0, 60)]
+    rig.add(202)
+    assert rows_of(rig.step()) == [("r4", 0, 202)]
+
+
+def test_a_pool_that_holds_a_step_and_what_waits_never_fails_for_the_rows_that_wait() -> None:
+    rig = PlanRig(pages=40, step_pages=20)
+    for _ in range(30):
+        request = rig.add(19 * 16)
+        rig.step()
+        rig.step()
+        assert "error" not in rig.finish(request)
+        late = rig.add(17 * 16)
+        rig.step()
+        assert "error" not in rig.finish(late)
+
+
+def test_a_preempted_request_is_read_before_its_pages_are_anothers_and_a_token_that_comes_late_changes_nothing() -> None:
+    rig = PlanRig(output_rows_per_chunk=32)
+    output, prompt = rig.add(40), rig.add(50, include_output_tokens=False)
+    rig.step()
+    rig.preempt(output)
+    rig.preempt(prompt)
+    plan = rig.step()
+    assert sorted(rows_of(plan)) == [("r0", 0, 40), ("r1", 0, 50)]
+    assert [finish.req_id for finish in plan.finishes] == ["r1"]
+    assert rig.pages.in_use == 0
+    output.all_token_ids.append(7)
+    assert not rig.half.has_unread()
+    assert not rig.step()
+    rig.running[output.request_id] = output
+    rig.step()
+    for _ in range(40):
+        if read := rows_of(rig.step()):
+            break
+    assert read == [("r0", 40, 72 + DECODES_MAX)]
+
+
+@pytest.mark.parametrize("block", [NULL_BLOCK, 9])
+def test_an_entry_ends_in_the_plan_in_which_its_block_is_no_more_the_requests_and_its_rows_can_still_be_read(
+    block: int,
+) -> None:
+    """Behind a sliding window a block goes to others while rows of it wait to be read."""
+    pages = PageAllocator(RowPoolShape(8, 16), 16)
+    pages.cover("a", 0, 40, [5, 6, 7])
+    first = pages.end_plan()
+    assert first is not None
+    assert (dict(first.entries), first.live) == ({5: 0, 6: 1, 7: 2}, 3)
+    pages.cover("a", 40, 41, [block, 6, 7])
+    second = pages.end_plan()
+    assert second is not None
+    assert (dict(second.entries), second.live) == ({5: -1}, 2)
+    place = pages.read("a", 0, 40, NO_STEP)
+    assert [list(values) for values in (place.pages, place.entries, place.steps)] == [[0, 1, 2], [5, 6, 7], [1, 1, 1]]
+
+
+def test_pages_that_a_plan_reads_are_given_by_the_next() -> None:
+    """Also those that it reads before it gives pages: for a preempted request, which is told first."""
+    rig = PlanRig(pages=4, step_pages=0)
+    lost = rig.add(30)
+    rig.step()
+    rig.preempt(lost)
+    rig.add(60)
+    plan = rig.step()
+    assert rows_of(plan) == [("r0", 0, 30)]
+    assert [abort.code for abort in plan.aborts] == ["ROW_POOL_FULL"]
+    rig.add(60)
+    assert not rig.step().aborts
+
+
+def test_a_plan_reads_from_few_requests_and_the_next_from_others() -> None:
+    """What is worth reading in one step leaves in four: 64 prompts, and the rows that they have written since."""
+    rig = PlanRig(output_rows_per_chunk=32)
+    names = [rig.add(16).request_id for _ in range(64)]
+    rig.step()
+    plans = [rows_of(rig.step()) for _ in range(5)]
+    assert [len(plan) for plan in plans] == [REQUESTS_MAX] * 4 + [0]
+    assert [req_id for plan in plans for req_id, _, _ in plan] == names
+    more = [rows_of(rig.step()) for _ in range(34)]
+    assert {len(plan) for plan in more} == {0, REQUESTS_MAX}
+    assert sorted(req_id for plan in more for req_id, _, _ in plan) == sorted(names)
+
+
+def test_more_requests_than_four_steps_read_from_leave_in_larger_parts() -> None:
+    rig = PlanRig(pages=2000)
+    for _ in range(200):
+        rig.add(16)
+    rig.step()
+    plans = [len(rig.step().rows) for _ in range(8)]
+    assert sum(plans) == 200
+    assert plans[0] == 200 // DECODES_MAX
+
+
+def test_output_rows_of_others_go_along_from_half_of_a_chunk_on() -> None:
+    rig = PlanRig(output_rows_per_chunk=32)
+    rig.add(16)
+    for _ in range(DECODES_MAX + 8):
+        rig.step()
+    rig.add(16)
+    for _ in range(DECODES_MAX + 1):
+        rig.step()
+    for _ in range(60):
+        if read := rows_of(rig.step()):
+            break
+    assert [(req_id, stop - start) for req_id, start, stop in read] == [("r0", 32 + DECODES_MAX), ("r1", 24)]
+
+
+def test_a_step_that_computes_nothing_reads_all_there_is_and_is_asked_for_only_then() -> None:
+    rig = PlanRig(output_rows_per_chunk=32)
+    assert not rig.half.has_unread()
+    rig.add(40)
+    rig.add(50)
+    assert not rig.half.has_unread()
+    for _ in range(6):
+        rig.step()
+    assert rig.half.has_unread()
+    running, rig.running = rig.running, {}
+    plan = rig.step()
+    assert rows_of(plan) == [("r0", 43, 45), ("r1", 53, 55)]
+    assert not rig.half.has_unread()
+    rig.running = running
+    rig.step()
+    assert rig.half.has_unread()
+
+
+def test_the_gauges_are_told_once_a_second_and_at_once_when_no_capture_is_left() -> None:
+    rig = PlanRig()
+    request = rig.add(100)
+    rig.step()
+    assert rig.half.take_stats() == {"row_pool_pages_in_use": 7, "row_pool_pages_free": 4089, "row_pool_bytes": 4096 * 16 * 16}
+    for _ in range(40):
+        rig.step()
+        assert rig.half.take_stats() == {}
+    rig.seconds = 1.0
+    assert rig.half.take_stats().keys() == {"row_pool_pages_in_use", "row_pool_pages_free", "row_pool_bytes"}
+    rig.finish(request)
+    rig.step()
+    assert rig.half.take_stats()["row_pool_pages_in_use"] == 0

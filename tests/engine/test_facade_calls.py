@@ -1,0 +1,37 @@
+"""What vLLM's own calls of the connector cost the engine's thread in a quiet step, in Python and C calls. Starts no engine."""
+
+from __future__ import annotations
+
+import pytest
+from support.calls import calls
+from support.plan_rig import PlanRig
+from support.worker_rig import config
+
+from slotstream.connector.hook_guard import HookGuard
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
+
+
+def _hooks_of_a_quiet_step(captures: int) -> tuple[int, int]:
+    """Of `build_connector_meta` and of `get_kv_connector_stats`, in the engine core."""
+    from slotstream.connector.facade import SlotStreamConnector
+
+    rig = PlanRig()
+    for _ in range(captures):
+        rig.add(17)
+    for _ in range(6):
+        rig.step()
+    connector = object.__new__(SlotStreamConnector)
+    connector._config, connector._scheduler = config(layers=[0]), rig.half
+    connector._guard, connector._told_off = HookGuard(lambda: None), ""
+    connector.get_kv_connector_stats()
+    output = rig.output()
+    planned = calls(lambda: connector.build_connector_meta(output))
+    return planned, calls(connector.get_kv_connector_stats)
+
+
+def test_a_quiet_step_costs_the_same_for_8_and_for_64_captures() -> None:
+    few, many = _hooks_of_a_quiet_step(8), _hooks_of_a_quiet_step(64)
+    assert few == many
+    assert few[0] <= 25
+    assert few[1] <= 20
