@@ -16,19 +16,21 @@ from slotstream.common.throttle import Throttle
 from slotstream.connector.counters import Counters
 from slotstream.connector.faults import SampleFault
 from slotstream.connector.plan import EMPTY_PLAN, SampleAbort, SampleFinish, SampleOpen, StepPlan
-from slotstream.connector.planning.captured_request import CapturedRequest
+from slotstream.connector.planning.captured_request import CapturedRequest, refused_sample
 from slotstream.connector.planning.external_loads import ExternalLoads
-from slotstream.connector.planning.request_params import CaptureParams, parse_params, sequence_of
+from slotstream.connector.planning.request_params import CaptureParams, names_of, parse_params, sequence_of
 from slotstream.connector.planning.row_places import BlockPlaces, RowPlaces
 from slotstream.connector.planning.row_planner import RowPlanner
 from slotstream.connector.planning.sessions import Sessions, asked_of
 from slotstream.connector.vllm_config import ConnectorConfig
 from slotstream.transport.logs import connector_logger
 from slotstream.wire.errors import (
+    AlreadyExists,
     BadTokenRange,
     CaptureAborted,
     InternalFault,
     RowsNotComputed,
+    ServerDraining,
     ServerUnavailable,
     SlotStreamError,
     TooLarge,
@@ -50,6 +52,7 @@ _RESETS_MAX = 100
 class _Pending:
     """What the next plan must carry besides the rows of running requests."""
 
+    opens: list[SampleOpen] = field(default_factory=list)
     finishes: list[SampleFinish] = field(default_factory=list)
     aborts: list[SampleAbort] = field(default_factory=list)
     releases: list[str] = field(default_factory=list)
@@ -83,7 +86,7 @@ class SchedulerHalf:
         self._undelivered = EMPTY_PLAN
         self._counters = Counters()
         self._told: dict[str, float] = {}  # The gauges, as they were last told.
-        self._throttle = Throttle(every_s=10.0)
+        self._throttle = Throttle(every_s=60.0)
         self._sessions = Sessions()
         self._external_loads = ExternalLoads(group, block_size)
         self._rows = RowPlanner(places or BlockPlaces(), group, config.options.output_rows_per_chunk)
@@ -117,7 +120,7 @@ class SchedulerHalf:
         try:
             self._admit(request)
         except SlotStreamError as error:
-            self._refuse(req_id, error)
+            self._refuse_request(request, error)
 
     def plan(self, output: SchedulerOutput) -> StepPlan:
         """The plan of the step that `output` schedules."""
@@ -132,6 +135,7 @@ class SchedulerHalf:
                 for capture, covered in listed(self._live, output, computed):
                     self._or_refuse(capture, partial(self._plan_request, capture, covered, output, computed, opens))
         rows, table = self._rows.end_plan()
+        opens.extend(pending.opens)
         plan = StepPlan(tuple(opens), rows, tuple(pending.finishes), tuple(pending.aborts), tuple(pending.releases), table)
         # Only now: had anything raised, the blocks that vLLM holds for us would never be released.
         self._pending = _Pending()
@@ -206,6 +210,7 @@ class SchedulerHalf:
             self._pending.aborts.append(SampleAbort(finish.req_id, error.code, str(error)))
             if finish.req_id in self._captures:
                 self._refused[finish.req_id] = error
+        self._pending.opens.extend(lost.opens)
         self._pending.aborts.extend(lost.aborts)
         for req_id in list(self._live):
             self._refuse(req_id, error)
@@ -238,7 +243,11 @@ class SchedulerHalf:
             )
         start, stop = self._window(request, params)
         self._check_server()
-        self._captures[req_id] = self._live[req_id] = CapturedRequest(request, params, start, stop, next=start)
+        capture = CapturedRequest(request, params, start, stop, next=start)
+        others = (other for other_id, other in self._captures.items() if other_id not in self._refused)
+        if any(capture.conflicts_with(other) for other in others):
+            raise AlreadyExists("another request of this engine is captured under this sample_id, with other tokens")
+        self._captures[req_id] = self._live[req_id] = capture
 
     def _params(self, request: Request) -> CaptureParams:
         """What a request asks for. Raises SlotStreamError."""
@@ -277,15 +286,34 @@ class SchedulerHalf:
         return start, stop
 
     def _refuse(self, req_id: str, error: SlotStreamError) -> None:
-        """Fail a capture from here on; the worker is told if it knows of it."""
+        """Fail a capture from here on. The worker is told, which tells the server and the log."""
         live = self._let_go(req_id)
         self._refused[req_id] = error
-        if live is not None and live.opened:
+        if live is not None:
+            if not live.opened:
+                params = live.params
+                self._pending.opens.append(refused_sample(req_id, params.namespace, params.sample_id, params.tags))
+            self._pending.aborts.append(SampleAbort(req_id, error.code, str(error)))
+
+    def _refuse_request(self, request: Request, error: SlotStreamError) -> None:
+        """Fail a capture that has not begun, under the names that it asked for, as far as they can be."""
+        req_id = request.request_id
+        self._refused[req_id] = error
+        if not isinstance(error, ServerUnavailable | ServerDraining):
+            options = self._config.options
+            names = names_of(
+                asked_of(request),
+                req_id=req_id,
+                sequence=sequence_of(request),
+                namespace=options.namespace,
+                include_output_tokens=options.include_output_tokens,
+            )
+            self._pending.opens.append(refused_sample(req_id, *names))
             self._pending.aborts.append(SampleAbort(req_id, error.code, str(error)))
             return
-        self._counters.add("samples_failed", code=error.code)
+        self._counters.add("samples_failed", code=error.code)  # There is nobody to tell.
         if (unsaid := self._throttle.admit(error.code)) is not None:
-            more = f" ({unsaid} more with this code were not logged)" if unsaid else ""
+            more = f" ({unsaid} more with this code since the last such line)" if unsaid else ""
             logger.warning("slotstream: request %s is not captured: %s%s", req_id, log_text(error.code, str(error)), more)
 
     def _let_go(self, req_id: str) -> CapturedRequest | None:
