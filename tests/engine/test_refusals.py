@@ -141,3 +141,38 @@ def test_a_server_that_is_away_is_not_told_of_what_it_missed(
         assert vllm.said("r")["error"]["code"] == "SERVER_UNAVAILABLE"
         assert vllm.samples.get("r", Planned()).opened is None
         assert "request r is not captured: SERVER_UNAVAILABLE" in caplog.text
+
+
+@pytest.mark.parametrize("capture", [True, False])
+def test_a_misspelt_key_is_in_the_answer_if_there_is_one_and_in_the_log(
+    truth_models: dict[str, Path], capture: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    with real_scheduler(truth_models["dense"], capture=capture) as vllm:
+        for req_id in ("a", "b"):
+            vllm.send(vllm.request(req_id, _tokens(70), 4, {"slotstrem": {"sample_id": "mine"}}))
+            vllm.run()
+            if capture:
+                assert vllm.said(req_id)["sample_id"] == req_id
+                assert "'slotstrem'" in vllm.said(req_id)["warning"]
+            else:
+                assert vllm.answers[req_id] is None
+        vllm.send(vllm.request("c", _tokens(70), 4, {"slotstrem": {}, "slotstream": {"typo": 1, "capture": True}}))
+        vllm.run()
+        assert vllm.said("c")["error"]["code"] == "BAD_PARAMS"
+        assert "'slotstrem'" in vllm.said("c")["warning"]
+    assert len([record for record in caplog.records if "'slotstrem'" in record.getMessage()]) == 1
+
+
+def test_keys_of_vllms_own_connectors_are_no_typos() -> None:
+    """All that its connectors look for in a request's parameters, as far as a text search finds it."""
+    import re
+
+    import vllm.distributed.kv_transfer.kv_connector.v1 as connectors
+
+    from slotstream.connector.planning.typos import misspelt
+
+    found: set[str] = set()
+    for path in Path(next(iter(connectors.__path__))).rglob("*.py"):
+        found.update(re.findall(r"""["']([A-Za-z_][A-Za-z0-9_.-]{5,14})["']""", path.read_text()))
+    assert {"do_remote_decode"[:14], "transfer_id", "remote_host"} & found
+    assert misspelt(dict.fromkeys(found)) == []

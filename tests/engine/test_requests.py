@@ -252,7 +252,7 @@ def test_a_refused_request_is_listed_as_failed(engine: Stack, stored: Client) ->
     params = {"namespace": "refused", "sample_id": "s", "tokens": [0, 999], "tags": {"k": "v"}}
     answer = _post(engine, "completions", {"prompt": [5] * 40, "max_tokens": 2, "kv_transfer_params": {"slotstream": params}})
     assert answer["kv_transfer_params"]["slotstream"]["error"]["code"] == "BAD_TOKEN_RANGE"
-    wait_until(lambda: list(stored.list(namespace="refused", state="failed")), "the refused one to be listed")
+    wait_until(lambda: bool(list(stored.list(namespace="refused", state="failed"))), "the refused one to be listed")
     (info,) = stored.list(namespace="refused", state="failed", tags={"k": "v"})
     assert (info.sample_id, info.error_code) == ("s", "BAD_TOKEN_RANGE")
 

@@ -37,6 +37,7 @@ from slotstream.wire.errors import (
     UnsupportedRequest,
 )
 from slotstream.wire.names import ROWS_MAX
+from slotstream.connector.planning.typos import Typos, warning_of
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -88,6 +89,7 @@ class SchedulerHalf:
         self._told: dict[str, float] = {}  # The gauges, as they were last told.
         self._throttle = Throttle(every_s=60.0)
         self._sessions = Sessions()
+        self._typos = Typos()
         self._external_loads = ExternalLoads(group, block_size)
         self._rows = RowPlanner(places or BlockPlaces(), group, config.options.output_rows_per_chunk)
 
@@ -117,6 +119,7 @@ class SchedulerHalf:
         self._external_loads.on_alloc(req_id, blocks)
         if req_id in self._refused or req_id in self._captures:
             return
+        self._typos.look(asked_of(request))
         try:
             self._admit(request)
         except SlotStreamError as error:
@@ -154,13 +157,13 @@ class SchedulerHalf:
         capture = self._captures.pop(req_id, None)
         live = self._live.pop(req_id, None)
         if refused is not None:
-            return False, self._response(req_id, capture, refused)
+            return False, self._response(request, capture, refused)
         if capture is None:
             return False, None
         if live is None:
-            return False, self._response(req_id, capture)
+            return False, self._response(request, capture)
         hold, error = self._finish_live(live, block_ids)
-        return hold, self._response(req_id, capture, error)
+        return hold, self._response(request, capture, error)
 
     def on_faults(self, faults: Sequence[SampleFault]) -> None:
         """The worker gave samples up: whoever still waits for an answer is told."""
@@ -403,7 +406,9 @@ class SchedulerHalf:
 
     # -- answers
 
-    def _response(self, req_id: str, capture: CapturedRequest | None, error: SlotStreamError | None = None) -> dict[str, Any]:
+    def _response(
+        self, request: Request, capture: CapturedRequest | None, error: SlotStreamError | None = None
+    ) -> dict[str, Any]:
         config = self._config
         answer: dict[str, Any] = {"server": config.options.server}
         if capture is not None:
@@ -419,6 +424,8 @@ class SchedulerHalf:
         if error is not None:
             code = error.relayed_code if isinstance(error, _Relayed) else error.code
             answer["error"] = {"code": code, "message": str(error)}
+        if (warning := warning_of(asked_of(request))) is not None:
+            answer["warning"] = warning
         return {"slotstream": answer}
 
 
