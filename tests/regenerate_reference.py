@@ -55,6 +55,7 @@ ANSWER = {
     "dtype": "`BF16`, `F16` or `F32`",
     "shape": "`[rows, layers, hidden size]`",
     "error": '`{"code": ..., "message": ...}` where the request cannot be captured or its sample failed; else left out',
+    "warning": "one sentence where a key of `kv_transfer_params` looks like a misspelt `slotstream`; else left out",
 }
 EXITS = {
     0: "done",

@@ -267,6 +267,25 @@ def test_several_prompts_in_one_request_get_a_sample_each(engine: Stack, stored:
         assert_rows_are_true(sample)
 
 
+def test_prompts_that_share_a_sample_id_are_not_lost_without_a_word(engine: Stack, stored: Client) -> None:
+    prompts = [text_tokens(random.Random(30 + i), 40 + i) for i in range(3)]
+    params = {"namespace": "shared", "sample_id": "s", "tags": {"batch": "1"}}
+    _post(engine, "completions", {"prompt": prompts, "max_tokens": 2, "kv_transfer_params": {"slotstream": params}})
+    wait_until(lambda: stored.stat("s", namespace="shared").refused == {"ALREADY_EXISTS": 2}, "the two others to be counted")
+    assert stored.get("s", namespace="shared").token_ids.tolist() in prompts
+    assert engine.engine is not None
+    assert "sample s failed: ALREADY_EXISTS: " in (engine.work / "vllm.log").read_text()
+
+
+def test_a_refused_request_is_listed_as_failed(engine: Stack, stored: Client) -> None:
+    params = {"namespace": "refused", "sample_id": "s", "tokens": [0, 999], "tags": {"k": "v"}}
+    answer = _post(engine, "completions", {"prompt": [5] * 40, "max_tokens": 2, "kv_transfer_params": {"slotstream": params}})
+    assert answer["kv_transfer_params"]["slotstream"]["error"]["code"] == "BAD_TOKEN_RANGE"
+    wait_until(lambda: bool(list(stored.list(namespace="refused", state="failed"))), "the refused one to be listed")
+    (info,) = stored.list(namespace="refused", state="failed", tags={"k": "v"})
+    assert (info.sample_id, info.error_code) == ("s", "BAD_TOKEN_RANGE")
+
+
 def test_n_sequences_get_a_sample_each_when_their_output_is_captured(engine: Stack, stored: Client) -> None:
     prompt = text_tokens(random.Random(7), 70)
     params = {"namespace": "n", "sample_id": "s", "include_output_tokens": True}

@@ -81,7 +81,8 @@ WINGS = {
         "metrics": {"http"},
     },
     "store": {
-        "samples": {"records", "disk", "sample", "catalogue", "failure_shares", "parts", "publishing", "upkeep"},
+        "samples": {"records", "disk", "sample", "catalogue", "failure_shares", "parts", "publishing", "refusals", "upkeep"},
+        "refusals": {"records"},
         "publishing": {"parts", "records", "disk", "sample", "catalogue"},
         "upkeep": {"parts", "records", "disk", "sample", "catalogue"},
         "parts": {"records", "disk", "catalogue"},

@@ -273,6 +273,10 @@ class Reader:
         info = self.stat(read_pb.StatRequest(namespace=namespace, sample_id=sample_id), timeout=TIMEOUT_S)
         return info.state, info.error_code
 
+    def others_refused(self, sample_id: str) -> dict[str, int]:
+        """How many other samples failed under a committed one's id, by code."""
+        return dict(self.stat(read_pb.StatRequest(sample_id=sample_id), timeout=TIMEOUT_S).refused)
+
     def verify(self, **request: Any) -> list[read_pb.VerifyReply]:
         return list(self._verify(read_pb.VerifyRequest(**request), timeout=TIMEOUT_S))
 

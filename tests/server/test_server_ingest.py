@@ -125,6 +125,11 @@ def test_the_same_sample_again_is_a_duplicate_and_another_is_refused(
     assert reader.read("s")[1] == sample.data
     assert running.metric("samples_total", outcome="duplicate", code="") == 1
     assert running.metric("samples_total", outcome="failed", code="ALREADY_EXISTS") == 1
+    assert reader.others_refused("s") == {"ALREADY_EXISTS": 1}
+    peer.say(stranger.open(3), pb.IngestRequest(abort=pb.AbortSample(sample=3, code="BAD_PARAMS", message="a typo")))
+    assert peer.failed().code == "BAD_PARAMS"
+    assert reader.others_refused("s") == {"ALREADY_EXISTS": 1, "BAD_PARAMS": 1}
+    assert reader.state("s") == (COMMITTED, "")
 
 
 def test_a_sample_of_unknown_length_ends_where_it_is_committed(peer: Peer, reader: Reader) -> None:

@@ -91,6 +91,7 @@ def test_one_id_is_stored_once_whoever_sends_it(peers: list[Peer], running: Runn
         assert peer.committed().duplicate
     with Reader(running.address) as reader:
         assert reader.read("same")[1] == sample.data
+        assert reader.others_refused("same") == {"ALREADY_EXISTS": len(peers)}
 
 
 def test_failures_are_told_and_recorded(peers: list[Peer], running: RunningServer) -> None:

@@ -177,6 +177,7 @@ def facts(info: SampleInfo) -> list[str]:
         ("acked", _time_text(info.acked_unix_ns) if info.acked_unix_ns else ""),
         ("leased until", _until_text(info.leased_until_unix_ns) if info.leased_until_unix_ns else ""),
         ("expires", _until_text(info.expires_unix_ns) if info.expires_unix_ns else ""),
+        ("refused", ", ".join(f"{count} {code}" for code, count in sorted(info.refused.items()))),
         *((f"tag {key}", value) for key, value in sorted(info.tags.items())),
         *((f"metadata {key}", value) for key, value in sorted(info.metadata.items())),
     ]

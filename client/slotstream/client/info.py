@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import datetime
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from slotstream.v1 import sample_pb2, samples_pb2
@@ -50,6 +50,8 @@ class SampleInfo:
     acked_unix_ns: int | None = None  # when a reader first was done with it
     leased_until_unix_ns: int | None = None
     expires_unix_ns: int | None = None  # when the server deletes it for its age
+    # While committed: other samples that failed under this id since the server started, by error code.
+    refused: dict[str, int] = field(default_factory=dict)
 
     @property
     def layer_names(self) -> tuple[str, ...]:
@@ -86,6 +88,7 @@ class SampleInfo:
             acked_unix_ns=info.acked_unix_ns or None,
             leased_until_unix_ns=info.leased_until_unix_ns or None,
             expires_unix_ns=info.expires_unix_ns or None,
+            refused=dict(info.refused),
         )
 
 

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import threading
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from slotstream.common.logtext import log_text
 from slotstream.common.throttle import Throttle
 from slotstream.connector.counters import Counters
 from slotstream.transport.logs import connector_logger
-from slotstream.wire.errors import PermissionDenied, Unauthenticated
 
 logger = connector_logger(__name__)
 
-_DENIALS = frozenset({PermissionDenied.code, Unauthenticated.code})
+_LOG_EVERY_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,14 +27,17 @@ class SampleFault:
 
 
 class Faults:
-    """The pump adds, the engine's thread takes."""
+    """The pump adds and ticks, the engine's thread takes. `clock`: monotonic seconds.
 
-    def __init__(self, counters: Counters) -> None:
+    The first failure of a code is logged at once, later ones once a minute, with their number: none is left unsaid for longer.
+    """
+
+    def __init__(self, counters: Counters, clock: Callable[[], float] = time.monotonic) -> None:
         self._counters = counters
         self._lock = threading.Lock()
         self._items: list[SampleFault] = []
-        self._throttle = Throttle(every_s=10.0)
-        self._throttle_denied = Throttle(every_s=60.0)  # It takes a person to change what the server denies.
+        self._throttle = Throttle(_LOG_EVERY_S, clock)
+        self._last: dict[str, str] = {}  # By code: what is to be said of the last one.
 
     def add(self, sample_id: str, fault: SampleFault) -> None:
         """A sample failed, for good."""
@@ -41,10 +45,18 @@ class Faults:
         if fault.req_id:  # Without one it is an earlier engine's: nobody here waits for it.
             with self._lock:
                 self._items.append(fault)
-        throttle = self._throttle_denied if fault.code in _DENIALS else self._throttle
-        if (unsaid := throttle.admit(fault.code)) is not None:
-            more = f" ({unsaid} more with this code were not logged)" if unsaid else ""
-            logger.warning("slotstream: sample %s failed: %s%s", sample_id, log_text(fault.code, fault.message), more)
+        self._last[fault.code] = f"sample {sample_id} failed: {log_text(fault.code, fault.message)}"
+        if (unsaid := self._throttle.admit(fault.code)) is not None:
+            self._say(fault.code, unsaid)
+
+    def tick(self) -> None:
+        """Called about once a second: say what was left unsaid a minute ago."""
+        for code, unsaid in self._throttle.overdue().items():
+            self._say(code, unsaid - 1)
+
+    def _say(self, code: str, more: int) -> None:
+        others = f" ({more} more with this code since the last such line)" if more else ""
+        logger.warning("slotstream: %s%s", self._last.pop(code), others)
 
     def take(self) -> list[SampleFault]:
         """Those added since the last call."""

@@ -3,21 +3,30 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 
 class Throttle:
-    """Admits one event a key every `every_s` seconds."""
+    """Admits one event a key every `every_s` seconds. `clock`: monotonic seconds."""
 
-    def __init__(self, every_s: float) -> None:
+    def __init__(self, every_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._every_s = every_s
+        self._clock = clock
         self._seen: dict[str, tuple[float, int]] = {}  # key -> (when last admitted, refused since)
 
     def admit(self, key: str) -> int | None:
         """How many events of `key` were refused since the last admitted one; None when this one is refused too."""
-        now = time.monotonic()
+        now = self._clock()
         last, refused = self._seen.get(key, (float("-inf"), 0))
         if now - last < self._every_s:
             self._seen[key] = (last, refused + 1)
             return None
         self._seen[key] = (now, 0)
         return refused
+
+    def overdue(self) -> dict[str, int]:
+        """How many events of each key were refused, where one could be admitted now: those count as said from here on."""
+        now = self._clock()
+        due = {key: refused for key, (last, refused) in self._seen.items() if refused and now - last >= self._every_s}
+        self._seen.update(dict.fromkeys(due, (now, 0)))
+        return due

@@ -23,6 +23,7 @@ from slotstream.store.failure_shares import FailureShares
 from slotstream.store.parts import StoreParts
 from slotstream.store.publishing import Publisher
 from slotstream.store.records import Failure, SampleKey, SampleRecord, SampleSpec, State
+from slotstream.store.refusals import Refusals
 from slotstream.store.sample.reading import SampleReader, unreadable
 from slotstream.store.sample.remote import RemoteUpload
 from slotstream.store.sample.upload import OpenSample, Upload
@@ -75,6 +76,7 @@ class SampleStore:
         self.lifetimes = Lifetimes(parts)
         self._directories = DurableDirectories(parts.files)
         self._failure_shares = FailureShares()
+        self.refusals = Refusals()
         self._publisher = Publisher(parts, self.lifetimes.put_aside_if_rotten)
         parts.catalogue.find_lost = self._lost_samples
         self._unrecorded = False  # A failure could not be recorded: the next start has to look.
@@ -181,6 +183,7 @@ class SampleStore:
         Does nothing while another upload of the id is arriving, and past the peer's share. Where the disk is full, nothing is
         written.
         """
+        self.refusals.note(record.key, failure)
         if not self._failure_shares.take(peer):
             return
         if self.is_full:
@@ -195,6 +198,8 @@ class SampleStore:
     def _ended(self, upload: OpenSample, failure: Failure | None) -> None:
         """An upload's last word. At every moment `_uploads`, `_failing` or the catalogue knows the sample."""
         key = upload.spec.key
+        if failure is not None:
+            self.refusals.note(key, failure)
         with self._uploads_lock:
             same = self._uploads[key]
             same.remove(upload)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -57,6 +58,23 @@ class CapturedRequest:
         """Whether the next rows are those of output tokens, which come one or a few a step."""
         return self.params.include_output_tokens and self.next >= self.request.num_prompt_tokens
 
+    def conflicts_with(self, other: CapturedRequest) -> bool:
+        """Whether the two cannot both be stored: one name, and rows of other tokens. What output will be is not known yet."""
+        ours, theirs = self.params, other.params
+        if (ours.sample_id, ours.namespace) != (theirs.sample_id, theirs.namespace):
+            return False
+        if self.start != other.start:
+            return True
+        both = min(self._prompt_stop, other._prompt_stop)
+        if self.request.prompt_token_ids[self.start : both] != other.request.prompt_token_ids[self.start : both]:
+            return True
+        outputs = ours.include_output_tokens or theirs.include_output_tokens
+        return not outputs and self.stop != other.stop
+
+    @property
+    def _prompt_stop(self) -> int:
+        return int(min(self.stop, self.request.num_prompt_tokens))
+
     def check_whole(self, stop: int) -> None:
         """Raises RowsNotComputed unless rows [start, stop) are all that the request, as it is now, was to have captured.
 
@@ -108,6 +126,11 @@ class CapturedRequest:
             metadata["cache_resets"] = ",".join(map(str, self.resets))
         columns = mask_columns(self.params.loss_mask, self.start, stop, request.num_prompt_tokens)
         return SampleFinish(request.request_id, tuple(request.all_token_ids[self.start : stop]), metadata, columns)
+
+
+def refused_sample(req_id: str, namespace: str, sample_id: str, tags: Mapping[str, str]) -> SampleOpen:
+    """The beginning of a sample that will have no row: it is aborted at once, so that the server knows why."""
+    return SampleOpen(req_id, namespace, sample_id, 0, 1, False, tags)
 
 
 def _finish_reason(request: Request) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import re
 from collections.abc import Mapping
@@ -9,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from slotstream.connector.planning.loss_mask import LossMask, parse_loss_mask
-from slotstream.wire.errors import BadParams, BadTokenRange, UnsupportedRequest
+from slotstream.wire.errors import BadParams, BadTokenRange, SlotStreamError, UnsupportedRequest
 from slotstream.wire.names import check_namespace, check_sample_id, check_tags
 
 if TYPE_CHECKING:
@@ -71,6 +72,35 @@ def parse_params(
         tags=check_tags(inner.get("tags", {})),
         loss_mask=parse_loss_mask(inner.get("loss_mask")),
     )
+
+
+def names_of(
+    kv_transfer_params: Mapping[str, Any] | None,
+    *,
+    req_id: str,
+    sequence: int | None,
+    namespace: str,
+    include_output_tokens: bool,
+) -> tuple[str, str, Mapping[str, str]]:
+    """The namespace, sample id and tags that a refused request asked for, each where it can be one, else the default.
+
+    As in `parse_params`. Raises nothing.
+    """
+    outer = kv_transfer_params if isinstance(kv_transfer_params, Mapping) else {}
+    inner = outer.get("slotstream")
+    if not isinstance(inner, Mapping):
+        inner = {}
+    sample_id = default_sample_id(req_id)
+    with contextlib.suppress(SlotStreamError):
+        if "sample_id" in inner:
+            outputs = inner.get("include_output_tokens", outer.get("include_output_tokens", include_output_tokens))
+            sample_id = _chosen_id(inner["sample_id"], sequence or 0, outputs)
+    with contextlib.suppress(SlotStreamError):
+        namespace = check_namespace(inner.get("namespace", namespace))
+    tags: Mapping[str, str] = {}
+    with contextlib.suppress(SlotStreamError):
+        tags = check_tags(inner.get("tags", {}))
+    return namespace, sample_id, tags
 
 
 def sequence_of(request: Request) -> int | None:

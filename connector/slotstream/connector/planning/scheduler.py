@@ -16,19 +16,22 @@ from slotstream.common.throttle import Throttle
 from slotstream.connector.counters import Counters
 from slotstream.connector.faults import SampleFault
 from slotstream.connector.plan import EMPTY_PLAN, SampleAbort, SampleOpen, StepPlan
-from slotstream.connector.planning.captured_request import CapturedRequest
+from slotstream.connector.planning.captured_request import CapturedRequest, refused_sample
 from slotstream.connector.planning.external_loads import ExternalLoads
-from slotstream.connector.planning.request_params import CaptureParams, parse_params, sequence_of
+from slotstream.connector.planning.request_params import CaptureParams, names_of, parse_params, sequence_of
 from slotstream.connector.planning.row_places import BlockPlaces, RowPlaces
 from slotstream.connector.planning.row_planner import RowPlanner
 from slotstream.connector.planning.sessions import Sessions, asked_of
+from slotstream.connector.planning.typos import Typos, warning_of
 from slotstream.connector.vllm_config import ConnectorConfig
 from slotstream.transport.logs import connector_logger
 from slotstream.wire.errors import (
+    AlreadyExists,
     BadTokenRange,
     CaptureAborted,
     InternalFault,
     RowsNotComputed,
+    ServerDraining,
     ServerUnavailable,
     SlotStreamError,
     TooLarge,
@@ -51,6 +54,7 @@ _GAUGES_EVERY_S = 1.0
 class _Pending:
     """What the next plan must carry besides the rows of running requests."""
 
+    opens: list[SampleOpen] = field(default_factory=list)
     aborts: list[SampleAbort] = field(default_factory=list)
     releases: list[str] = field(default_factory=list)
 
@@ -87,8 +91,9 @@ class SchedulerHalf:
         self._told: dict[str, float] = {}  # The gauges, as they were last told.
         self._told_at = -_GAUGES_EVERY_S
         self.tells_gauges = True  # Whether the last `take_stats` was to.
-        self._throttle = Throttle(every_s=10.0)
+        self._throttle = Throttle(every_s=60.0)
         self._sessions = Sessions()
+        self._typos = Typos()
         self._external_loads = ExternalLoads(group, block_size)
         self._rows = RowPlanner(places or BlockPlaces(), group, config.options.output_rows_per_chunk)
 
@@ -118,10 +123,11 @@ class SchedulerHalf:
         self._external_loads.on_alloc(req_id, blocks)
         if req_id in self._refused or req_id in self._captures:
             return
+        self._typos.look(asked_of(request))
         try:
             self._admit(request)
         except SlotStreamError as error:
-            self._refuse(req_id, error)
+            self._refuse_request(request, error)
 
     def plan(self, output: SchedulerOutput) -> StepPlan:
         """The plan of the step that `output` schedules."""
@@ -130,8 +136,9 @@ class SchedulerHalf:
             self._plan_step(output, opens)
         rows, finishes, table = self._rows.end_plan(output)
         pending = self._pending
-        if not (opens or rows or finishes or table or pending.aborts or pending.releases):
+        if not (opens or rows or finishes or table or pending.opens or pending.aborts or pending.releases):
             return EMPTY_PLAN
+        opens += pending.opens
         # Only now: had anything raised, the blocks that vLLM holds for us would never be released.
         self._pending = _Pending()
         self._undelivered = StepPlan(tuple(opens), rows, finishes, tuple(pending.aborts), tuple(pending.releases), table)
@@ -149,13 +156,13 @@ class SchedulerHalf:
         capture = self._captures.pop(req_id, None)
         live = self._live.pop(req_id, None)
         if refused is not None:
-            return False, self._response(req_id, capture, refused)
+            return False, self._response(request, capture, refused)
         if capture is None:
             return False, None
         if live is None:
-            return False, self._response(req_id, capture)
+            return False, self._response(request, capture)
         hold, error = self._finish_live(live, block_ids)
-        return hold, self._response(req_id, capture, error)
+        return hold, self._response(request, capture, error)
 
     def on_faults(self, faults: Sequence[SampleFault]) -> None:
         """The worker gave samples up: whoever still waits for an answer is told."""
@@ -213,6 +220,7 @@ class SchedulerHalf:
             self._pending.aborts.append(SampleAbort(finish.req_id, error.code, str(error)))
             if finish.req_id in self._captures:
                 self._refused[finish.req_id] = error
+        self._pending.opens.extend(lost.opens)
         self._pending.aborts.extend(lost.aborts)
         for req_id in list(self._live):
             self._refuse(req_id, error)
@@ -246,7 +254,11 @@ class SchedulerHalf:
         if params.loss_mask is not None:
             params.loss_mask.check(request.num_prompt_tokens + request.max_tokens)
         self._check_server()
-        self._captures[req_id] = self._live[req_id] = CapturedRequest(request, params, start, stop, next=start)
+        capture = CapturedRequest(request, params, start, stop, next=start)
+        same = [(other_id, other) for other_id, other in self._captures.items() if other.params.sample_id == params.sample_id]
+        if any(other_id not in self._refused and capture.conflicts_with(other) for other_id, other in same):
+            raise AlreadyExists("another request of this engine is captured under this sample_id, with other tokens")
+        self._captures[req_id] = self._live[req_id] = capture
 
     def _params(self, request: Request) -> CaptureParams:
         """What a request asks for. Raises SlotStreamError."""
@@ -285,15 +297,34 @@ class SchedulerHalf:
         return start, stop
 
     def _refuse(self, req_id: str, error: SlotStreamError) -> None:
-        """Fail a capture from here on; the worker is told if it knows of it."""
+        """Fail a capture from here on. The worker is told, which tells the server and the log."""
         live = self._let_go(req_id)
         self._refused[req_id] = error
-        if live is not None and live.opened:
+        if live is not None:
+            if not live.opened:
+                params = live.params
+                self._pending.opens.append(refused_sample(req_id, params.namespace, params.sample_id, params.tags))
+            self._pending.aborts.append(SampleAbort(req_id, error.code, str(error)))
+
+    def _refuse_request(self, request: Request, error: SlotStreamError) -> None:
+        """Fail a capture that has not begun, under the names that it asked for, as far as they can be."""
+        req_id = request.request_id
+        self._refused[req_id] = error
+        if not isinstance(error, ServerUnavailable | ServerDraining):
+            options = self._config.options
+            names = names_of(
+                asked_of(request),
+                req_id=req_id,
+                sequence=sequence_of(request),
+                namespace=options.namespace,
+                include_output_tokens=options.include_output_tokens,
+            )
+            self._pending.opens.append(refused_sample(req_id, *names))
             self._pending.aborts.append(SampleAbort(req_id, error.code, str(error)))
             return
-        self._counters.add("samples_failed", code=error.code)
+        self._counters.add("samples_failed", code=error.code)  # There is nobody to tell.
         if (unsaid := self._throttle.admit(error.code)) is not None:
-            more = f" ({unsaid} more with this code were not logged)" if unsaid else ""
+            more = f" ({unsaid} more with this code since the last such line)" if unsaid else ""
             logger.warning("slotstream: request %s is not captured: %s%s", req_id, log_text(error.code, str(error)), more)
 
     def _let_go(self, req_id: str) -> CapturedRequest | None:
@@ -397,7 +428,9 @@ class SchedulerHalf:
 
     # -- answers
 
-    def _response(self, req_id: str, capture: CapturedRequest | None, error: SlotStreamError | None = None) -> dict[str, Any]:
+    def _response(
+        self, request: Request, capture: CapturedRequest | None, error: SlotStreamError | None = None
+    ) -> dict[str, Any]:
         config = self._config
         answer: dict[str, Any] = {"server": config.options.server}
         if capture is not None:
@@ -413,6 +446,8 @@ class SchedulerHalf:
         if error is not None:
             code = error.relayed_code if isinstance(error, _Relayed) else error.code
             answer["error"] = {"code": code, "message": str(error)}
+        if (warning := warning_of(asked_of(request))) is not None:
+            answer["warning"] = warning
         return {"slotstream": answer}
 
 

@@ -176,6 +176,7 @@ class Pump:
                 next_check = time.monotonic() + _TICK_S
                 self._sink.check_deadlines()
                 self._safely(self._outbox.tick)
+                self._safely(self._faults.tick)
             item = self._inbox.get(_TICK_S if self._stop is None else 0.05)
             if item is not None:
                 self._handle_safely(item)

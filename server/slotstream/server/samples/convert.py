@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
+
 from slotstream.store.catalogue.retention_sql import Standing, Usage
 from slotstream.store.catalogue.sql import ListQuery
 from slotstream.store.records import SampleKey, SampleRecord, State
@@ -28,8 +31,16 @@ def key_of(namespace: str, sample_id: str) -> SampleKey:
     return SampleKey.checked(namespace or DEFAULT_NAMESPACE, sample_id)
 
 
-def info_of(record: SampleRecord, standing: Standing | None = None, rule: Rule | None = None) -> sample_pb2.SampleInfo:
-    """With its standing and its namespace's rule, also what they say; without, those fields are empty."""
+def info_of(
+    record: SampleRecord,
+    standing: Standing | None = None,
+    rule: Rule | None = None,
+    refused: Mapping[str, int] = MappingProxyType({}),
+) -> sample_pb2.SampleInfo:
+    """With its standing and its namespace's rule, also what they say; without, those fields are empty.
+
+    `refused`: the samples that failed under the id, by code. A row that is not committed says itself why.
+    """
     expires = rule.expires_unix_ns(record.committed_unix_ns) if rule and record.state is State.COMMITTED else 0
     standing = standing or Standing()
     return sample_pb2.SampleInfo(
@@ -52,6 +63,7 @@ def info_of(record: SampleRecord, standing: Standing | None = None, rule: Rule |
         error_message=record.error_message,
         tags=record.tags,
         metadata=record.metadata,
+        refused=refused if record.state is State.COMMITTED else {},
     )
 
 

@@ -185,7 +185,7 @@ class SamplesService:
         if record is None:
             raise SampleNotFound(f"there is no sample {key}")
         rule = self._housekeeping.policy.rule_for(key.namespace)
-        return convert.info_of(record, self._store.lifetimes.standing(key), rule)
+        return convert.info_of(record, self._store.lifetimes.standing(key), rule, self._store.refusals.of(key))
 
     async def _list(self, gate: Gate, context: Context) -> pb.ListReply:
         async with self._calls.answering("List", gate, context) as (session, raw):
