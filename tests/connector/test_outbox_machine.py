@@ -134,7 +134,7 @@ class OutboxMachine(RuleBasedStateMachine):
             self.engine.hear(self.server.answer(number))
 
     @precondition(lambda self: self.server.uploads)
-    @rule(which=WHICH, code=st.sampled_from(["STORE_FULL", "SERVER_DRAINING", "INTERRUPTED", "DAMAGED"]))
+    @rule(which=WHICH, code=st.sampled_from(["STORE_FULL", "IO_ERROR", "SERVER_DRAINING", "INTERRUPTED", "DAMAGED"]))
     def refuse(self, which: int, code: str) -> None:
         """For now, or for good."""
         number = _pick(list(self.server.uploads), which)
@@ -173,7 +173,10 @@ class OutboxMachine(RuleBasedStateMachine):
 
     # What seldom happens.
 
-    @rule(disaster=st.sampled_from(["crash", "shut down", "refused token", "rude server", "full disk", "rot"]), data=st.data())
+    @rule(
+        disaster=st.sampled_from(["crash", "shut down", "refused token", "rude server", "full disk", "failing disk", "rot"]),
+        data=st.data(),
+    )
     def disaster(self, disaster: str, data: st.DataObject) -> None:
         if disaster == "crash":
             self._crash(data.draw(st.sampled_from([4, 4, 2, 1, 0])), data.draw(st.integers(0, 40)), data.draw(WHICH))
@@ -183,6 +186,8 @@ class OutboxMachine(RuleBasedStateMachine):
             self._lose_link("UNAUTHENTICATED")
         elif disaster == "full disk" and self.spooling:
             self.engine.disk.full = not self.engine.disk.full
+        elif disaster == "failing disk" and self.spooling:
+            self.engine.disk.failing = not self.engine.disk.failing
         elif disaster == "rude server" and (numbers := self.server.ended):
             number = _pick(numbers, data.draw(WHICH))
             verdicts: list[Committed | Failed] = [Committed(number, False), Failed(number, "STORE_FULL", "again")]
@@ -244,7 +249,7 @@ class OutboxMachine(RuleBasedStateMachine):
         engine, server = self.engine, self.server
         self.free_staging()
         if self.spooling:
-            engine.disk.full = False
+            engine.disk.full = engine.disk.failing = False
         for promise in list(engine.live):
             self.engine.finish(promise)
         for _ in range(1000):

@@ -15,7 +15,7 @@ from slotstream.store.catalogue import sql as catalogue_sql
 from slotstream.store.catalogue.catalogue import Catalogue
 from slotstream.store.catalogue.sql import ListQuery
 from slotstream.store.records import SampleKey, SampleRecord, State
-from slotstream.wire.errors import BadPage, BadParams, InternalFault, StoreFull
+from slotstream.wire.errors import BadPage, BadParams, InternalFault, Interrupted, StoreFull
 
 RECORDS = [
     SampleRecord(
@@ -184,5 +184,5 @@ def test_a_closed_catalogue_says_so(tmp_path: Path) -> None:
     catalogue = Catalogue(tmp_path / "catalog.sqlite")
     catalogue.close()
     catalogue.close()
-    with pytest.raises(InternalFault):
+    with pytest.raises(Interrupted):
         catalogue.drop_deleting([SampleKey("n", "s")]).result()

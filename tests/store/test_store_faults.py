@@ -16,7 +16,7 @@ from slotstream.store.disk.files import Files
 from slotstream.store.records import State
 from slotstream.store.sample.upload import VerdictUnknown
 from slotstream.store.samples import SampleStore
-from slotstream.wire.errors import AlreadyExists, ConfigError, InternalFault, SlotStreamError, StoreFull
+from slotstream.wire.errors import AlreadyExists, ConfigError, IoError, SlotStreamError, StoreFull
 
 
 def _fails(store: SampleStore, sample: Sample) -> SlotStreamError:
@@ -40,7 +40,7 @@ def _fails(store: SampleStore, sample: Sample) -> SlotStreamError:
         pytest.param("sync_dir", 3, id="sync of the directory after the rename"),
     ],
 )
-@pytest.mark.parametrize(("errno", "kind"), [(FULL, StoreFull), (BROKEN, InternalFault)], ids=["full", "broken"])
+@pytest.mark.parametrize(("errno", "kind"), [(FULL, StoreFull), (BROKEN, IoError)], ids=["full", "broken"])
 def test_any_failed_operation_fails_the_sample_and_no_other(
     tmp_path: Path, operation: str, at: int, errno: int, kind: type[SlotStreamError]
 ) -> None:
@@ -150,7 +150,7 @@ def test_a_directory_that_cannot_be_looked_at_fails_the_sample_alone(tmp_path: P
 
     with monkeypatch.context() as patch:
         patch.setattr(store._files, "path_size", broken)
-        assert isinstance(_fails(store, Sample("s", seed=1)), InternalFault)
+        assert isinstance(_fails(store, Sample("s", seed=1)), IoError)
     assert Sample("other").put(store) is False
     store.close()
 

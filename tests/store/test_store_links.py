@@ -68,7 +68,7 @@ def test_nothing_is_written_through_a_directory_that_is_a_link(tmp_path: Path, o
     store = SampleStore.open(data)
     with pytest.raises(SlotStreamError) as caught:
         S.put(store)
-    assert caught.value.code == "INTERNAL"
+    assert caught.value.code == "IO_ERROR"
     assert str(outside) not in str(caught.value)
     Sample("elsewhere", namespace="sound").put(store)  # Others notice nothing.
     store.close()

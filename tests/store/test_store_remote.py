@@ -12,7 +12,7 @@ from slotstream.store.records import Failure, State
 from slotstream.store.sample.remote import RemoteUpload
 from slotstream.store.sample.upload import Draft, OpenSample, Upload
 from slotstream.store.samples import SampleStore
-from slotstream.wire.errors import AlreadyExists, InternalFault, Interrupted
+from slotstream.wire.errors import AlreadyExists, Interrupted, IoError
 
 GONE = Failure.of(Interrupted("the peer is gone"))
 
@@ -73,12 +73,12 @@ def test_a_commit_that_the_disk_refuses_fails_it_and_leaves_no_file(tmp_path: Pa
     store = SampleStore.open(tmp_path, files=files)
     _, upload = begin(store, Sample())
     files.faults = {operation: (0, BROKEN)}
-    with pytest.raises(InternalFault):
+    with pytest.raises(IoError):
         upload.commit(10, Sample().token_ids)
     files.faults = {}
     record = store.stat(Sample().key)
     assert record is not None
-    assert (record.state, record.error_code) == (State.FAILED, "INTERNAL")
+    assert (record.state, record.error_code) == (State.FAILED, "IO_ERROR")
     assert tree(tmp_path) == {}
     assert put(store, Sample()) is False
     store.close()

@@ -9,18 +9,19 @@ from collections import deque
 from pathlib import Path
 
 from slotstream.connector.counters import Counters
-from slotstream.connector.sending.spool.disk_thread import DiskThread, SpoolEvent
-from slotstream.connector.sending.spool.files import OwnedDir, SpoolFile
+from slotstream.connector.sending.spool.disk_thread import DiskThread, Loaded, ReadBack, SpoolEvent
+from slotstream.connector.sending.spool.files import OwnedDir, Place, SpoolFile
 from slotstream.v1 import ingest_pb2
 from slotstream.wire.hashing import xxh3
 
 
 class HandDisk(DiskThread):
-    """`events`: its answers, in order, which nobody has been given yet. `full`: every write is refused."""
+    """`events`: its answers, in order, which nobody has been given yet. `full`: writes are refused. `failing`: reads are."""
 
     def __init__(self, base: Path, bytes_max: int, counters: Counters) -> None:
         self.events: deque[SpoolEvent] = deque()
         self.full = False
+        self.failing = False
         super().__init__(base, bytes_max, counters, self.events.append)
 
     def step(self) -> bool:
@@ -51,6 +52,18 @@ class HandDisk(DiskThread):
     def _append(self, file: SpoolFile, request: ingest_pb2.IngestRequest, data: memoryview | None, token: object) -> None:
         assert data is None or xxh3(data) == request.chunk.xxh3, "rows changed before they were written"
         super()._append(file, request, data, token)
+
+    def _read(self, file: SpoolFile, place: Place, skip: int, into: memoryview, token: object) -> None:
+        if self.failing:
+            self._post(ReadBack(token, None, later=True))
+        else:
+            super()._read(file, place, skip, into, token)
+
+    def _load(self, file: SpoolFile) -> None:
+        if self.failing:
+            self._post(Loaded(file, None))
+        else:
+            super()._load(file)
 
     def _place(self, file: SpoolFile) -> None:
         if self.full:

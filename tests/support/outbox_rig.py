@@ -35,7 +35,7 @@ _SPOOL_BYTES = 2500
 _SAMPLE_BYTES = 700  # About what one takes there at most.
 _PATIENCE_S = 5.0  # How long an engine waits for a failure to be written before it hears of it.
 # With these a sample may fail that lost rows because their room was needed: what the server or the link said then.
-_ROBBED = {"INTERRUPTED", "STORE_FULL", "SERVER_DRAINING", "UNAUTHENTICATED"}
+_ROBBED = {"INTERRUPTED", "STORE_FULL", "IO_ERROR", "SERVER_DRAINING", "UNAUTHENTICATED"}
 
 
 @dataclass(eq=False)
@@ -164,6 +164,8 @@ class Server:
             return Committed(number, self._store(upload))
         assert upload.ending is not None
         code = upload.ending.code
+        if code == "IO_ERROR" and not upload.promise.aborted:  # Its engine cannot read its rows now, and sends it again.
+            return Failed(number, code, upload.ending.message)
         upload.promise.check_failure(code)
         self.failed[upload.promise.sample_id] = code
         return Failed(number, code, upload.ending.message)

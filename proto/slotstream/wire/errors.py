@@ -267,7 +267,10 @@ class Damaged(SlotStreamError):
 
 
 class IoError(SlotStreamError):
-    """The disk did not give a stored file's bytes, though it was asked several times. They may be sound: ask again."""
+    """The disk did not give a stored file's bytes, though it was asked several times, or did not take a sample's.
+
+    What is stored may be sound: ask again. What was sent is not stored, and its sender sends it again.
+    """
 
     code, status, retryable = "IO_ERROR", "UNAVAILABLE", True
 

@@ -145,11 +145,11 @@ class SampleStore:
     # Writing.
 
     def open_upload(self, spec: SampleSpec, peer: str = "") -> Upload:
-        """Begin a sample of `peer`. Raises StoreFull, StoreGone, TooLarge, InternalFault; it is then recorded as failed."""
+        """Begin a sample of `peer`. Raises as `open_remote` does, and TooLarge; it is then recorded as failed."""
         return self._open(spec, Upload, peer)
 
     def open_remote(self, spec: SampleSpec, peer: str = "") -> RemoteUpload:
-        """Begin a sample that another process will write. Raises StoreFull, StoreGone and InternalFault, recorded likewise."""
+        """Begin a sample that another process will write. Raises StoreFull, StoreGone, IoError, InternalFault, recorded too."""
         return self._open(spec, RemoteUpload, peer)
 
     def _open(self, spec: SampleSpec, make: Callable[..., _Open], peer: str) -> _Open:
@@ -252,7 +252,7 @@ class SampleStore:
     def delete(self, key: SampleKey) -> None:
         """Remove a committed or failed sample; who is reading it reads on. Retention waits for readers, this does not.
 
-        Raises SampleNotFound, StillArriving, Leased, StoreFull, StoreGone and InternalFault.
+        Raises SampleNotFound, StillArriving, Leased, StoreFull, StoreGone, IoError and InternalFault.
         """
         with self._id_lock(key):
             record = self._catalogue.get(key)
@@ -306,7 +306,7 @@ class SampleStore:
         return self._live_record(key) or lost
 
     def list_page(self, query: ListQuery) -> tuple[list[SampleRecord], str]:
-        """One page, newest first, and the next page's token ("" on the last). Raises BadPage and InternalFault."""
+        """One page, newest first, and the next page's token ("" on the last). Raises BadPage, IoError and InternalFault."""
         records, token = self._catalogue.list_page(query)
         shown = (self.stat(r.key) if r.state is State.ARRIVING else r for r in records)
         return [r for r in shown if r is not None and r.state is not State.DELETING], token
@@ -324,7 +324,8 @@ class SampleStore:
     def reader(self, key: SampleKey) -> SampleReader:
         """Open a committed sample; while it is open, retention leaves it alone.
 
-        Raises SampleNotFound, SampleFailed, StillArriving, Damaged, UnsupportedFormat, StoreFull, StoreGone and InternalFault.
+        Raises SampleNotFound, SampleFailed, StillArriving, Damaged, UnsupportedFormat, StoreFull, StoreGone, IoError
+        and InternalFault.
         """
         self.lifetimes.begin_read(key)  # Before looking: a deletion that has not begun by then waits.
         try:
@@ -373,7 +374,7 @@ class SampleStore:
             raise IoError(str(store_error(error, "looking for foreign files"))) from error
 
     def restore(self, namespace: str = "", sample_id: str = "") -> Iterator[Restored]:
-        """Put what verifies again back from the quarantine, file by file. Raises StoreFull, StoreGone and InternalFault."""
+        """Put what verifies again back from the quarantine, by file. Raises StoreFull, StoreGone, IoError and InternalFault."""
         return Restorer(self._parts).restore(namespace, sample_id)
 
     # Looking at the whole.
@@ -400,14 +401,14 @@ class SampleStore:
         return self._catalogue.totals()
 
     def free_bytes(self) -> int:
-        """Bytes of disk that may still be written, the reserve included. Raises InternalFault."""
+        """Bytes of disk that may still be written, the reserve included. Raises IoError and InternalFault."""
         try:
             return self._files.free_bytes(self.data_dir)
         except OSError as error:
             raise store_error(error, "asking for free space") from error
 
     def disk_bytes(self) -> int:
-        """The size of the disk. Raises InternalFault."""
+        """The size of the disk. Raises IoError and InternalFault."""
         try:
             return self._files.disk_bytes(self.data_dir)
         except OSError as error:

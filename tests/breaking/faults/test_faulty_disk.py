@@ -1,4 +1,5 @@
-"""A real server on a disk that fails below Python and SQLite: nothing acknowledged is lost, nothing sound is condemned.
+"""A real server on a disk that fails below Python and SQLite: nothing acknowledged is lost, nothing sound is condemned, and
+nothing is refused for good that could be sent again.
 
 CI runs PLANS; `make extended` runs every call with every error, on the samples' files and on the catalogue.
 """
@@ -22,13 +23,14 @@ from server.server_kit import COMMITTED, Peer, Reader, Sample, status
 from support.server import ServerProcess, run_cli
 from support.waiting import wait_until
 
+from slotstream.connector.sending.verdicts import is_final
 from slotstream.store.upkeep.verifying import verify_directory
 from slotstream.v1 import samples_pb2 as read_pb
 
 FILES, ARRIVING, CATALOGUE = ".safetensors", ".partial", "catalog.sqlite"
 COUNT = 8
 # Of what the disk does to a read. DAMAGED and NOT_FOUND are not among them.
-KNOWN_CODES = ("IO_ERROR", "INTERNAL", "STORE_FULL", "STORE_GONE")
+KNOWN_CODES = ("IO_ERROR", "STORE_FULL", "STORE_GONE")
 
 
 @dataclass(frozen=True)
@@ -99,10 +101,12 @@ class Trial:
             try:
                 with Peer(self.server.address, timeout_s=30.0) as peer:
                     peer.say(sample.open(1), sample.chunk(1, 1, 0, 20), sample.chunk(1, 2, 20, 40), sample.commit(1))
-                    said = peer.hear_until("failed", "committed").WhichOneof("kind")
+                    reply = peer.hear_until("failed", "committed")
             except (grpc.RpcError, StopIteration):
                 continue
-            if said == "committed":
+            if reply.WhichOneof("kind") == "failed":
+                assert not is_final(reply.failed.code), reply.failed
+            else:
                 self.stored[name] = sample
                 committed.append(name)
         return committed

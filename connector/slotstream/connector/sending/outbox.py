@@ -8,6 +8,7 @@ stores the same content once, so that sending it again is always safe.
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -28,7 +29,7 @@ from slotstream.connector.sending.verdicts import is_final
 from slotstream.connector.vllm_config import ConnectorConfig
 from slotstream.transport.base import Failed, SampleSink
 from slotstream.v1 import ingest_pb2
-from slotstream.wire.errors import Damaged, Interrupted, SlotStreamError, UnsupportedFormat
+from slotstream.wire.errors import Damaged, Interrupted, IoError, SlotStreamError, UnsupportedFormat
 
 _RETRY_S, _RETRY_S_MAX = 0.5, 30.0
 _DOUBLINGS_MAX = 16
@@ -245,6 +246,7 @@ class Outbox:
         sample.why = (event.code, event.message)
         sample.retry_at = self._clock() + min(_RETRY_S * 2 ** min(sample.refusals, _DOUBLINGS_MAX), _RETRY_S_MAX)
         sample.refusals += 1
+        self._backlog.refused(sample)
         self._writer.put(sample)
         for chunk in sample.chunks:
             self._rows.settle(sample, chunk)
@@ -255,12 +257,17 @@ class Outbox:
         behind = self._writer.is_behind()
         for sample in list(self._held.values()):
             if sample.phase is Phase.BACKING_OFF and sample.retry_at <= now and not any(chunk.wire for chunk in sample.chunks):
-                self._guard(self._send, sample)
+                if sample.commit is None or sample.in_memory:
+                    self._guard(self._send, sample)
+                else:  # Only the spool has it: it comes again in its turn.
+                    sample.retry_at = math.inf
+                    self._backlog.add_again(sample)
             elif behind and sample.phase.waits_here:
                 self._writer.put(sample)
         if behind and self._reports.put_again():
             self._writer.stay_behind()
         self._reports.tick()
+        self._backlog.tick(now)
         self._advance()
 
     # What the spool says.
@@ -283,6 +290,9 @@ class Outbox:
 
     def loaded(self, event: Loaded) -> None:
         """What such a file says."""
+        if event.sample is None:
+            self._backlog.unread(event.file, self._clock())
+            return
         if not self._backlog.loaded(event.file, link_up=self.link_up):
             return
         sample, failure = self._reader.restore(event.file, event.sample, next(self._serials))
@@ -301,11 +311,20 @@ class Outbox:
             return
         if event.digest is None:
             self._reader.give_back(fetch.staging_slot)
-            self.give_up(fetch.sample, Damaged.code, "rows of the sample cannot be read back from the spool")
+            if event.later:
+                self._read_later(fetch.sample)
+            else:
+                self.give_up(fetch.sample, Damaged.code, "rows of the sample cannot be read back from the spool")
         else:
             fetch.chunk.digest = event.digest
             self._rows.submit(fetch.sample, fetch.chunk, fetch.staging_slot)
             self._progress(fetch.sample)
+
+    def _read_later(self, sample: SampleState) -> None:
+        """The spool's disk fails. Its rows may be there yet, so the sample comes again, and holds nothing at the server."""
+        failed = Failed(sample.number, IoError.code, "rows of the sample cannot be read back from the spool now")
+        self._sink.abort(ingest_pb2.AbortSample(sample=failed.sample, code=failed.code, message=failed.message))
+        self._back_off(sample, failed)
 
     # Sending.
 

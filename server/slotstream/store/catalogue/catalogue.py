@@ -28,7 +28,7 @@ from slotstream.store.catalogue.opening import READERS, open_database
 from slotstream.store.catalogue.row_sums import MalformedRow
 from slotstream.store.catalogue.sql import ListQuery
 from slotstream.store.records import SampleKey, SampleRecord, State
-from slotstream.wire.errors import ConfigError, InternalFault, IoError, SlotStreamError
+from slotstream.wire.errors import ConfigError, Interrupted, IoError, SlotStreamError
 
 FILE_NAME = "catalog.sqlite"
 _log = logging.getLogger(__name__)
@@ -124,7 +124,7 @@ class Catalogue:
         future.set_running_or_notify_cancel()  # It cannot be cancelled: the change may be on disk already.
         with self._asked:
             if self._closed:
-                future.set_exception(InternalFault("the catalogue is closed"))
+                future.set_exception(Interrupted("the catalogue is closed"))
                 return future
             first = not self._operations
             self._operations.append((operation, future, durable))  # type: ignore[arg-type]  # Future is invariant.

@@ -11,8 +11,19 @@ from slotstream.wire.errors import InternalFault, IoError, SlotStreamError, Stor
 _CORRUPT_CODES = frozenset({sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB})
 # What a database can raise: the sqlite3 module cannot decode a message that quotes a damaged schema.
 ERRORS = (sqlite3.Error, UnicodeDecodeError)
-# The disk, and not the file.
-_DISK_CODES = frozenset({sqlite3.SQLITE_IOERR, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN})
+# The disk or the system, and not the file; also somebody else who has it locked. All of them may pass.
+_PASSING_CODES = frozenset(
+    {
+        sqlite3.SQLITE_IOERR,
+        sqlite3.SQLITE_READONLY,
+        sqlite3.SQLITE_CANTOPEN,
+        sqlite3.SQLITE_PERM,
+        sqlite3.SQLITE_BUSY,
+        sqlite3.SQLITE_LOCKED,
+        sqlite3.SQLITE_PROTOCOL,
+        sqlite3.SQLITE_NOMEM,
+    }
+)
 _UNDECODABLE = "Could not decode to UTF-8"  # The sqlite3 module's own words, under no code.
 
 
@@ -24,8 +35,8 @@ class CatalogueOld(CatalogueCorrupt):
     """The file is a catalogue of an earlier day: what its rows say is over."""
 
 
-class CatalogueDamaged(InternalFault):
-    """Damage that only came to light when its rows were read. It means: rebuild."""
+class CatalogueDamaged(IoError):
+    """Damage that only came to light when its rows were read. It means: rebuild; told only where the disk refuses that."""
 
 
 def catalogue_error(error: Exception) -> SlotStreamError:
@@ -35,7 +46,7 @@ def catalogue_error(error: Exception) -> SlotStreamError:
         return CatalogueDamaged(f"the catalogue failed: {error}")
     if code & 0xFF == sqlite3.SQLITE_FULL:  # The low byte is the kind of error, the rest its detail.
         return StoreFull("the disk is full: the catalogue cannot be written")
-    if code & 0xFF in _DISK_CODES:
+    if code & 0xFF in _PASSING_CODES:
         return IoError(f"the catalogue cannot be read or written: {error}")
     return InternalFault(f"the catalogue failed: {error}")
 

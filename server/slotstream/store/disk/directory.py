@@ -45,7 +45,7 @@ class DurableDirectories:
         self._lock = threading.Lock()
 
     def make(self, directory: Path) -> None:
-        """Make `directory` and its parent, durably, unless they are there. Raises StoreFull and InternalFault."""
+        """Make `directory` and its parent, durably, unless they are there. Raises StoreFull, IoError and InternalFault."""
         with self._lock:
             # A directory that exists may not be durable yet: its maker may have died before its sync.
             for path in (directory.parent, directory):

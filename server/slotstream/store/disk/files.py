@@ -14,21 +14,27 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from slotstream.store.disk.confined_paths import ConfinedPaths
-from slotstream.wire.errors import InternalFault, SlotStreamError, StoreFull
+from slotstream.wire.errors import InternalFault, IoError, SlotStreamError, StoreFull, TooLarge
 from slotstream.wire.hashing import Buffer
 
 FILE_MODE = 0o640
 DIR_MODE = 0o750
-# Out of space, out of quota, out of file descriptors: all of them pass when something else ends.
-_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE})
+# What an error of the disk means to whoever sent the rows. Any other says that the disk fails, which may pass: IoError.
+_MEANING: dict[int | None, type[SlotStreamError]] = {
+    # Out of space, out of quota, out of file descriptors: all of them pass when something else ends.
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE), StoreFull),
+    errno.EFBIG: TooLarge,  # For this file system, or this process: the same rows would meet it again.
+    **dict.fromkeys((errno.EBADF, errno.EFAULT), InternalFault),  # No disk says so: it was asked for nonsense.
+}
 _NO_PREALLOCATION = frozenset({errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.ENODEV})
 
 
 def store_error(error: OSError, doing: str) -> SlotStreamError:
-    """The expected failure that `error` is: StoreFull where space or descriptors ran out, else InternalFault."""
+    """The expected failure that `error` is: StoreFull where space or descriptors ran out, TooLarge for a file past the file
+    system's limit, InternalFault for what only a bug of ours explains, else IoError.
+    """
     reason = os.strerror(error.errno) if error.errno is not None else str(error)
-    kind = StoreFull if error.errno in _FULL else InternalFault
-    return kind(f"{doing} failed: {reason}")
+    return _MEANING.get(error.errno, IoError)(f"{doing} failed: {reason}")
 
 
 class Files:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
+from slotstream.store.disk.directory import LOCK_NAME
 from slotstream.store.disk.files import Files, store_error
 from slotstream.store.records import (
     PARTIAL_SUFFIX,
@@ -43,9 +44,11 @@ from slotstream.wire.errors import (
     HashMismatch,
     InternalFault,
     Interrupted,
+    IoError,
     MissingRows,
     SlotStreamError,
     StoreFull,
+    StoreGone,
     TooLarge,
 )
 from slotstream.wire.hashing import Buffer, to_hex, xxh3
@@ -108,7 +111,7 @@ class Upload:
     ) -> None:
         """Creates the partial (named `partial`, if given). `stamp`: the store's clock, Unix ns.
 
-        Raises StoreFull, TooLarge and InternalFault, leaving no file behind.
+        Raises StoreFull, StoreGone, IoError, TooLarge and InternalFault, leaving no file behind.
         """
         self.spec = spec
         self.peer = ""
@@ -146,7 +149,7 @@ class Upload:
                 self._check_free(0)
         except OSError as error:
             self._discard()
-            raise store_error(error, "creating the sample's file") from error
+            raise self._failure(error, "creating the sample's file") from error
         except SlotStreamError:
             self._discard()
             raise
@@ -163,7 +166,8 @@ class Upload:
 
         `found` is the hash of `data`, where the caller has computed it.
         Rows that were written before are not written again: the first to arrive stay. Any error fails the sample.
-        Raises BadChunk, TooLarge, HashMismatch, StoreFull and InternalFault, and Interrupted when it ended before.
+        Raises BadChunk, TooLarge, HashMismatch, StoreFull, StoreGone, IoError and InternalFault, and Interrupted when it
+        ended before.
         """
         view = memoryview(data).cast("B")
         try:
@@ -183,7 +187,7 @@ class Upload:
             finally:
                 self._release()
         except OSError as error:
-            failure = store_error(error, "writing rows")
+            failure = self._failure(error, "writing rows")
             self.abort(Failure.of(failure))
             raise failure from error
         except SlotStreamError as error:
@@ -231,8 +235,8 @@ class Upload:
         """Make the sample durable and readable. True when the same content was stored before.
 
         Blocks for the disk. Every chunk's write must have returned. On any error the sample is failed and its bytes are
-        gone. Raises MissingRows, BadParams, TooLarge, AlreadyExists, Damaged, UnsupportedFormat and IoError (what is stored
-        under the id already), StoreFull, Interrupted and InternalFault; and VerdictUnknown.
+        gone. Raises MissingRows, BadParams, TooLarge, AlreadyExists, Damaged and UnsupportedFormat (what is stored under the
+        id already), StoreFull, StoreGone, IoError, Interrupted and InternalFault; and VerdictUnknown.
         """
         with self._lock:
             if self._finished:
@@ -243,7 +247,7 @@ class Upload:
                 raise InternalFault("a commit overtook its own chunks")
             duplicate = self._publish(self, self._draft(row_count, token_ids, metadata or {}, columns))
         except OSError as error:
-            raise self._fail(store_error(error, "committing the sample")) from error
+            raise self._fail(self._failure(error, "committing the sample")) from error
         except SlotStreamError as error:
             raise self._fail(error) from error
         except BaseException:
@@ -283,7 +287,7 @@ class Upload:
         nbytes = (stop - start) * self._row_bytes
         data = self._files.pread(self._fd, nbytes, self.header_bytes + start * self._row_bytes)
         if len(data) < nbytes:
-            raise InternalFault("rows that were written cannot be read back")
+            raise IoError("rows that were written cannot be read back: the file became shorter")
         return data
 
     def content_hashed_by(self, content: Content, hash_rows: int) -> Content:
@@ -319,6 +323,17 @@ class Upload:
         self._ended(self, failure)
         return True
 
+    def _failure(self, error: OSError, doing: str) -> SlotStreamError:
+        """The expected failure that `error` is, also where the whole data directory is gone."""
+        failure = store_error(error, doing)
+        if not isinstance(failure, IoError):
+            return failure
+        try:
+            is_there = self._files.path_identity(self._data_dir / LOCK_NAME) is not None
+        except OSError:
+            return failure
+        return failure if is_there else StoreGone(f"{failure}: the data directory {self._data_dir} is gone")
+
     def _fail(self, error: SlotStreamError) -> SlotStreamError:
         self._discard()
         self._ended(self, Failure.of(error))
@@ -339,4 +354,8 @@ class Upload:
                 return
             fd, self._fd = self._fd, -1
         if fd >= 0:
-            self._files.close(fd)
+            try:
+                self._files.close(fd)
+            except OSError as error:
+                # What a commit promises was synced before. Of a sample that failed nothing is promised.
+                _log.warning("closing %s failed: %s", self.partial, error)

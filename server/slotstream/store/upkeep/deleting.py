@@ -32,7 +32,7 @@ class Deleter:
         self._is_read = is_read
 
     def delete(self, record: SampleRecord) -> None:
-        """Remove what `record` says was there, its id's lock held. Raises Leased, StoreFull and InternalFault."""
+        """Remove what `record` says was there, its id's lock held. Raises Leased, StoreFull, IoError and InternalFault."""
         key = record.key
 
         def mark(db: sqlite3.Connection) -> int:
@@ -52,7 +52,7 @@ class Deleter:
         self._catalogue.drop_deleting([key]).result()
 
     def delete_unused(self, candidates: Sequence[retention_sql.Candidate]) -> list[retention_sql.Candidate]:
-        """Remove those that nobody reads, leases, or has replaced; which they were. Raises StoreFull and InternalFault."""
+        """Remove those that nobody reads, leases, or has replaced; which. Raises StoreFull, IoError and InternalFault."""
         now = self._now()
 
         def mark(db: sqlite3.Connection) -> list[retention_sql.Candidate]:

@@ -29,7 +29,7 @@ _NS = 1_000_000_000
 
 
 class Lifetimes:
-    """Thread safe; methods block for the disk. Raises StoreFull, InternalFault and StoreGone unless it says more."""
+    """Thread safe; methods block for the disk. Raises StoreFull, IoError, InternalFault and StoreGone unless it says more."""
 
     def __init__(self, parts: StoreParts) -> None:
         self.clock = parts.clock

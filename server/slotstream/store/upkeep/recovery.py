@@ -123,7 +123,7 @@ def _begin_anew(path: Path, error: Exception) -> Catalogue:
 
 
 def recover(files: Files, data_dir: Path, catalogue: Catalogue) -> Recovered:
-    """Works through the cases above. Raises OSError, StoreFull and InternalFault."""
+    """Works through the cases above. Raises OSError, StoreFull, IoError and InternalFault."""
     done = Recovered()
     clean = catalogue.was_shut_down_cleanly
 

@@ -46,7 +46,7 @@ class Restorer:
     def restore(self, namespace: str = "", sample_id: str = "") -> Iterator[Restored]:
         """Look at every file (of one namespace, of one id), and put back what can be.
 
-        Raises StoreFull, StoreGone and InternalFault.
+        Raises StoreFull, StoreGone, IoError and InternalFault.
         """
         try:
             self._opened.check()

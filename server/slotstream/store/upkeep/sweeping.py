@@ -45,7 +45,7 @@ class Sweeper:
         self._free_bytes = free_bytes
 
     def sweep(self, namespaces: Iterable[str] | None = None) -> Swept:
-        """Apply the rules to these namespaces, None: to all. Raises StoreFull, StoreGone and InternalFault."""
+        """Apply the rules to these namespaces, None: to all. Raises StoreFull, StoreGone, IoError and InternalFault."""
         sweep = _Sweep(self._lifetimes, self._policy)
         if namespaces is None:
             self._lifetimes.finish_deletions()

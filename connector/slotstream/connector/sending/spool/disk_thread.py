@@ -31,10 +31,14 @@ class Appended:
 
 @dataclass(frozen=True, slots=True)
 class ReadBack:
-    """Rows were read into their buffer, whose hash is `digest`; None when they cannot be had as they were written."""
+    """Rows were read into their buffer, whose hash is `digest`; None when they cannot be had as they were written.
+
+    `later`: the disk failed, and said nothing about them. They may be had at another time.
+    """
 
     token: object
     digest: int | None
+    later: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,10 +50,10 @@ class Adopted:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """What a file says. When it cannot be read it says nothing, and is `damaged`."""
+    """What a file says; None when the disk does not let it be read now. One that is gone says nothing, and is `damaged`."""
 
     file: SpoolFile
-    sample: SpooledSample
+    sample: SpooledSample | None
 
 
 SpoolEvent = Appended | ReadBack | Adopted | Loaded
@@ -159,18 +163,20 @@ class DiskThread:
 
     def _read(self, file: SpoolFile, place: Place, skip: int, into: memoryview, token: object) -> None:
         digest: int | None = None
+        later = False
         try:
             if skip == 0 and into.nbytes == place.nbytes:
-                digest = place.digest if spool_files.read_data(file, place, into) else None
+                digest = place.digest if _read_right(file, place, into) else None
             else:  # Written by an engine with larger chunks: all of it has to be read for its hash.
                 whole = memoryview(bytearray(place.nbytes))
-                if spool_files.read_data(file, place, whole):
+                if _read_right(file, place, whole):
                     into[:] = whole[skip : skip + into.nbytes]
                     digest = xxh3(into)
         except OSError as error:
+            later = spool_files.may_pass(error)
             self._failed("read", error)
         finally:
-            self._post(ReadBack(token, digest))
+            self._post(ReadBack(token, digest, later))
 
     def _drop(self, file: SpoolFile) -> None:
         owned = file.directory
@@ -191,7 +197,7 @@ class DiskThread:
     def _adopt(self) -> None:
         found: list[SpoolFile] = []
         try:
-            for owned, files in spool_files.adopt_dirs(self._base):
+            for owned, files in spool_files.adopt_dirs(self._base, self._skipped):
                 if not files:
                     owned.give_up()
                     continue
@@ -206,11 +212,20 @@ class DiskThread:
             logger.info("slotstream: %d samples that an earlier engine left in the spool go to the server now", len(found))
             self._post(Adopted(tuple(found)))
 
+    def _skipped(self, path: Path, error: OSError) -> None:
+        self._counters.add("spool_errors")
+        why = error.strerror or error
+        self._say(path.name, f"what an earlier engine left in {path} is passed over until the next link: {why}")
+
     def _load(self, file: SpoolFile) -> None:
-        sample = SpooledSample(damaged=True)
+        sample: SpooledSample | None = SpooledSample(damaged=True)
         try:
             sample = spool_files.read_index(file)
+            if sample.damaged:  # What two looks found alike.
+                sample = spool_files.read_index(file)
         except OSError as error:
+            if spool_files.may_pass(error):
+                sample = None
             self._failed("read", error)
         finally:
             self._post(Loaded(file, sample))
@@ -222,3 +237,8 @@ class DiskThread:
     def _say(self, kind: str, message: str) -> None:
         if self._throttle.admit(kind) is not None:
             logger.warning("slotstream: %s", message)
+
+
+def _read_right(file: SpoolFile, place: Place, into: memoryview) -> bool:
+    """Whether a chunk's rows are in `into`; False when two looks found others. Raises OSError."""
+    return any(spool_files.read_data(file, place, into) for _ in range(2))

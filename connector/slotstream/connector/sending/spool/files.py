@@ -19,9 +19,10 @@ import errno
 import fcntl
 import os
 import re
+import stat
 import struct
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -40,6 +41,8 @@ _OWNER = re.compile(r"[0-9a-f]{32}")
 # Neither a namespace nor a sample id can hold a "~": whatever is in the file, its name says whose it is.
 _FILE = re.compile(r"\d{1,19}~([A-Za-z0-9][A-Za-z0-9._-]{0,63})~([A-Za-z0-9][A-Za-z0-9._-]{0,127})(\.spool|\.columns)")
 _CREATE_TRIES = 8
+# What is at a path, and not how the disk does. After any other error a later look may find what was written.
+_FACTS = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EISDIR})
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,24 +115,44 @@ def create_dir(base: Path) -> OwnedDir:
     raise OSError(errno.EAGAIN, "others keep removing what is made here", str(base))
 
 
-def adopt_dirs(base: Path) -> Iterator[tuple[OwnedDir, list[SpoolFile]]]:
-    """Directories in `base` whose owners are dead, now ours, with their files, oldest first. Raises OSError."""
+def adopt_dirs(
+    base: Path, skipped: Callable[[Path, OSError], object] = lambda path, error: None
+) -> Iterator[tuple[OwnedDir, list[SpoolFile]]]:
+    """Directories in `base` whose owners are dead, now ours, with their files, oldest first.
+
+    `skipped` is told of one that cannot be taken over now. Raises OSError where `base` cannot be looked through.
+    """
     with os.scandir(base) as entries:
-        names = sorted(e.name for e in entries if _OWNER.fullmatch(e.name) and _is_our_dir(e))
+        names = sorted(e.name for e in entries if _OWNER.fullmatch(e.name))
     for name in names:
         path = base / name
         try:
-            owned = _lock(path, create=False)
-        except FileNotFoundError:
-            with suppress(OSError):
-                path.rmdir()  # Without a lock: its owner died, or is about to make one, and then begins again elsewhere.
+            adopted = _adopted(path)
+        except OSError as error:
+            skipped(path, error)
             continue
-        if owned is not None:
-            yield owned, _files_in(owned)
+        if adopted is not None:
+            yield adopted
 
 
-def _is_our_dir(entry: os.DirEntry[str]) -> bool:
-    return entry.is_dir(follow_symlinks=False) and entry.stat(follow_symlinks=False).st_uid == os.geteuid()
+def _adopted(path: Path) -> tuple[OwnedDir, list[SpoolFile]] | None:
+    """One of them; None where its owner lives, or it is none of ours. Raises OSError."""
+    found = path.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
+        return None
+    try:
+        owned = _lock(path, create=False)
+    except FileNotFoundError:
+        with suppress(OSError):
+            path.rmdir()  # Without a lock: its owner died, or is about to make one, and then begins again elsewhere.
+        return None
+    if owned is None:
+        return None
+    try:
+        return owned, _files_in(owned)
+    except BaseException:
+        os.close(owned.lock_fd)  # For the next one who looks.
+        raise
 
 
 def _files_in(owned: OwnedDir) -> list[SpoolFile]:
@@ -190,6 +213,11 @@ def record_bytes(head: int, data: int) -> int:
     return _RECORD.size + head + data
 
 
+def may_pass(error: OSError) -> bool:
+    """Whether what could not be read may be read later."""
+    return error.errno not in _FACTS
+
+
 def read_data(file: SpoolFile, place: Place, into: memoryview) -> bool:
     """Read a chunk's data (`place.nbytes` of them); whether they are what was written. Raises OSError."""
     fd = _open_read(file)
@@ -215,19 +243,27 @@ def _open_read(file: SpoolFile) -> int:
 def _index(fd: int, size: int) -> SpooledSample:
     found, at = SpooledSample(), 0
     while at + _RECORD.size <= size:
-        head_bytes, data_bytes, digest = _RECORD.unpack(os.pread(fd, _RECORD.size, at))
+        head_bytes, data_bytes, digest = _RECORD.unpack(_read(fd, _RECORD.size, at))
         after = at + record_bytes(head_bytes, data_bytes)
         if head_bytes > MESSAGE_BYTES_MAX or data_bytes > CHUNK_BYTES_MAX:
             found.damaged = True
             return found
         if after > size:  # Cut short by the death of its writer.
             return found
-        head = os.pread(fd, head_bytes, at + _RECORD.size)
+        head = _read(fd, head_bytes, at + _RECORD.size)
         if xxh3(head) != digest or not _take(found, head, Place(after - data_bytes, data_bytes, 0)):
             found.damaged = True
             return found
         at = after
     return found
+
+
+def _read(fd: int, nbytes: int, at: int) -> bytes:
+    """So many bytes, which the file has. Raises OSError."""
+    data = os.pread(fd, nbytes, at)
+    if len(data) < nbytes:
+        raise OSError(errno.EIO, "a read gave less than the file has")
+    return data
 
 
 def _take(found: SpooledSample, head: bytes, place: Place) -> bool:
