@@ -28,7 +28,7 @@ from slotstream.cli.common import (
     table_console,
     tag,
 )
-from slotstream.wire.errors import SlotStreamError
+from slotstream.wire.errors import ConfigError, SlotStreamError
 
 if TYPE_CHECKING:
     from slotstream.client import SampleInfo
@@ -130,7 +130,11 @@ def add_rm_arguments(parser: argparse.ArgumentParser) -> None:
     add_server_argument(parser)
     add_access_arguments(parser)
     add_namespace_argument(parser)
-    parser.add_argument("--yes", action="store_true", help="do not ask (default: ask, where stdin is a terminal)")
+    parser.add_argument(
+        "--yes",
+        action="store_true",
+        help="do not ask (default: ask; where stdin is no terminal, delete nothing and exit with 2)",
+    )
     parser.epilog = """\
 Samples that are still arriving cannot be deleted.
 
@@ -141,7 +145,7 @@ example:
 
 def run_rm(arguments: argparse.Namespace) -> int:
     ids = arguments.sample_id
-    if not arguments.yes and sys.stdin.isatty() and not _confirmed(ids, arguments.namespace):
+    if not arguments.yes and not _confirmed(ids, arguments.namespace):
         note("Nothing was deleted.")
         return 1
     failures = 0
@@ -227,6 +231,9 @@ def _raise_where_pointless(error: SlotStreamError) -> None:
 
 
 def _confirmed(ids: Sequence[str], namespace: str) -> bool:
+    """Raises ConfigError where nobody can be asked: what a pipe holds is no answer to this question."""
+    if sys.stdin is None or not sys.stdin.isatty():
+        raise ConfigError("nothing was deleted: stdin is no terminal, so nobody can be asked; say --yes")
     what = f"sample {namespace}/{ids[0]}" if len(ids) == 1 else f"{len(ids)} samples of namespace {namespace}"
     print(f"Delete {shown(what)} for good? [y/N] ", end="", file=sys.stderr, flush=True)
     return sys.stdin.readline().strip().lower() in ("y", "yes")
