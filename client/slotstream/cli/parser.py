@@ -8,6 +8,14 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
 
+class _Formatter(argparse.RawDescriptionHelpFormatter):
+    """argparse's, which counts the names of commands without their indentation: the longest would have a line of its own."""
+
+    def add_arguments(self, actions: Iterable[argparse.Action]) -> None:
+        super().add_arguments(actions)
+        self._action_max_length += self._indent_increment
+
+
 class Parser(argparse.ArgumentParser):
     """argparse's, with two differences. Options have no short forms: `--y` is no `--yes`. And what is not known ends here.
 
@@ -15,7 +23,7 @@ class Parser(argparse.ArgumentParser):
     """
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
-        options = {"formatter_class": argparse.RawDescriptionHelpFormatter, **options, "allow_abbrev": False}
+        options = {"formatter_class": _Formatter, **options, "allow_abbrev": False}
         super().__init__(*arguments, **options)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:

@@ -9,7 +9,7 @@ import itertools
 import sys
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from slotstream.cli.common import (
     add_access_arguments,
@@ -23,9 +23,9 @@ from slotstream.cli.common import (
     note,
     open_client,
     print_json,
+    print_table,
     shown,
     size_text,
-    table_console,
     tag,
 )
 from slotstream.wire.errors import ConfigError, SlotStreamError
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 _STATES = ("arriving", "committed", "failed")
 _LATEST_S = 253_402_300_799  # The end of the year 9999, the last that a datetime can be in.
+_COLUMNS = ("SAMPLE", "NAMESPACE", "STATE", "TOKENS", "LAYERS", "SIZE", "AGE", "MODEL")
 _STATE_STYLES = {"arriving": "yellow", "committed": "green", "failed": "red"}
 
 
@@ -190,34 +191,26 @@ def facts(info: SampleInfo) -> list[str]:
 
 
 def _print_table(samples: Sequence[SampleInfo]) -> None:
-    from rich.table import Table
     from rich.text import Text
 
     if not samples:
         note("No sample matches.")
         return
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    for name in ("SAMPLE", "NAMESPACE", "STATE", "TOKENS", "LAYERS", "SIZE", "AGE", "MODEL"):
-        justify: Literal["left", "right"] = "right" if name in ("TOKENS", "SIZE", "AGE") else "left"
-        table.add_column(name, justify=justify)
     now_ns = time.time_ns()
-    for info in samples:
-        state = info.state.lower()
-        table.add_row(
+    rows = [
+        (
             info.sample_id,
             info.namespace,
-            Text(f"{state} {shown(info.error_code or '')}".rstrip(), style=_STATE_STYLES[state]),
+            Text(f"{info.state.lower()} {shown(info.error_code or '')}".rstrip(), style=_STATE_STYLES[info.state.lower()]),
             str(info.num_tokens),
             layers_text(info.layer_names),
             "-" if info.file_bytes is None else size_text(info.file_bytes),
             age_text(info.created_unix_ns, now_ns),
             shown(info.model),
         )
-    console = table_console()
-    # Printed by us, not by rich: no padding at the ends of lines, and a closed pipe is handled in one place.
-    with console.capture() as laid_out:
-        console.print(table)
-    print("\n".join(line.rstrip() for line in laid_out.get().splitlines()))
+        for info in samples
+    ]
+    print_table(_COLUMNS, rows, right=("TOKENS", "SIZE", "AGE"))
 
 
 def _plain(info: SampleInfo) -> dict[str, Any]:

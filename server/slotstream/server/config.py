@@ -244,6 +244,16 @@ class ServerConfig:
             shown="none, nothing is deleted",
         ),
     )
+    retention_grace_s: float = field(
+        default=60.0,
+        metadata=_option(
+            "--retention-grace-s",
+            "how long rules that differ from the last run's delete nothing, while the log says what they would delete",
+            "SECONDS",
+            least=0,
+            most=_SECONDS_MAX,
+        ),
+    )
     accept_clock: bool = field(
         default=False,
         metadata=_option(
