@@ -18,7 +18,7 @@ from slotstream.cli import common
 from slotstream.cli import main as cli
 from slotstream.wire.errors import ConfigError, StoreFull
 
-COMMANDS = ["serve", "ls", "stat", "get", "rm", "verify", "token", "demo"]
+COMMANDS = ["serve", "ls", "stat", "get", "rm", "verify", "retention", "token", "demo"]
 
 
 def test_help_lists_every_command_and_the_exit_codes() -> None:
@@ -96,6 +96,59 @@ def test_a_wrong_command_line_exits_with_2(words: list[str], capsys: pytest.Capt
     assert captured.out == ""
     assert "error:" in captured.err
     assert "Traceback" not in captured.err
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["rm", "a", "--y"],
+        ["verify", "--q"],
+        ["ls", "--name", "x"],
+        ["get", "a", "--out=x"],
+        ["serve", "--dat", "x"],
+        ["token", "a", "--token", "x"],
+        ["demo", "--kee", "x"],
+        ["--vers"],
+    ],
+    ids=" ".join,
+)
+def test_an_option_has_no_short_form(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """What is nearly --yes may be a typing error, and deletes nothing."""
+    with pytest.raises(SystemExit) as caught:
+        cli.main(words)
+    assert caught.value.code == 2
+    assert "unknown option '--" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "usage", "sentence"),
+    [
+        (["ls", "--tags", "a=b"], "slotstream ls ", "unknown option '--tags'; did you mean --tag?"),
+        (["get", "a", "b"], "slotstream get ", "unexpected argument: b"),
+        (["serve", "--dta", "x"], "slotstream serve ", "unknown option '--dta'; did you mean --data?"),
+        (["ls", "--xyzzy"], "slotstream ls ", "unknown option '--xyzzy'"),
+        (["ls", "-x"], "slotstream ls ", "unexpected argument: -x"),
+        (["lss"], "slotstream ", "unknown command 'lss'; did you mean ls?"),
+        (["verfy", "--quarantine"], "slotstream ", "unknown command 'verfy'; did you mean verify?"),
+        (["--versoin"], "slotstream ", "unknown option '--versoin'; did you mean --version?"),
+        (["--versoin", "ls"], "slotstream ", "unknown option '--versoin'; did you mean --version?"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_mistyped_word_is_answered_by_its_command(
+    words: list[str], usage: str, sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(words)
+    assert caught.value.code == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"usage: {usage}")
+    assert said.endswith(f": error: {sentence}\n")
+
+
+def test_what_follows_two_dashes_is_no_option(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["stat", "--server", "127.0.0.1:1", "--", "--yes"]) == 1
+    assert "sample id '--yes'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -182,9 +182,18 @@ def test_rm_asks_a_person(
     assert cli.main(["stat", "one", "--namespace", stored.namespace]) == (1 if deleted else 0)
 
 
-def test_rm_does_not_ask_a_script(stored: SyntheticSample, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["rm", "one", "--namespace", stored.namespace]) == 0
-    assert capsys.readouterr().err == ""
+@pytest.mark.parametrize("answer", ["n\n", "y\n", ""])
+def test_rm_deletes_nothing_unasked_where_nobody_can_be_asked(
+    stored: SyntheticSample, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], answer: str
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO(answer))
+    assert cli.main(["rm", "one", "--namespace", stored.namespace]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("slotstream rm: ")
+    assert "--yes" in captured.err
+    assert cli.main(["stat", "one", "--namespace", stored.namespace]) == 0
+    assert cli.main(["rm", "one", "--namespace", stored.namespace, "--yes"]) == 0
 
 
 @pytest.mark.parametrize("in_place", [False, True], ids=["sent", "in place"])

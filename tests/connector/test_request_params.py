@@ -117,7 +117,7 @@ def test_request_ids_that_only_differ_in_what_is_replaced_stay_apart() -> None:
     ("options", "sentence"),
     [
         ({"servre": "x"}, "unknown connector options ['servre']; known: ['ack_timeout_s', 'bad_rows', 'capture'"),
-        ({"server": "nowhere"}, "address 'nowhere' is neither host:port"),
+        ({"server": "nowhere"}, "address 'nowhere' is not host:port; did you mean nowhere:50151?"),
         ({"server": 7}, "address 7 is neither host:port"),
         ({"server": "unix:relative"}, "must be unix: and an absolute, printable path"),
         ({"namespace": "../x"}, "connector option namespace"),

@@ -237,6 +237,7 @@ class Reader:
         self.ack = method(unary, "Ack", read_pb.AckRequest, read_pb.AckReply)
         self.count_read = method(unary, "CountRead", read_pb.CountReadRequest, read_pb.CountReadReply)
         self.lease = method(unary, "Lease", read_pb.LeaseRequest, read_pb.LeaseReply)
+        self.retention = method(stream, "Retention", read_pb.RetentionRequest, read_pb.RetentionReply)
         self.usage = method(unary, "Usage", read_pb.UsageRequest, read_pb.UsageReply)
 
     def frames(self, **request: Any) -> Iterator[bytes]:

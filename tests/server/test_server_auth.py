@@ -41,6 +41,8 @@ CALLS: dict[str, Callable[[Reader, str], Any]] = {
     "Verify one": lambda reader, space: reader.verify(namespace=space, sample_id="s"),
     "Restore one": lambda reader, space: reader.restore(namespace=space, sample_id="s"),
     "Restore all": lambda reader, space: reader.restore(namespace=space),
+    "Retention": lambda reader, space: reader.retention(read_pb.RetentionRequest(namespace=space)),
+    "Accept": lambda reader, space: reader.retention(read_pb.RetentionRequest(namespace=space, accept=True)),
     "Verify all": lambda reader, space: reader.verify(namespace=space),
 }
 
@@ -150,6 +152,8 @@ RIGHTS = {
     "List": "read",
     "Delete": "delete",
     "Verify one": "read",
+    "Retention": "admin",
+    "Accept": "admin",
     "Verify all": "admin",
 }
 RIGHTS |= {"Restore one": "admin", "Restore all": "admin"}

@@ -162,7 +162,7 @@ def test_a_server_that_does_not_know_the_format_serves_nothing_of_it_and_keeps_t
             server.stop(signal.SIGTERM)
             assert main(["verify", "kept", "--data", str(data_dir)]) == 9
         server.start()
-        assert main(["rm", "deleted", "--server", server.address]) == 0
+        assert main(["rm", "deleted", "--yes", "--server", server.address]) == 0
         assert not (data_dir / file_path("default", "deleted")).exists()
         assert [name.name for name in data_dir.rglob("*.safetensors")] == ["kept.safetensors"]
         assert "UNSUPPORTED_FORMAT" in capsys.readouterr().out

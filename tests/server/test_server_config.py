@@ -159,3 +159,9 @@ def test_every_field_says_what_its_option_is() -> None:
 def test_peers_cannot_invent_metric_labels() -> None:
     assert code_label("SLOT_MISMATCH") == "SLOT_MISMATCH"
     assert code_label("EVIL_1") == "OTHER"
+
+
+@pytest.mark.parametrize(("option", "port"), [("listen", 50151), ("metrics_listen", 9464), ("probes_listen", 9465)])
+def test_an_address_without_a_port_is_told_the_one_of_its_option(option: str, port: int) -> None:
+    with pytest.raises(ConfigError, match=f"did you mean localhost:{port}\\?$"):
+        ServerConfig(data_dir=Path("d"), **{option: "localhost"})  # type: ignore[arg-type]

@@ -87,7 +87,7 @@ def test_a_full_disk_stays_ready_for_it_can_still_be_read_and_deleted_from(tmp_p
         assert ask(_probes_of(server), "/readyz") == (200, "full")
         with Reader(server.address) as reader:
             assert reader.read("s")[1] == Sample().data
-        assert run_cli("rm", "s", "--server", server.address).returncode == 0
+        assert run_cli("rm", "s", "--yes", "--server", server.address).returncode == 0
 
 
 class _Disk(Files):

@@ -291,7 +291,7 @@ def test_a_clock_in_doubt_is_said_and_accepted(
         ahead = SampleStore.open(tmp_path / "data", wall=lambda: time.time_ns() + month_ns)
         return RunningServer(tmp_path / "data", store=ahead, retention=policy, **options)
 
-    with RunningServer(tmp_path / "data") as server:
+    with RunningServer(tmp_path / "data", retention=policy) as server:
         _put(server, "a", "b")
     with served() as server, connect(server.address) as client:
         wait_until(lambda: server.metric("age_held_namespaces") == 1)

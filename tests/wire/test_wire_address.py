@@ -92,3 +92,28 @@ def test_any_text_is_an_address_or_refused(address: str) -> None:
         return
     assert checked == address
     assert checked.encode()
+
+
+@pytest.mark.parametrize(
+    ("address", "meant"),
+    [
+        ("localhost", "localhost:50151"),
+        ("storage.example", "storage.example:50151"),
+        ("[::1]", "[::1]:50151"),
+        ("::1", "[::1]:50151"),
+        ("http://localhost:50151", "localhost:50151"),
+        ("https://localhost/", "localhost:50151"),
+        ("grpc://h:1/path", "h:1"),
+        (" localhost:1\n", "localhost:1"),
+    ],
+)
+def test_what_was_probably_meant_is_said(address: str, meant: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_address(address)
+    assert str(caught.value) == f"address {address!r} is not host:port; did you mean {meant}?"
+
+
+@pytest.mark.parametrize("address", ["", "50151", ":50151", "user@host:1", "unix:x", 7, "h:99999"])
+def test_where_nothing_was_clearly_meant_the_form_is_said(address: object) -> None:
+    with pytest.raises(ConfigError, match=r"is neither host:port|must be unix:"):
+        check_address(address)

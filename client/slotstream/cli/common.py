@@ -8,7 +8,7 @@ import json
 import re
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from slotstream.wire.errors import SlotStreamError
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from rich.console import Console
     from rich.progress import Progress, ProgressColumn
+    from rich.text import Text
 
     from slotstream.client import Client
 
@@ -151,6 +152,22 @@ def table_console() -> Console:
     from rich.console import Console
 
     return Console(markup=False, highlight=False, width=1 << 14)
+
+
+def print_table(names: Sequence[str], rows: Iterable[Sequence[str | Text]], *, right: Sequence[str] = ()) -> None:
+    """A table on stdout with these columns, those named in `right` aligned so."""
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    for name in names:
+        table.add_column(name, justify="right" if name in right else "left")
+    for row in rows:
+        table.add_row(*row)
+    console = table_console()
+    # Printed by us, not by rich: no padding at the ends of lines, and a closed pipe is handled in one place.
+    with console.capture() as laid_out:
+        console.print(table)
+    print("\n".join(line.rstrip() for line in laid_out.get().splitlines()))
 
 
 def progress_bar(*columns: ProgressColumn | str) -> Progress:

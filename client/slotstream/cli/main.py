@@ -14,6 +14,8 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from slotstream.cli.parser import Parser
+
 EXIT_FAILURE = 1
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
@@ -34,6 +36,7 @@ COMMANDS = {
     "rm": Command("samples", "delete samples"),
     "verify": Command("verify", "check stored samples against their hashes"),
     "restore": Command("restore", "take samples out of the quarantine that verify again"),
+    "retention": Command("retention", "show what retention rules would delete, and accept them"),
     "token": Command("token", "make a bearer token, and its entry for the server's tokens file"),
     "demo": Command("serve", "capture hidden states with a tiny model, end to end"),
 }
@@ -70,11 +73,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(name: str, arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="slotstream",
         description="Stream a model's hidden states out of vLLM into a storage server, and read them back.",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action=_VersionAction, nargs=0, help="print the version and exit")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, title="commands")
@@ -83,11 +85,12 @@ def _run(name: str, arguments: list[str]) -> int:
             each,
             help=command.summary,
             description=command.summary[0].upper() + command.summary[1:] + ".",
-            formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         if each == name:
             module = importlib.import_module(f"slotstream.cli.{command.module}")
             getattr(module, f"add_{name}_arguments")(subparser)
+    if name and name not in COMMANDS:
+        parser.unknown("command", name, COMMANDS)
     parsed = parser.parse_args(arguments)
     run: Callable[[argparse.Namespace], int] = getattr(module, f"run_{name}")
     code = run(parsed)

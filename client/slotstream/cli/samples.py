@@ -9,7 +9,7 @@ import itertools
 import sys
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from slotstream.cli.common import (
     add_access_arguments,
@@ -23,18 +23,19 @@ from slotstream.cli.common import (
     note,
     open_client,
     print_json,
+    print_table,
     shown,
     size_text,
-    table_console,
     tag,
 )
-from slotstream.wire.errors import SlotStreamError
+from slotstream.wire.errors import ConfigError, SlotStreamError
 
 if TYPE_CHECKING:
     from slotstream.client import SampleInfo
 
 _STATES = ("arriving", "committed", "failed")
 _LATEST_S = 253_402_300_799  # The end of the year 9999, the last that a datetime can be in.
+_COLUMNS = ("SAMPLE", "NAMESPACE", "STATE", "TOKENS", "LAYERS", "SIZE", "AGE", "MODEL")
 _STATE_STYLES = {"arriving": "yellow", "committed": "green", "failed": "red"}
 
 
@@ -130,7 +131,11 @@ def add_rm_arguments(parser: argparse.ArgumentParser) -> None:
     add_server_argument(parser)
     add_access_arguments(parser)
     add_namespace_argument(parser)
-    parser.add_argument("--yes", action="store_true", help="do not ask (default: ask, where stdin is a terminal)")
+    parser.add_argument(
+        "--yes",
+        action="store_true",
+        help="do not ask (default: ask; where stdin is no terminal, delete nothing and exit with 2)",
+    )
     parser.epilog = """\
 Samples that are still arriving cannot be deleted.
 
@@ -141,7 +146,7 @@ example:
 
 def run_rm(arguments: argparse.Namespace) -> int:
     ids = arguments.sample_id
-    if not arguments.yes and sys.stdin.isatty() and not _confirmed(ids, arguments.namespace):
+    if not arguments.yes and not _confirmed(ids, arguments.namespace):
         note("Nothing was deleted.")
         return 1
     failures = 0
@@ -187,34 +192,26 @@ def facts(info: SampleInfo) -> list[str]:
 
 
 def _print_table(samples: Sequence[SampleInfo]) -> None:
-    from rich.table import Table
     from rich.text import Text
 
     if not samples:
         note("No sample matches.")
         return
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    for name in ("SAMPLE", "NAMESPACE", "STATE", "TOKENS", "LAYERS", "SIZE", "AGE", "MODEL"):
-        justify: Literal["left", "right"] = "right" if name in ("TOKENS", "SIZE", "AGE") else "left"
-        table.add_column(name, justify=justify)
     now_ns = time.time_ns()
-    for info in samples:
-        state = info.state.lower()
-        table.add_row(
+    rows = [
+        (
             info.sample_id,
             info.namespace,
-            Text(f"{state} {shown(info.error_code or '')}".rstrip(), style=_STATE_STYLES[state]),
+            Text(f"{info.state.lower()} {shown(info.error_code or '')}".rstrip(), style=_STATE_STYLES[info.state.lower()]),
             str(info.num_tokens),
             layers_text(info.layer_names),
             "-" if info.file_bytes is None else size_text(info.file_bytes),
             age_text(info.created_unix_ns, now_ns),
             shown(info.model),
         )
-    console = table_console()
-    # Printed by us, not by rich: no padding at the ends of lines, and a closed pipe is handled in one place.
-    with console.capture() as laid_out:
-        console.print(table)
-    print("\n".join(line.rstrip() for line in laid_out.get().splitlines()))
+        for info in samples
+    ]
+    print_table(_COLUMNS, rows, right=("TOKENS", "SIZE", "AGE"))
 
 
 def _plain(info: SampleInfo) -> dict[str, Any]:
@@ -228,6 +225,9 @@ def _raise_where_pointless(error: SlotStreamError) -> None:
 
 
 def _confirmed(ids: Sequence[str], namespace: str) -> bool:
+    """Raises ConfigError where nobody can be asked: what a pipe holds is no answer to this question."""
+    if sys.stdin is None or not sys.stdin.isatty():
+        raise ConfigError("nothing was deleted: stdin is no terminal, so nobody can be asked; say --yes")
     what = f"sample {namespace}/{ids[0]}" if len(ids) == 1 else f"{len(ids)} samples of namespace {namespace}"
     print(f"Delete {shown(what)} for good? [y/N] ", end="", file=sys.stderr, flush=True)
     return sys.stdin.readline().strip().lower() in ("y", "yes")

@@ -18,6 +18,7 @@ examples:
   slotstream serve --data samples --metrics 127.0.0.1:9464 --log-format json
   slotstream serve --data samples --listen unix:/run/slotstream.sock --listen 0.0.0.0:50151 --tokens tokens.toml
   slotstream serve --data samples --metrics 127.0.0.1:9464 --probes 127.0.0.1:9465
+  slotstream serve --data samples --retention rules.toml --check-config
 
 SIGTERM and Ctrl-C let open samples finish for --drain-s seconds; a second one does not wait for them.
 """
@@ -27,6 +28,10 @@ def run_serve(arguments: argparse.Namespace) -> int:
     from slotstream.cli import serve_arguments
     from slotstream.server import malloc
 
+    if arguments.check_config:
+        serve_arguments.check(serve_arguments.config_from_arguments(arguments))
+        print("The configuration is right.")
+        return 0
     if not arguments.no_malloc_tuning:
         # Replaces the process, once: the allocator reads its settings only when a process starts.
         malloc.reexec_with_malloc_settings()

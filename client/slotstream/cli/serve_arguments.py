@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Callable
 from dataclasses import MISSING, Field, fields
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any, get_args, get_type_hints
 
 from slotstream.server.config import ServerConfig
 from slotstream.store.upkeep.retention import Policy
+from slotstream.wire.errors import ConfigError
 
 
 def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
@@ -23,6 +25,11 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
         "--no-malloc-tuning",
         action="store_true",
         help="do not restart with the glibc malloc settings that make large messages cheaper",
+    )
+    parser.add_argument(
+        "--check-config",
+        action="store_true",
+        help="check every option and every file that they name, say what is wrong, and exit",
     )
 
 
@@ -72,3 +79,19 @@ def config_from_arguments(arguments: argparse.Namespace) -> ServerConfig:
     rules = values["retention"]
     policy = Policy() if rules is None else Policy.from_toml(rules, free_bytes_min=arguments.free_bytes_min)
     return ServerConfig(**{**values, "listen": listen, "also_listen": tuple(also_listen), "retention": policy})
+
+
+def check(config: ServerConfig) -> None:
+    """Looks into every file that the options name, as a start would. Raises ConfigError. Creates, locks and binds nothing."""
+    from slotstream.server.access.tls import Certificates
+    from slotstream.server.access.tokens import load_tokens
+
+    if config.tokens_file is not None:
+        load_tokens(config.tokens_file)
+    if config.tls_cert is not None:
+        Certificates(config)
+    existing = next(path for path in (config.data_dir.absolute(), *config.data_dir.absolute().parents) if path.exists())
+    if not existing.is_dir():
+        raise ConfigError(f"--data: {existing} is not a directory")
+    if not os.access(existing, os.R_OK | os.W_OK | os.X_OK):
+        raise ConfigError(f"--data: {existing} cannot be written by this user")

@@ -7,7 +7,7 @@ import dataclasses
 import datetime
 from typing import TYPE_CHECKING
 
-from slotstream.cli.common import open_client, print_json, shown, size_text, table_console
+from slotstream.cli.common import open_client, print_json, print_table, shown, size_text
 
 if TYPE_CHECKING:
     from slotstream.client import Usage
@@ -25,20 +25,14 @@ def run_usage(arguments: argparse.Namespace) -> int:
 
 
 def _print_namespaces(usage: Usage) -> None:
-    from rich.table import Table
-
     if not usage.namespaces:
         return
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    for name in ("NAMESPACE", "SAMPLES", "SIZE", "FAILED", "RULES"):
-        table.add_column(name, justify="left" if name in ("NAMESPACE", "RULES") else "right")
+    rows = []
     for space in usage.namespaces:
         rules = " ".join(f"{name}={shown(value)}" for name, value in sorted(space.limits.items()))
-        table.add_row(space.namespace, str(space.samples), size_text(space.bytes), str(space.failed), rules or "-")
-    console = table_console()
-    with console.capture() as laid_out:
-        console.print(table)
-    print("\n".join(line.rstrip() for line in laid_out.get().splitlines()) + "\n")
+        rows.append((space.namespace, str(space.samples), size_text(space.bytes), str(space.failed), rules or "-"))
+    print_table(("NAMESPACE", "SAMPLES", "SIZE", "FAILED", "RULES"), rows, right=("SAMPLES", "SIZE", "FAILED"))
+    print()
 
 
 def _facts(usage: Usage) -> list[str]:
@@ -55,8 +49,19 @@ def _facts(usage: Usage) -> list[str]:
         f"free        {size_text(usage.free_bytes)}{target}",
         f"quarantine  {usage.quarantined_files} files, {size_text(usage.quarantined_bytes)}",
         f"scrubbing   {scrubbing}",
+        *_rules(usage),
         *_clock(usage),
     ]
+
+
+def _rules(usage: Usage) -> list[str]:
+    told = []
+    if usage.rules_wait_s:
+        told.append(f"they changed, and delete nothing for another {usage.rules_wait_s:.0f} s")
+    if usage.rules_held:
+        held = ", ".join(usage.rules_held)
+        told.append(f"they would delete more than half of {held}: nothing is deleted there (slotstream retention --accept)")
+    return [f"rules       {shown(text)}" for text in told]
 
 
 def _clock(usage: Usage) -> list[str]:

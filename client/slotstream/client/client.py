@@ -15,7 +15,17 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from slotstream.client.info import NamespaceUsage, Restored, SampleInfo, SampleState, Usage, Verdict, unix_ns, wire_state
+from slotstream.client.info import (
+    Forecast,
+    NamespaceUsage,
+    Restored,
+    SampleInfo,
+    SampleState,
+    Usage,
+    Verdict,
+    unix_ns,
+    wire_state,
+)
 from slotstream.client.local_file import WrongFileError
 from slotstream.client.many import ManyReads
 from slotstream.client.reading import RowReader
@@ -471,6 +481,20 @@ class Client:
         )
         return self._restored(request)
 
+    def retention(self, rules: str | None = None, *, namespace: str | None = None) -> Iterator[Forecast]:
+        """What rules of retention would delete now, by namespace and key of the rules file. Deletes nothing.
+
+        rules: the text of a rules file; None: the rules that the server runs with. Needs the right `admin`. Raises BadParams
+        for rules that cannot work.
+        """
+        request = samples_pb2.RetentionRequest(namespace="" if namespace is None else check_namespace(namespace), rules=rules)
+        return self._forecasts(request)
+
+    def accept_retention(self, *, namespace: str | None = None) -> builtins.list[str]:
+        """The server's rules may delete, also more than half of a namespace; in which they were held. Needs `admin`."""
+        request = samples_pb2.RetentionRequest(namespace="" if namespace is None else check_namespace(namespace), accept=True)
+        return [forecast.namespace for forecast in self._forecasts(request)]
+
     def close(self) -> None:
         """Ends calls still under way and the connection. May be called twice."""
         self._rpc.close()
@@ -497,6 +521,14 @@ class Client:
         try:
             while (reply := stream.receive(_VERIFY_STALL_S)) is not None:
                 yield Verdict.from_wire(reply)
+        finally:
+            stream.close()
+
+    def _forecasts(self, request: samples_pb2.RetentionRequest) -> Iterator[Forecast]:
+        stream = self._rpc.retention(request)
+        try:
+            while (reply := stream.receive(_VERIFY_STALL_S)) is not None:
+                yield Forecast.from_wire(reply)
         finally:
             stream.close()
 

@@ -143,6 +143,24 @@ class Verdict:
 
 
 @dataclass(frozen=True, slots=True)
+class Forecast:
+    """What a rule of retention would delete now. `key`: of the rules file, "" where nothing would go, and the rest says why."""
+
+    namespace: str
+    key: str
+    samples: int
+    bytes: int  # of their files
+    stored: int  # committed samples of the namespace
+    held: bool = False  # nothing is deleted here until somebody accepts the server's rules
+    age_held: bool = False  # nothing is deleted by age here: the clock is in doubt
+
+    @classmethod
+    def from_wire(cls, reply: samples_pb2.RetentionReply) -> Forecast:
+        counts = (reply.samples, reply.bytes, reply.stored)
+        return cls(reply.namespace, reply.key, *counts, reply.held, reply.age_held)
+
+
+@dataclass(frozen=True, slots=True)
 class NamespaceUsage:
     """What a namespace holds. `limits`: what the server's retention rule says of it, by the names of the file's keys."""
 
@@ -173,6 +191,8 @@ class Usage:
     scrub_damaged: int
     clock: str | None = None  # why the server doubts its clock
     age_held: tuple[str, ...] = ()  # namespaces in which it deletes nothing by age meanwhile
+    rules_held: tuple[str, ...] = ()  # namespaces in which it deletes nothing until somebody accepts its rules
+    rules_wait_s: float = 0.0  # for so long its rules, which changed, delete nothing
 
     @classmethod
     def from_wire(cls, namespaces: tuple[NamespaceUsage, ...], reply: samples_pb2.UsageReply) -> Usage:
@@ -190,6 +210,8 @@ class Usage:
             scrub_damaged=scrub.damaged,
             clock=reply.clock or None,
             age_held=tuple(reply.age_held),
+            rules_held=tuple(reply.rules_held),
+            rules_wait_s=reply.rules_wait_s,
         )
 
 

@@ -126,6 +126,10 @@ class Rpc:
         self._check_open()
         return WatchedStream(self._stub.Restore(request, metadata=self.access.call_metadata()), self.address)
 
+    def retention(self, request: samples_pb2.RetentionRequest) -> WatchedStream[samples_pb2.RetentionReply]:
+        self._check_open()
+        return WatchedStream(self._stub.Retention(request, metadata=self.access.call_metadata()), self.address)
+
     def close(self) -> None:
         """Ends calls still under way. May be called twice."""
         self._closed = True

@@ -168,7 +168,7 @@ def _table(checked: Sequence[_Checked]) -> Table:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """`python -m slotstream.demo.run`."""
-    parser = argparse.ArgumentParser(prog="slotstream demo", description=__doc__)
+    parser = argparse.ArgumentParser(prog="slotstream demo", description=__doc__, allow_abbrev=False)
     add_demo_arguments(parser)
     began = time.monotonic()
     status = run_demo(parser.parse_args(arguments))

@@ -250,6 +250,34 @@ class UsageRequest(_message.Message):
     page_token: str
     def __init__(self, namespace: _Optional[str] = ..., page_token: _Optional[str] = ...) -> None: ...
 
+class RetentionRequest(_message.Message):
+    __slots__ = ("namespace", "rules", "accept")
+    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    RULES_FIELD_NUMBER: _ClassVar[int]
+    ACCEPT_FIELD_NUMBER: _ClassVar[int]
+    namespace: str
+    rules: str
+    accept: bool
+    def __init__(self, namespace: _Optional[str] = ..., rules: _Optional[str] = ..., accept: bool = ...) -> None: ...
+
+class RetentionReply(_message.Message):
+    __slots__ = ("namespace", "key", "samples", "bytes", "stored", "held", "age_held")
+    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    STORED_FIELD_NUMBER: _ClassVar[int]
+    HELD_FIELD_NUMBER: _ClassVar[int]
+    AGE_HELD_FIELD_NUMBER: _ClassVar[int]
+    namespace: str
+    key: str
+    samples: int
+    bytes: int
+    stored: int
+    held: bool
+    age_held: bool
+    def __init__(self, namespace: _Optional[str] = ..., key: _Optional[str] = ..., samples: _Optional[int] = ..., bytes: _Optional[int] = ..., stored: _Optional[int] = ..., held: bool = ..., age_held: bool = ...) -> None: ...
+
 class NamespaceUsage(_message.Message):
     __slots__ = ("namespace", "samples", "bytes", "failed", "limits")
     class LimitsEntry(_message.Message):
@@ -286,7 +314,7 @@ class ScrubProgress(_message.Message):
     def __init__(self, every_s: _Optional[float] = ..., begun_unix_ns: _Optional[int] = ..., ended_unix_ns: _Optional[int] = ..., samples: _Optional[int] = ..., damaged: _Optional[int] = ...) -> None: ...
 
 class UsageReply(_message.Message):
-    __slots__ = ("namespaces", "next_page_token", "free_bytes", "free_bytes_target", "quarantined_files", "quarantined_bytes", "scrub", "clock", "age_held")
+    __slots__ = ("namespaces", "next_page_token", "free_bytes", "free_bytes_target", "quarantined_files", "quarantined_bytes", "scrub", "clock", "age_held", "rules_held", "rules_wait_s")
     NAMESPACES_FIELD_NUMBER: _ClassVar[int]
     NEXT_PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
     FREE_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -296,6 +324,8 @@ class UsageReply(_message.Message):
     SCRUB_FIELD_NUMBER: _ClassVar[int]
     CLOCK_FIELD_NUMBER: _ClassVar[int]
     AGE_HELD_FIELD_NUMBER: _ClassVar[int]
+    RULES_HELD_FIELD_NUMBER: _ClassVar[int]
+    RULES_WAIT_S_FIELD_NUMBER: _ClassVar[int]
     namespaces: _containers.RepeatedCompositeFieldContainer[NamespaceUsage]
     next_page_token: str
     free_bytes: int
@@ -305,4 +335,6 @@ class UsageReply(_message.Message):
     scrub: ScrubProgress
     clock: str
     age_held: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, namespaces: _Optional[_Iterable[_Union[NamespaceUsage, _Mapping]]] = ..., next_page_token: _Optional[str] = ..., free_bytes: _Optional[int] = ..., free_bytes_target: _Optional[int] = ..., quarantined_files: _Optional[int] = ..., quarantined_bytes: _Optional[int] = ..., scrub: _Optional[_Union[ScrubProgress, _Mapping]] = ..., clock: _Optional[str] = ..., age_held: _Optional[_Iterable[str]] = ...) -> None: ...
+    rules_held: _containers.RepeatedScalarFieldContainer[str]
+    rules_wait_s: float
+    def __init__(self, namespaces: _Optional[_Iterable[_Union[NamespaceUsage, _Mapping]]] = ..., next_page_token: _Optional[str] = ..., free_bytes: _Optional[int] = ..., free_bytes_target: _Optional[int] = ..., quarantined_files: _Optional[int] = ..., quarantined_bytes: _Optional[int] = ..., scrub: _Optional[_Union[ScrubProgress, _Mapping]] = ..., clock: _Optional[str] = ..., age_held: _Optional[_Iterable[str]] = ..., rules_held: _Optional[_Iterable[str]] = ..., rules_wait_s: _Optional[float] = ...) -> None: ...

@@ -90,6 +90,11 @@ class SamplesStub(object):
                 request_serializer=slotstream_dot_v1_dot_samples__pb2.UsageRequest.SerializeToString,
                 response_deserializer=slotstream_dot_v1_dot_samples__pb2.UsageReply.FromString,
                 _registered_method=True)
+        self.Retention = channel.unary_stream(
+                '/slotstream.v1.Samples/Retention',
+                request_serializer=slotstream_dot_v1_dot_samples__pb2.RetentionRequest.SerializeToString,
+                response_deserializer=slotstream_dot_v1_dot_samples__pb2.RetentionReply.FromString,
+                _registered_method=True)
 
 
 class SamplesServicer(object):
@@ -183,6 +188,15 @@ class SamplesServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Retention(self, request, context):
+        """What rules of retention would delete now, one reply a namespace and key; deletes nothing itself. With `accept`: the server's
+        rules may delete in these namespaces, also more than half; one reply a namespace in which they were held. INVALID_ARGUMENT
+        (BAD_PARAMS): the rules cannot work. Right: admin.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_SamplesServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -240,6 +254,11 @@ def add_SamplesServicer_to_server(servicer, server):
                     servicer.Usage,
                     request_deserializer=slotstream_dot_v1_dot_samples__pb2.UsageRequest.FromString,
                     response_serializer=slotstream_dot_v1_dot_samples__pb2.UsageReply.SerializeToString,
+            ),
+            'Retention': grpc.unary_stream_rpc_method_handler(
+                    servicer.Retention,
+                    request_deserializer=slotstream_dot_v1_dot_samples__pb2.RetentionRequest.FromString,
+                    response_serializer=slotstream_dot_v1_dot_samples__pb2.RetentionReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -539,6 +558,33 @@ class Samples(object):
             '/slotstream.v1.Samples/Usage',
             slotstream_dot_v1_dot_samples__pb2.UsageRequest.SerializeToString,
             slotstream_dot_v1_dot_samples__pb2.UsageReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Retention(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/slotstream.v1.Samples/Retention',
+            slotstream_dot_v1_dot_samples__pb2.RetentionRequest.SerializeToString,
+            slotstream_dot_v1_dot_samples__pb2.RetentionReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -6,13 +6,18 @@ import ipaddress
 import re
 
 from slotstream.wire.errors import ConfigError
+from slotstream.wire.names import DEFAULT_ADDRESS
 
 _HOST_PORT = re.compile(r"(?P<host>\[[0-9A-Fa-f:.%]+\]|[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?):(?P<port>[0-9]{1,5})")
+DEFAULT_PORT = int(DEFAULT_ADDRESS.rpartition(":")[2])
 _UNIX_PATH_BYTES_MAX = 107  # sockaddr_un.sun_path on Linux, less its NUL.
 
 
-def check_address(address: object, *, any_port: bool = False) -> str:
-    """`address` as a gRPC target. Raises ConfigError. `any_port` also allows port 0, which only a listener can use."""
+def check_address(address: object, *, any_port: bool = False, usual_port: int = DEFAULT_PORT) -> str:
+    """`address` as a gRPC target. Raises ConfigError, which names what was probably meant: a host alone has `usual_port`.
+
+    `any_port` also allows port 0, which only a listener can use.
+    """
     if isinstance(address, str) and address.startswith("unix:"):
         path = address.removeprefix("unix:")
         # What cannot be printed cannot be a target either: NUL ends a path, a lone surrogate (a byte of argv that is no
@@ -24,8 +29,22 @@ def check_address(address: object, *, any_port: bool = False) -> str:
         return address
     match = _HOST_PORT.fullmatch(address) if isinstance(address, str) else None
     if match is None or not (0 if any_port else 1) <= int(match["port"]) <= 65535:
+        if isinstance(address, str) and (meant := _meant(address, usual_port)):
+            raise ConfigError(f"address {address!r} is not host:port; did you mean {meant}?")
         raise ConfigError(f"address {address!r} is neither host:port (port 1 to 65535) nor unix:/absolute/path")
     return match.group()
+
+
+def _meant(address: str, usual_port: int) -> str:
+    """The address inside a URL, or a host with the port that it lacks; "" where it is neither."""
+    host = re.sub(r"^[a-z]+:/{2,3}", "", address.strip()).partition("/")[0]
+    if host.count(":") > 1 and "[" not in host:
+        host = f"[{host}]"
+    for candidate in (host, f"{host}:{usual_port}"):
+        match = _HOST_PORT.fullmatch(candidate)
+        if match and 1 <= int(match["port"]) <= 65535 and not match["host"].isdecimal():
+            return candidate
+    return ""
 
 
 def is_socket(address: str) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 from slotstream.common.checks import check_number
 from slotstream.store.samples import FREE_BYTES_MIN
 from slotstream.store.upkeep.retention import Policy
-from slotstream.wire.address import check_address, is_local, is_socket
+from slotstream.wire.address import DEFAULT_PORT, check_address, is_local, is_socket
 from slotstream.wire.errors import ConfigError
 from slotstream.wire.names import CHUNK_BYTES_MAX, DEFAULT_ADDRESS, WINDOW_BYTES
 from slotstream.wire.nixl import check_transport
@@ -244,6 +244,16 @@ class ServerConfig:
             shown="none, nothing is deleted",
         ),
     )
+    retention_grace_s: float = field(
+        default=60.0,
+        metadata=_option(
+            "--retention-grace-s",
+            "how long rules that differ from the last run's delete nothing, while the log says what they would delete",
+            "SECONDS",
+            least=0,
+            most=_SECONDS_MAX,
+        ),
+    )
     accept_clock: bool = field(
         default=False,
         metadata=_option(
@@ -270,14 +280,14 @@ class ServerConfig:
             _check_address("--listen", address)
             if self.addresses.count(address) > 1 and not address.endswith(":0"):
                 raise ConfigError(f"--listen: {address} is given twice")
-        for option, listen, caller in (
-            ("--metrics", self.metrics_listen, "Prometheus"),
-            ("--probes", self.probes_listen, "a kubelet"),
+        for option, listen, caller, port in (
+            ("--metrics", self.metrics_listen, "Prometheus", 9464),
+            ("--probes", self.probes_listen, "a kubelet", 9465),
         ):
             if listen is not None and is_socket(listen):
                 raise ConfigError(f"{option} takes host:port; {caller} cannot reach a unix socket")
             if listen is not None:
-                _check_address(option, listen)
+                _check_address(option, listen, port)
         for told in fields(self):
             choices, value = told.metadata.get("choices"), getattr(self, told.name)
             if choices and value not in choices:
@@ -344,8 +354,8 @@ class ServerConfig:
         return logging.getLevelNamesMapping()[self.log_level.upper()]
 
 
-def _check_address(option: str, address: str) -> None:
+def _check_address(option: str, address: str, usual_port: int = DEFAULT_PORT) -> None:
     try:
-        check_address(address, any_port=True)
+        check_address(address, any_port=True, usual_port=usual_port)
     except ConfigError as error:
         raise ConfigError(f"{option}: {error}") from error

@@ -15,6 +15,7 @@ from slotstream.server.config import ServerConfig
 from slotstream.server.metrics import Metrics
 from slotstream.server.pulse import Pulse
 from slotstream.store.samples import SampleStore
+from slotstream.store.upkeep.new_rules import NewRules
 from slotstream.store.upkeep.scrubbing import Progress, Scrubber
 from slotstream.store.upkeep.sweeping import Sweeper, Swept
 from slotstream.wire.errors import SlotStreamError, StoreGone
@@ -35,7 +36,10 @@ class Housekeeping:
         self._store = store
         self._metrics = metrics
         self._on_health = on_health
-        self._sweeper = Sweeper(store.lifetimes, config.retention, store.free_bytes)
+        self.rules = NewRules(store.lifetimes, config.retention, store.free_bytes, config.retention_grace_s)
+        self._sweeper = Sweeper(store.lifetimes, self.rules.in_force, store.free_bytes)
+        metrics.rules_held.set_function(lambda: len(self.rules.held))
+        metrics.rules_wait.set_function(lambda: self.rules.wait_s)
         self._scrubber = Scrubber(store.lifetimes, config.scrub_bytes_per_s, metrics.scrubbed_bytes.inc)
         metrics.free_target.set(config.retention.free_bytes_target)
         metrics.scrub_every.set(config.scrub_every_s)
@@ -75,6 +79,14 @@ class Housekeeping:
         if at_once:
             self._wake.set()
 
+    def accept_rules(self, namespaces: tuple[str, ...] | None) -> frozenset[str]:
+        """The rules may delete what they say in these namespaces, or in all (None). In which they were held."""
+        released = self.rules.accept(namespaces)
+        with self._touched_lock:
+            self._touched |= released
+        self._wake.set()
+        return released
+
     @property
     def scrub_progress(self) -> Progress:
         return self._scrubber.progress
@@ -108,6 +120,8 @@ class Housekeeping:
         with self._touched_lock:
             touched, self._touched = self._touched, set()
         try:
+            full = self.rules.look() or full  # Rules that begin to act have something to do everywhere.
+            self._sweeper.policy = self.rules.in_force
             done = [self._sweeper.sweep(None if full else sorted(touched)), self._sweeper.make_room()]
         except SlotStreamError as error:
             self._say(f"retention stops for now: {error}")

@@ -149,6 +149,11 @@ class Metrics:
         self.deleted_samples = counter("deleted_samples", "Samples deleted, by reason; request: by name.", ("reason",))
         self.deleted_bytes = counter("deleted_bytes", "Bytes of sample files deleted by retention, by reason.", ("reason",))
         self.age_held = gauge("age_held_namespaces", "Namespaces in which nothing is deleted by age: the clock is in doubt.")
+        self.rules_held = gauge(
+            "rules_held_namespaces",
+            "Namespaces in which nothing is deleted until new rules, which would delete more than half, are accepted.",
+        )
+        self.rules_wait = gauge("rules_wait_seconds", "For how long new rules delete nothing yet; 0: they act.")
         self.scrubbed_bytes = counter("scrubbed_bytes", "Bytes of rows that the scrubber read and checked.")
         self.scrub_passes = counter("scrub_passes", "Passes of the scrubber over all samples.")
         # Seconds since the epoch are Unix time, as in all metrics of that name.

@@ -59,6 +59,7 @@ class World:
         self._chunk_threads = rng.choice((1, 1, 3))
         self._options: dict[str, Any] = {
             "retention": POLICY,
+            "retention_grace_s": 0.0,  # A loss of the catalogue makes the rules new ones.
             "scrub_every_s": rng.choice((0.0, 30.0)),
             "scrub_bytes_per_s": 4e5,
             "appear_grace_s": 1.0,

@@ -15,8 +15,10 @@ from slotstream.server.parts import ServerParts
 from slotstream.server.samples import convert
 from slotstream.server.samples.calls import Calls, Context, key_for, parsed, spaces_for, stream, unary
 from slotstream.store.samples import SampleStore
+from slotstream.store.upkeep.retention import Policy
 from slotstream.store.upkeep.verifying import Verdict
 from slotstream.v1 import samples_pb2 as pb
+from slotstream.wire.errors import BadParams, ConfigError
 from slotstream.wire.names import check_namespace
 
 USAGE_PAGE = 1000
@@ -36,6 +38,7 @@ class AdminCalls:
             "Usage": unary(self._usage, gate, pb.UsageReply),
             "Verify": stream(self._verify, gate, pb.VerifyReply),
             "Restore": stream(self._restore, gate, pb.RestoreReply),
+            "Retention": stream(self._retention, gate, pb.RetentionReply),
         }
 
     async def _usage(self, gate: Gate, context: Context) -> pb.UsageReply:
@@ -61,6 +64,8 @@ class AdminCalls:
             scrub=convert.scrub_of(self._housekeeping.scrub_progress, self._config.scrub_every_s),
             clock=lifetimes.watch.trouble,
             age_held=sorted(self._housekeeping.age_held),
+            rules_held=sorted(self._housekeeping.rules.held),
+            rules_wait_s=self._housekeeping.rules.wait_s,
         )
 
     async def _verify(self, gate: Gate, context: Context) -> None:
@@ -89,6 +94,34 @@ class AdminCalls:
                     if not one.kept:
                         self._waiters.notify(one.key)
                     await self._calls.write(context, convert.restored_of(one))
+
+    async def _retention(self, gate: Gate, context: Context) -> None:
+        async with self._calls.answering("Retention", gate, context) as (session, raw):
+            request = parsed(pb.RetentionRequest, raw)
+            spaces = spaces_for(session, "admin", request.namespace)
+            with self._verify_shares.one(session.peer):
+                for reply in await self._calls.check(self._accepted if request.accept else self._foreseen, request, spaces):
+                    await self._calls.write(context, reply)
+
+    def _foreseen(self, request: pb.RetentionRequest, spaces: tuple[str, ...] | None) -> list[pb.RetentionReply]:
+        rules = self._housekeeping.rules
+        policy = None
+        if request.HasField("rules"):
+            try:
+                policy = Policy.from_text(request.rules, "these rules", free_bytes_min=self._config.free_bytes_min)
+            except ConfigError as error:
+                raise BadParams(str(error)) from error
+        foreseen = rules.foreseen(policy)
+        held = rules.held if policy is None else frozenset()
+        replies = [convert.forecast_of(one, held, foreseen.age_held) for one in foreseen.forecasts]
+        silent = (held | foreseen.age_held) - {one.namespace for one in foreseen.forecasts}
+        replies += [pb.RetentionReply(namespace=n, held=n in held, age_held=n in foreseen.age_held) for n in sorted(silent)]
+        return [reply for reply in replies if spaces is None or reply.namespace in spaces]
+
+    def _accepted(self, request: pb.RetentionRequest, spaces: tuple[str, ...] | None) -> list[pb.RetentionReply]:
+        if request.HasField("rules"):
+            raise BadParams("what is accepted are the rules that the server runs with, and no others")
+        return [pb.RetentionReply(namespace=name) for name in sorted(self._housekeeping.accept_rules(spaces))]
 
     def _verdicts(self, session: Session, request: pb.VerifyRequest) -> Iterator[Verdict]:
         """Of one sample, with the right to read it. Of all in the namespaces in which the caller is admin."""

@@ -8,6 +8,7 @@ from types import MappingProxyType
 from slotstream.store.catalogue.retention_sql import Standing, Usage
 from slotstream.store.catalogue.sql import ListQuery
 from slotstream.store.records import SampleKey, SampleRecord, State
+from slotstream.store.upkeep.preview import Forecast
 from slotstream.store.upkeep.restoring import Restored
 from slotstream.store.upkeep.retention import Policy, Rule
 from slotstream.store.upkeep.scrubbing import Progress
@@ -112,6 +113,18 @@ def reply_of(verdict: Verdict, *, quarantined: bool = False) -> samples_pb2.Veri
         message=verdict.message,
         bytes=verdict.bytes_checked,
         quarantined=quarantined,
+    )
+
+
+def forecast_of(one: Forecast, held: frozenset[str], age_held: frozenset[str]) -> samples_pb2.RetentionReply:
+    return samples_pb2.RetentionReply(
+        namespace=one.namespace,
+        key=one.key,
+        samples=one.samples,
+        bytes=one.bytes,
+        stored=one.stored,
+        held=one.namespace in held,
+        age_held=one.namespace in age_held,
     )
 
 

@@ -131,6 +131,6 @@ def _copy_leases(old: sqlite3.Connection, new: sqlite3.Connection, saved: Saved)
 
 def _copy_meta(old: sqlite3.Connection, new: sqlite3.Connection) -> None:
     with suppress(*ERRORS):
-        for key, value in old.execute("SELECT key, value FROM meta WHERE key IN ('page_key', 'scrub', 'clock')"):
+        for key, value in old.execute("SELECT key, value FROM meta WHERE key IN ('page_key', 'scrub', 'clock', 'rules')"):
             if isinstance(value, str) and (key != "page_key" or page_token.is_key(value)):
                 new.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (key, value))

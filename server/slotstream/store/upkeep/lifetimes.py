@@ -8,6 +8,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from typing import TypeVar
 
 from slotstream.store.catalogue import retention_sql
 from slotstream.store.catalogue.retention_sql import Candidate, Queue, Standing, Usage
@@ -24,6 +25,7 @@ from slotstream.wire.errors import BadParams, IoError, SampleNotFound, SlotStrea
 from slotstream.wire.names import LEASE_S_MAX, check_holder
 
 _log = logging.getLogger(__name__)
+_T = TypeVar("_T")
 LEASES_MAX = 10_000
 _NS = 1_000_000_000
 
@@ -186,7 +188,15 @@ class Lifetimes:
         except OSError as error:
             raise store_error(error, "looking at the quarantine") from error
 
-    # Looking.
+    # Looking: what a sweep asks (`sweeping.Stock`).
+
+    def now(self) -> int:
+        """The wall clock, in Unix ns."""
+        return self.clock.now()
+
+    def doubt(self) -> str:
+        """Why the clock is in doubt; "" where it is not. For the thread that sweeps."""
+        return self.watch.look()
 
     def candidates(self, queue: Queue, namespace: str, after: tuple[int, int], limit: int) -> list[Candidate]:
         return self._catalogue.ask(lambda db: retention_sql.candidates(db, queue, namespace, after, limit))
@@ -208,6 +218,10 @@ class Lifetimes:
             yield from page
             after = page[-1].namespace
 
+    def ask(self, question: Callable[[sqlite3.Connection], _T]) -> _T:
+        """The answer of a query that changes nothing."""
+        return self._catalogue.ask(question)
+
     def records_after(self, row: int, limit: int) -> list[tuple[int, SampleRecord]]:
         """Rows of the catalogue behind row number `row`, in the order they were first seen."""
         return self._catalogue.scan_page(row, limit)
@@ -216,5 +230,6 @@ class Lifetimes:
         """What `remember` was told last, in this process or an earlier one."""
         return self._catalogue.ask(lambda db: retention_sql.get_meta(db, name))
 
-    def remember(self, name: str, value: str) -> None:
-        self._catalogue.submit(lambda db: retention_sql.set_meta(db, name, value)).result()
+    def remember(self, name: str, value: str, *, durable: bool = False) -> None:
+        """`durable`: a loss of power does not forget it."""
+        self._catalogue.submit(lambda db: retention_sql.set_meta(db, name, value), durable=durable).result()

@@ -84,6 +84,11 @@ class Policy:
         return self.namespaces.get(namespace, self.default)
 
     @property
+    def has_rules(self) -> bool:
+        """Whether any namespace has a rule."""
+        return any(rule.limits() for rule in (self.default, *self.namespaces.values()))
+
+    @property
     def deletes_when_full(self) -> bool:
         return bool(self._when_full)
 
@@ -99,16 +104,27 @@ class Policy:
         A namespace's table adds to [default] and overrides it key by key; `inf` takes a limit away.
         """
         try:
-            with path.open("rb") as file:
-                document = tomllib.load(file)
+            text = path.read_text("utf-8")
         except OSError as error:
             raise ConfigError(f"--retention: cannot read {path}: {error.strerror or error}") from error
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        except UnicodeDecodeError as error:
             raise ConfigError(f"--retention: {path} is not TOML: {error}") from error
+        try:
+            return cls.from_text(text, str(path), free_bytes_min=free_bytes_min)
+        except ConfigError as error:
+            raise ConfigError(f"--retention: {error}") from error
+
+    @classmethod
+    def from_text(cls, text: str, name: str, *, free_bytes_min: int = 0) -> Self:
+        """The policy that the text of a file describes; `name` is for messages. Raises ConfigError."""
+        try:
+            document = tomllib.loads(text)
+        except (tomllib.TOMLDecodeError, RecursionError) as error:
+            raise ConfigError(f"{name} is not TOML: {error}") from error
         try:
             return cls._from_document(document, free_bytes_min)
         except ConfigError as error:
-            raise ConfigError(f"--retention: {path}: {error}") from error
+            raise ConfigError(f"{name}: {error}") from error
 
     @classmethod
     def _from_document(cls, document: Mapping[str, Any], free_bytes_min: int) -> Self:

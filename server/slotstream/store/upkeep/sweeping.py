@@ -11,9 +11,9 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 from slotstream.store.catalogue.retention_sql import Candidate, Queue, Usage
-from slotstream.store.upkeep.lifetimes import Lifetimes
 from slotstream.store.upkeep.retention import UNLIMITED, Policy, Reason, Rule, forgotten, over_limit, to_free
 
 _log = logging.getLogger(__name__)
@@ -21,6 +21,29 @@ _PAGE = 64  # Candidates looked at, and deleted, at a time: the length of the ca
 _BUDGET = 1024  # Samples deleted before a sweep lets its caller look around; how many are in use has limits of its own.
 REFUSED_AGE_S_MAX = 7 * 86400.0  # Whatever the rules say: a refusal is news, and not for long.
 _BEGIN = (-(1 << 62), -1)
+
+
+class Stock(Protocol):
+    """What a sweep asks of a store, and does to it: `Lifetimes`, or `Imagined`, which deletes nothing."""
+
+    def now(self) -> int:
+        """The wall clock, in Unix ns."""
+
+    def doubt(self) -> str:
+        """Why the clock is in doubt, in a sentence; "" where it is not."""
+
+    def usage(self, namespace: str) -> Usage: ...
+
+    def every_usage(self) -> Iterator[Usage]: ...
+
+    def candidates(self, queue: Queue, namespace: str, after: tuple[int, int], limit: int) -> list[Candidate]: ...
+
+    def committed_until(self, namespace: str, until_unix_ns: int) -> int: ...
+
+    def finish_deletions(self) -> None: ...
+
+    def delete_unused(self, candidates: Sequence[Candidate]) -> list[Candidate]:
+        """Remove those that nobody reads, leases or has replaced; which they were."""
 
 
 @dataclass(slots=True)
@@ -31,6 +54,8 @@ class Swept:
 
     samples: Counter[Reason] = field(default_factory=Counter)
     bytes: Counter[Reason] = field(default_factory=Counter)
+    samples_of: Counter[tuple[str, Reason]] = field(default_factory=Counter)  # By namespace too.
+    bytes_of: Counter[tuple[str, Reason]] = field(default_factory=Counter)
     unfinished: bool = False
     still_short: bool = False
     held: set[str] = field(default_factory=set)  # Namespaces in which nothing went by age, because the clock is in doubt.
@@ -39,28 +64,30 @@ class Swept:
 class Sweeper:
     """Sweeps one store by one policy. Not thread safe: one thread sweeps."""
 
-    def __init__(self, lifetimes: Lifetimes, policy: Policy, free_bytes: Callable[[], int]) -> None:
-        self._lifetimes = lifetimes
-        self._policy = policy
+    def __init__(self, stock: Stock, policy: Policy, free_bytes: Callable[[], int], *, budget: int = 0) -> None:
+        """`budget`: samples after whose deletion a sweep stops, 0: as many as usual. `policy` may be replaced between two."""
+        self._stock = stock
+        self.policy = policy
         self._free_bytes = free_bytes
+        self._budget = budget
 
     def sweep(self, namespaces: Iterable[str] | None = None) -> Swept:
         """Apply the rules to these namespaces, None: to all. Raises StoreFull, StoreGone, IoError and InternalFault."""
-        sweep = _Sweep(self._lifetimes, self._policy)
+        sweep = _Sweep(self._stock, self.policy, self._budget or _BUDGET)
         if namespaces is None:
-            self._lifetimes.finish_deletions()
-            for usage in self._lifetimes.every_usage():
+            self._stock.finish_deletions()
+            for usage in self._stock.every_usage():
                 sweep.apply(usage)
         else:
             for namespace in namespaces:
-                sweep.apply(self._lifetimes.usage(namespace))
+                sweep.apply(self._stock.usage(namespace))
         return sweep.done
 
     def make_room(self) -> Swept:
         """While less is free than the policy's target, delete the oldest samples that may go for that. Raises as `sweep`."""
-        sweep = _Sweep(self._lifetimes, self._policy)
-        if self._policy.deletes_when_full:
-            missing = self._policy.free_bytes_target - self._free_bytes()
+        sweep = _Sweep(self._stock, self.policy, self._budget or _BUDGET)
+        if self.policy.deletes_when_full:
+            missing = self.policy.free_bytes_target - self._free_bytes()
             if missing > 0:
                 sweep.free(missing)
         return sweep.done
@@ -69,13 +96,13 @@ class Sweeper:
 class _Sweep:
     """One sweep under way."""
 
-    def __init__(self, lifetimes: Lifetimes, policy: Policy) -> None:
-        self._lifetimes = lifetimes
+    def __init__(self, stock: Stock, policy: Policy, budget: int) -> None:
+        self._stock = stock
         self._policy = policy
-        self._budget = _BUDGET
+        self._budget = budget
         # The whole sweep goes by one look at the clock, from before it was judged: it may leap at any moment.
-        self._now = lifetimes.clock.now()
-        self._clock_trouble = lifetimes.watch.look()
+        self._now = stock.now()
+        self._clock_trouble = stock.doubt()
         self.done = Swept()
 
     def apply(self, usage: Usage) -> None:
@@ -101,7 +128,7 @@ class _Sweep:
         """The oldest samples, of all namespaces whose rule allows it together, until `nbytes` of files are gone."""
         queues = [
             self._queue(queue, usage.namespace)
-            for usage in self._lifetimes.every_usage()
+            for usage in self._stock.every_usage()
             if usage.samples and (queue := _to_make_room(self._policy.rule_for(usage.namespace))) is not None
         ]
         oldest = heapq.merge(*queues, key=lambda candidate: candidate.stamp_unix_ns)
@@ -115,7 +142,7 @@ class _Sweep:
     def _drain(self, queue: Queue, namespace: str, after: tuple[int, int], reason: Reason) -> None:
         """Everything in a queue from `after` on."""
         while not self._is_spent():
-            page = self._lifetimes.candidates(queue, namespace, after, _PAGE)
+            page = self._stock.candidates(queue, namespace, after, _PAGE)
             if not page:
                 return
             self._delete(page, [reason] * len(page))
@@ -126,7 +153,7 @@ class _Sweep:
         if rule.age_s_max == UNLIMITED or not self._clock_trouble:
             return rule
         until = self._now - round(rule.age_s_max * 1e9)
-        if 2 * self._lifetimes.committed_until(usage.namespace, until) <= usage.samples:
+        if 2 * self._stock.committed_until(usage.namespace, until) <= usage.samples:
             return rule
         self.done.held.add(usage.namespace)
         return replace(rule, age_s_max=UNLIMITED)
@@ -135,8 +162,8 @@ class _Sweep:
         after = _BEGIN
         while not self._is_spent():
             # Read again for each page: what was in use still counts, so younger samples go in its place.
-            usage = self._lifetimes.usage(namespace)
-            page = self._lifetimes.candidates(Queue.OLDEST, namespace, after, _PAGE)
+            usage = self._stock.usage(namespace)
+            page = self._stock.candidates(Queue.OLDEST, namespace, after, _PAGE)
             due = over_limit(rule, usage, page, self._now)
             if not due:
                 return
@@ -146,7 +173,7 @@ class _Sweep:
     def _forget(self, queue: Queue, rule: Rule, namespace: str) -> None:
         after = _BEGIN
         while not self._is_spent():
-            page = self._lifetimes.candidates(queue, namespace, after, _PAGE)
+            page = self._stock.candidates(queue, namespace, after, _PAGE)
             due = forgotten(rule, page, self._now)
             if not due:
                 return
@@ -155,16 +182,18 @@ class _Sweep:
 
     def _queue(self, queue: Queue, namespace: str) -> Iterator[Candidate]:
         after = _BEGIN
-        while page := self._lifetimes.candidates(queue, namespace, after, _PAGE):
+        while page := self._stock.candidates(queue, namespace, after, _PAGE):
             yield from page
             after = page[-1].position
 
     def _delete(self, page: Sequence[Candidate], reasons: Sequence[Reason]) -> list[Candidate]:
-        deleted = self._lifetimes.delete_unused(page)
+        deleted = self._stock.delete_unused(page)
         why = dict(zip((candidate.key for candidate in page), reasons, strict=True))
         for candidate in deleted:
             self.done.samples[why[candidate.key]] += 1
             self.done.bytes[why[candidate.key]] += candidate.file_bytes
+            self.done.samples_of[candidate.key.namespace, why[candidate.key]] += 1
+            self.done.bytes_of[candidate.key.namespace, why[candidate.key]] += candidate.file_bytes
             _log.debug("deleted %s: %s", candidate.key, why[candidate.key])
         self._budget -= len(deleted)
         return deleted

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from slotstream.store.catalogue import sql
 from slotstream.store.catalogue.catalogue import FILE_NAME
@@ -47,6 +47,8 @@ from slotstream.wire.errors import (
     UnsupportedFormat,
 )
 from slotstream.wire.layout import FILE_SUFFIX
+
+_T = TypeVar("_T")
 
 _log = logging.getLogger(__name__)
 FOREIGN = "FOREIGN"
@@ -253,7 +255,7 @@ def _committed_unix_s(files: Files, path: Path, key: SampleKey) -> float:
         return 0.0
 
 
-class _ReadOnlyIndex:
+class ReadOnlyIndex:
     """The catalogue of a directory that may be in use, read without creating or changing any file there."""
 
     def __init__(self, path: Path) -> None:
@@ -273,6 +275,10 @@ class _ReadOnlyIndex:
         self._db = sqlite3.connect(f"{path.absolute().as_uri()}?{mode}", uri=True, isolation_level=None)
         give_sums(self._db)
         self._db.execute("SELECT 1 FROM samples LIMIT 1")
+
+    def ask(self, question: Callable[[sqlite3.Connection], _T]) -> _T:
+        """The answer of a query that changes nothing. Raises sqlite3.Error."""
+        return question(self._db)
 
     def get(self, key: SampleKey) -> SampleRecord | None:
         return sql.get(self._db, key.namespace, key.sample_id)
@@ -306,7 +312,7 @@ def verify_directory(data_dir: Path, *, namespace: str = "", sample_id: str = ""
     files = Files()
     files.confine(data_dir)
     try:
-        with closing(_ReadOnlyIndex(data_dir / FILE_NAME)) as index:
+        with closing(ReadOnlyIndex(data_dir / FILE_NAME)) as index:
             yield from _verify_indexed(files, data_dir, index, namespace, wanted)
     except (sqlite3.Error, OSError) as error:
         if (data_dir / FILE_NAME).exists():
