@@ -41,6 +41,15 @@ $(VENV)/.bench: $(VENV)/.dev
 	$(PIP_INSTALL) --editable '.[torch,nixl,dev,bench]'
 	@touch $@
 
+# Trainers and their loaders, for the tests that load and train with them: without what each would bring of its own (CUDA builds of
+# torch among it), beside the torch that is there.
+TRAINERS = specforge==0.2.0 nvidia-modelopt==0.47.0 speculators==0.9.0 hs-connectors==0.9.0 omegaconf antlr4-python3-runtime==4.9.3 \
+  pulp scipy nvidia-ml-py accelerate
+$(VENV)/.trainers: pyproject.toml Makefile | $(BIN)/python
+	@echo "installing trainers into $(VENV)/trainers: a minute, once"
+	$(PIP_INSTALL) --upgrade --no-compile --no-deps --target $(VENV)/trainers $(TRAINERS)
+	@touch $@
+
 # What the tests of deploy/ run: helm, kubectl, promtool. The folder is made again when the script that fills it changes.
 $(VENV)/.tools: tests/fetch_tools.py | $(BIN)/python
 	@echo "fetching helm, kubectl and prometheus into $(VENV)/tools, once"
@@ -73,7 +82,7 @@ packages:  ## What the extended tests take from Debian, where it is missing (as 
 	@command -v podman >/dev/null && command -v mmdebstrap >/dev/null || \
 	  { apt-get update --quiet && apt-get install --yes --quiet --no-install-recommends podman mmdebstrap uidmap; }
 
-extended: $(VENV)/.vllm $(VENV)/.dev $(VENV)/.tools packages  ## The tests that CI leaves out: parallel engines, pauses, other connectors, 1,000 hang-ups.
+extended: $(VENV)/.vllm $(VENV)/.dev $(VENV)/.tools $(VENV)/.trainers packages  ## The tests that CI leaves out: parallel engines, pauses, other connectors, 1,000 hang-ups.
 	SLOTSTREAM_HANG_UPS=1000 $(BIN)/python -m pytest -m extended
 	SLOTSTREAM_HANG_UPS=1000 $(BIN)/python -m pytest -k hang_up tests/engine/test_requests.py
 

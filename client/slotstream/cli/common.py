@@ -62,6 +62,24 @@ def add_namespace_argument(parser: argparse.ArgumentParser, *, any_by_default: b
     )
 
 
+def add_filter_arguments(parser: argparse.ArgumentParser) -> None:
+    """Which samples, as `Client.list` chooses them; the states that a command looks at are its own business."""
+    add_namespace_argument(parser, any_by_default=True)
+    parser.add_argument("--model", metavar="NAME", help="only samples of this model, as vLLM serves it (default: any)")
+    parser.add_argument(
+        "--since", metavar="WHEN", type=moment, help="opened then or later: 15m, 2h, 3d (ago) or RFC 3339 (default: no bound)"
+    )
+    parser.add_argument("--until", metavar="WHEN", type=moment, help="opened before then (default: no bound)")
+    parser.add_argument(
+        "--tag",
+        metavar="KEY=VALUE",
+        type=tag,
+        action="append",
+        default=[],
+        help="only with this tag; repeatable (default: any)",
+    )
+
+
 def add_json_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object a line (default: text for people)")
 

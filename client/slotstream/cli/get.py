@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import secrets
 from collections.abc import Iterator
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
     from rich.progress import ProgressColumn
 
     from slotstream.client import RowReader
-    from slotstream.wire.layout import SampleHeader
 
 
 def add_get_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,7 +36,7 @@ def add_get_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--start", metavar="N", type=int, default=0, help="first row (default: %(default)s)")
     parser.add_argument("--stop", metavar="N", type=int, help="one past the last row (default: the sample's end)")
     parser.add_argument(
-        "--layers", metavar="IDS", type=_layers, help="layers in the order wanted, such as 1,3,final (default: all)"
+        "--layers", metavar="IDS", type=layers_argument, help="layers in the order wanted, such as 1,3,final (default: all)"
     )
     parser.add_argument(
         "--wait", metavar="SECONDS", type=float, default=30.0, help="wait for a sample still arriving (default: %(default)s)"
@@ -98,44 +96,20 @@ def run_get(arguments: argparse.Namespace) -> int:
 
 def _export(reader: RowReader, file: BinaryIO) -> None:
     """Writes the rows as they arrive: memory use does not depend on the sample's size."""
+    from slotstream.client.exports.files import header_of
     from slotstream.client.reading import little_endian
     from slotstream.wire.columns import TOKEN_IDS
     from slotstream.wire.layout import encode_header
 
     with progress_bar(*_progress_columns()) as progress:
         task = progress.add_task(reader.info.sample_id, total=reader.nbytes)
-        file.write(encode_header(_header(reader)))
+        header = header_of(reader.info, reader.row_format, reader.num_rows, reader.layer_ids, reader.layer_names, reader.start)
+        file.write(encode_header(header))
         for block in reader:
             file.write(block.data)
             progress.advance(task, block.data.nbytes)
         for column in reader.row_format.columns[1:]:
             file.write(little_endian(reader.token_ids) if column.name == TOKEN_IDS else reader.columns[column.name])
-
-
-def _header(reader: RowReader) -> SampleHeader:
-    """The header for these rows. The metadata has the keys that the server's own files have, and where the rows are from."""
-    import dataclasses
-
-    from slotstream.wire.layout import SampleHeader, header_bytes_for
-    from slotstream.wire.names import LAYER_NAMES_KEY
-
-    info = reader.info
-    metadata = {
-        **info.metadata,
-        "format": "pt",
-        "sample_id": info.sample_id,
-        "namespace": info.namespace,
-        "model": info.model,
-        LAYER_NAMES_KEY: json.dumps(reader.layer_names),
-        "layer_ids": json.dumps(reader.layer_ids, separators=(",", ":")),
-        "tags": json.dumps(info.tags, separators=(",", ":"), sort_keys=True),
-        "created_unix_ns": str(info.created_unix_ns),
-        "committed_unix_ns": str(info.committed_unix_ns or 0),
-        "first_row": str(reader.start),
-        "sample_rows": str(info.num_tokens),
-    }
-    header = SampleHeader(reader.row_format, reader.num_rows, metadata, header_bytes=0)
-    return dataclasses.replace(header, header_bytes=header_bytes_for(header))
 
 
 def _progress_columns() -> list[ProgressColumn | str]:
@@ -180,7 +154,8 @@ def _link(partial: Path, output: Path) -> None:
         partial.replace(output)
 
 
-def _layers(text: str) -> list[int | str]:
+def layers_argument(text: str) -> list[int | str]:
+    """An argument such as 1,3,final."""
     from slotstream.wire.names import FINAL
 
     try:

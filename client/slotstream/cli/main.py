@@ -33,6 +33,7 @@ COMMANDS = {
     "ls": Command("samples", "list samples, newest first"),
     "stat": Command("samples", "show all that is known about samples"),
     "get": Command("get", "fetch a sample's rows into a safetensors file"),
+    "export": Command("export", "write samples as the files that trainers read"),
     "rm": Command("samples", "delete samples"),
     "verify": Command("verify", "check stored samples against their hashes"),
     "restore": Command("restore", "take samples out of the quarantine that verify again"),

@@ -13,20 +13,19 @@ from typing import TYPE_CHECKING, Any
 
 from slotstream.cli.common import (
     add_access_arguments,
+    add_filter_arguments,
     add_json_argument,
     add_namespace_argument,
     add_server_argument,
     age_text,
     complain_about,
     layers_text,
-    moment,
     note,
     open_client,
     print_json,
     print_table,
     shown,
     size_text,
-    tag,
 )
 from slotstream.wire.errors import ConfigError, SlotStreamError
 
@@ -42,21 +41,8 @@ _STATE_STYLES = {"arriving": "yellow", "committed": "green", "failed": "red"}
 def add_ls_arguments(parser: argparse.ArgumentParser) -> None:
     add_server_argument(parser)
     add_access_arguments(parser)
-    add_namespace_argument(parser, any_by_default=True)
-    parser.add_argument("--model", metavar="NAME", help="only samples of this model, as vLLM serves it (default: any)")
+    add_filter_arguments(parser)
     parser.add_argument("--state", choices=_STATES, type=str.lower, help="only samples in this state (default: any)")
-    parser.add_argument(
-        "--since", metavar="WHEN", type=moment, help="opened then or later: 15m, 2h, 3d (ago) or RFC 3339 (default: no bound)"
-    )
-    parser.add_argument("--until", metavar="WHEN", type=moment, help="opened before then (default: no bound)")
-    parser.add_argument(
-        "--tag",
-        metavar="KEY=VALUE",
-        type=tag,
-        action="append",
-        default=[],
-        help="only with this tag; repeatable (default: any)",
-    )
     parser.add_argument(
         "--limit", metavar="N", type=_limit, default=100, help="at most N samples; 0: all (default: %(default)s)"
     )

@@ -64,11 +64,13 @@ class NumpyArrays:
     def receive(self, reader: RowReader) -> Any:
         memory = bytearray(reader.nbytes)
         reader.read_into(memoryview(memory))
+        return self.of(memory, reader.info.dtype, reader.row_format.columns[0].shape(reader.num_rows))
+
+    def of(self, memory: Any, dtype: str, shape: Sequence[int]) -> Any:
+        """The array that lies in `memory`, in its stored dtype, which safetensors spells so."""
         # numpy has no bfloat16: its upper halves of float32 are held as they are.
-        stored = {"BF16": "<u2", "F16": "<f2", "F32": "<f4"}[reader.info.dtype]
-        return self._numpy.frombuffer(memory, dtype=stored).reshape(
-            reader.num_rows, len(reader.layer_ids), reader.info.hidden_size
-        )
+        stored = {"BF16": "<u2", "F16": "<f2", "F32": "<f4"}[dtype]
+        return self._numpy.frombuffer(memory, dtype=stored).reshape(shape)
 
     def gather(self, parts: Sequence[tuple[Any, Sequence[int]]], order: Sequence[int]) -> Any:
         return self._numpy.concatenate([rows[wanted] for rows, wanted in parts])[order]

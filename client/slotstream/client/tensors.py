@@ -64,6 +64,12 @@ def require_torch() -> ModuleType:
     return torch
 
 
+def torch_dtype(name: str) -> torch.dtype:
+    """torch's name of a dtype that safetensors spells so."""
+    found: torch.dtype = getattr(require_torch(), _TORCH_NAMES[name])
+    return found
+
+
 def receive_sample(reader: RowReader) -> Sample:
     """Reads all of `reader` into one tensor, allocated once; every row is copied once, into its place.
 
@@ -98,7 +104,7 @@ def _columns(reader: RowReader) -> dict[str, torch.Tensor]:
     torch_module = require_torch()
     tensors: dict[str, torch.Tensor] = {}
     for column in reader.row_format.further:
-        dtype, shape = getattr(torch_module, _TORCH_NAMES[column.dtype]), column.shape(reader.num_rows)
+        dtype, shape = torch_dtype(column.dtype), column.shape(reader.num_rows)
         raw = bytearray(reader.columns[column.name])  # Which frombuffer takes over; but it does not take an empty one.
         flat = torch_module.frombuffer(raw, dtype=dtype) if raw else torch_module.empty(0, dtype=dtype)
         tensors[column.name] = flat.reshape(shape)
@@ -117,7 +123,7 @@ def _empty_rows(reader: RowReader) -> torch.Tensor:
     """Memory for the rows of `reader`. Raises MemoryError where they do not fit."""
     shape = (reader.num_rows, len(reader.layer_ids), reader.info.hidden_size)
     try:
-        return _empty(reader.nbytes).view(getattr(require_torch(), _TORCH_NAMES[reader.info.dtype])).reshape(shape)
+        return _empty(reader.nbytes).view(torch_dtype(reader.info.dtype)).reshape(shape)
     except (RuntimeError, OSError) as error:
         raise MemoryError(f"the rows wanted are {reader.nbytes} bytes: read fewer rows or layers at a time") from error
 

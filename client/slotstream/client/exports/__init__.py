@@ -1,0 +1,1 @@
+"""Samples as the files that trainers read: `slotstream export`."""
