@@ -512,7 +512,7 @@ def test_every_row_that_is_read_is_its_own_and_every_page_comes_back(seed: int, 
 
 
 def test_a_pool_with_room_fails_nobody() -> None:
-    """Without aborts and faults every sample is whole, whatever is preempted: no row is read out of a cache."""
+    """Without aborts and faults every sample is whole, also after preemptions: no row is read out of a cache."""
     for seed in range(30):
         rng = random.Random(seed)
         engine = _Engine(rng, asynchronous=bool(seed % 2), drafts=3, blocks=40, block_size=8, pages=400, window=30 * (seed % 3))

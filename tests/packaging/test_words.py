@@ -1,7 +1,8 @@
-"""Plain words: comments of the protocol and the pages use everyday words, and the pages short sentences."""
+"""Plain words: docstrings, comments of the protocol and the pages use everyday words, and the pages short sentences."""
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +11,12 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").rglob("*.md"))]
+SOURCES = [
+    path
+    for root in ("client", "connector", "server", "proto", "tests", "benchmarks")
+    for path in sorted((ROOT / root).rglob("*.py"))
+    if not path.name.endswith(("_pb2.py", "_pb2_grpc.py"))
+]
 SPECIFICATIONS = sorted((ROOT / "proto").rglob("*.proto"))
 SENTENCE_WORDS_MAX = 30
 # Half of the readers are not native speakers: these are words of literature, or idioms, for which there is a plain one.
@@ -20,6 +27,15 @@ _LITERARY = re.compile(
 
 def _id(path: Path) -> str:
     return path.relative_to(ROOT).as_posix()
+
+
+def docstrings(source: str) -> Iterator[str]:
+    """Those of a module, its classes and its functions."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)) and (
+            text := ast.get_docstring(node)
+        ):
+            yield text
 
 
 def prose(page: str) -> Iterator[str]:
@@ -38,6 +54,12 @@ def sentences(page: str) -> Iterator[str]:
 
 def count(sentence: str) -> int:
     return len(re.findall(r"[\w.,'’/%+-]*\w[\w.,'’/%+-]*", sentence))
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=_id)
+def test_docstrings_use_everyday_words(path: Path) -> None:
+    found = [(said[0], text.splitlines()[0]) for text in docstrings(path.read_text()) if (said := _LITERARY.search(text))]
+    assert not found
 
 
 @pytest.mark.parametrize("path", SPECIFICATIONS, ids=_id)

@@ -1,10 +1,10 @@
 """Row pages as the engine core's half keeps them: which page belongs to which rows, and since when.
 
 Two things end at different times. A *table entry* (KV-cache slots -> page) ends in the first plan in which its slots may belong
-to somebody else. A *page* is free again once its rows are read: rows are read at the end of a step, so what a plan lets go of
-is given again from the next plan on. The device does plans in order, so nothing else has to be waited for.
+to another request. A *page* is free again once its rows are read. Rows are read at the end of a step, so the pages that a plan
+frees are given again from the next plan on. The device does plans in order, so there is nothing else to wait for.
 
-Whatever is kept of pages is kept in arrays, and moved in slices: what a prompt costs hardly depends on its length.
+Pages are kept in arrays, and moved in slices: what a prompt costs hardly depends on its length.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class PageAllocator:
         return self.free + len(self._let_go) >= self._step_pages
 
     def end_plan(self) -> TableUpdate | None:
-        """The plan is made: what it has to change in the table, None for nothing. What it let go of, the next may give."""
+        """The plan is made: what it has to change in the table, None for nothing. The next one may give the pages it freed."""
         step, self._step = self._step, self._step + 1
         if self._let_go:
             self._free.extend(self._let_go)

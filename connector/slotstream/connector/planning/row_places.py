@@ -1,4 +1,4 @@
-"""Where rows are to be found, as the engine core's half sees it: one protocol, and the two sources of rows behind it.
+"""Where rows are, as the engine core's half sees it: one protocol, and the two sources of rows behind it.
 
 `extract_hidden_states` keeps rows in a cache layer of vLLM's: they live as long as the request's blocks, prefix-cache hits
 included. Row pages are ours: rows are written only where a page was given for them before the step that computes them.
@@ -19,7 +19,7 @@ Table = Sequence[int]  # A request's blocks in the group whose slots name its ro
 
 
 class RowPlaces(Protocol):
-    """One source of rows. Every request that is `cover`ed is `end`ed, in whatever way it ends."""
+    """One source of rows. Every request that is `cover`ed is `end`ed, however it ends."""
 
     @property
     def computes_all(self) -> bool:

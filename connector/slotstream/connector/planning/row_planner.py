@@ -83,7 +83,7 @@ class RowPlanner:
         )
 
     def drop(self, req_id: str) -> None:
-        """A request's rows are not read in the next plan, and its sample does not end, whatever was planned."""
+        """Takes what is planned for a request out of the next plan: its rows are not read, and its sample does not end."""
         self._rows = [row for row in self._rows if row.req_id != req_id]
         self._finishes = [finish for finish in self._finishes if finish.req_id != req_id]
         if (ended := self._ended.pop(req_id, None)) is not None:

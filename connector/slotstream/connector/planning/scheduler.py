@@ -64,7 +64,7 @@ class SchedulerHalf:
     seconds, or None.
 
     `group` is the index, in a request's block tables, of the KV-cache group whose slots name its rows, and whose blocks hold
-    `block_size` tokens. `places`: where rows are to be found; without, in that group's own cache layer.
+    `block_size` tokens. `places`: where rows are; without, in that group's own cache layer.
     """
 
     def __init__(
@@ -165,7 +165,7 @@ class SchedulerHalf:
         return hold, self._response(request, capture, error)
 
     def on_faults(self, faults: Sequence[SampleFault]) -> None:
-        """The worker gave samples up: whoever still waits for an answer is told."""
+        """The worker gave samples up. Answers that are still to come say so."""
         for fault in faults:
             self._no_room |= fault.code == ServerUnavailable.code
             capture = self._captures.get(fault.req_id)
@@ -460,7 +460,7 @@ class _Relayed(SlotStreamError):
 
 
 def _may_have_met_a_stop_string(request: Request) -> bool:
-    """Stop strings are found outside the engine, which only hears that the request is to be aborted."""
+    """Stop strings are found outside the engine, which only hears that it must abort the request."""
     params = request.sampling_params
     return bool(params is not None and params.stop and request.num_output_tokens)
 

@@ -35,7 +35,7 @@ class Located:
 
 
 def page_words(located: Located, parts: Sequence[Part], segments: Sequence[Segment], page_rows: int) -> array[int]:
-    """What the device, and whoever checks, must know to read these parts of row pages: see `row_check.NotedRows`."""
+    """What the device needs to read these parts of row pages, and the check after it: see `row_check.NotedRows`."""
     first, last = parts[0].at, parts[-1]
     stop = last.at + (last.offset + last.rows - 1) // page_rows + 1
     words = array("q")

@@ -1,8 +1,8 @@
 """Row pages read on a GPU: one kernel a read, which writes rows and what is noted of them straight into staging.
 
 It runs on a stream of its own, in a few blocks, behind what the model's stream holds when the read begins. Its last block to
-end writes the read's number, so whoever sees that sees all of it. Pages that are given to somebody else meanwhile would be
-written over: then the model's stream waits for the reads (`wait_for`).
+end writes the read's number: all of the read is there before its number is. Pages that are given to another request meanwhile
+would be written over: then the model's stream waits for the reads (`wait_for`).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Launcher(Protocol):
         """Start the kernel with these, behind what the model's stream holds now."""
 
     def hold_model(self) -> None:
-        """Whatever the model's stream gets from now on waits for the reads that were started."""
+        """What the model's stream gets from now on waits for the reads that were started."""
 
     def settle(self) -> None:
         """Return once no read is under way."""

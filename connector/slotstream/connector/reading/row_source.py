@@ -1,6 +1,6 @@
 """Where rows lie on the device, as the worker sees it: one protocol, and the source that vLLM's `extract_hidden_states` is.
 
-The other source is `row_pages`. Whatever reads rows knows only this protocol.
+The other source is `row_pages`. The readers of rows know only this protocol.
 """
 
 from __future__ import annotations

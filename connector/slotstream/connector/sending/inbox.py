@@ -92,7 +92,7 @@ class Inbox(Generic[Event]):
         return self._arrived.qsize() + len(self._said)
 
     def put(self, item: EngineItem | Event) -> None:
-        """Add what is to be done; never blocks."""
+        """Adds work. Never blocks."""
         self._arrived.put(item)
 
     def look(self) -> None:

@@ -120,7 +120,7 @@ class Pump:
 
     @property
     def taking_rows(self) -> bool:
-        """Whether waiting for room in staging makes sense: whoever can make some has done so of late."""
+        """Whether waiting for room in staging makes sense: something has freed staging within the last `wait_s_max` seconds."""
         if not self._outbox.link_up:
             unseen = self._batches_posted != self._batches_done  # What the spool will be asked to write.
             return (self._disk is not None and unseen) or self._spool_writer.taking_rows(self._wait_s_max)

@@ -85,12 +85,12 @@ class StagingArea:
         self._slot_words[at : at + len(words)] = words
 
     def lending(self, first_turn: int) -> LeaseRing:
-        """The ring through which slots are lent, from this turn on: whoever lends and whoever leases have one each."""
+        """The ring through which slots are lent, from this turn on. The lender and the engine have one each."""
         return LeaseRing(self._ring, self._taken, first_turn)
 
 
 class LeaseRing:
-    """Free slots on their way from whoever lends them to whoever leases them. One thread on each side.
+    """Free slots on their way from the lender to the engine, which leases them. One thread on each side.
 
     A word holds its turn and its slot, and is written at once, so that nobody sees half of it. What is not of the turn that is
     next has not been lent yet. There are more words than slots: none is written over before it was taken.
@@ -102,7 +102,7 @@ class LeaseRing:
         self.turn = first_turn
 
     def clear(self) -> None:
-        """Nothing is lent. By whoever lends, before anything else."""
+        """Nothing is lent. The lender calls it first."""
         for at in range(len(self._words)):
             self._words[at] = -1
         self._taken[0] = self.turn
@@ -115,7 +115,7 @@ class LeaseRing:
 
     @property
     def stock(self) -> int:
-        """How many were lent and not taken; asked by whoever lends."""
+        """How many were lent and not taken. The lender asks."""
         return self.turn - self._taken[0]
 
     def ready(self, count: int) -> list[int]:

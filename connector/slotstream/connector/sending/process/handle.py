@@ -242,7 +242,7 @@ class SenderProcess:
         return [self._faults.popleft() for _ in range(len(self._faults))]
 
     def gauges(self) -> Mapping[str, float]:
-        """See `Sender`. As the process said of late."""
+        """See `Sender`. As the process told them last."""
         return self._gauges
 
     def close(self, timeout_s: float) -> None:
@@ -268,7 +268,7 @@ class SenderProcess:
                     self._child.process.kill()
 
     def _carry_some(self) -> bool:
-        """Take up one thing, and say what is to be said; whether that was the last."""
+        """Takes one item, and says what is due. Returns whether that was the last."""
         try:
             item = self._inbox.get(timeout=self._patience_s())
         except queue.Empty:
@@ -294,7 +294,7 @@ class SenderProcess:
         return 0.0 if self._owed else HEARTBEAT_S
 
     def _owe(self, item: EngineItem | _LentBatch) -> None:
-        """Something is to be said to the process. While there is none, only samples and why they failed are kept."""
+        """Notes something to tell the process. While there is none, only samples and why they failed are kept."""
         items: list[EngineItem] = []
         if isinstance(item, _LentBatch):
             items = self._staged(item)
