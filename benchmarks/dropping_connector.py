@@ -9,7 +9,7 @@ from slotstream.connector import worker_side
 from slotstream.connector.facade import SlotStreamConnector
 from slotstream.connector.sending.sender import in_thread
 from slotstream.connector.vllm_config import ConnectorConfig
-from slotstream.transport.base import Acked, Committed, Failed, LinkUp, SinkEvent, StagedChunk
+from slotstream.transport.base import Acked, Committed, Failed, LinkUp, RowChunk, SinkEvent
 from slotstream.v1 import ingest_pb2
 
 
@@ -29,7 +29,7 @@ class DroppingSink:
     def open_sample(self, request: ingest_pb2.OpenSample) -> None:
         return
 
-    def submit(self, chunk: StagedChunk) -> None:
+    def submit(self, chunk: RowChunk) -> None:
         self._on_event(Acked((chunk.chunk,)))
 
     def commit(self, request: ingest_pb2.CommitSample) -> None:

@@ -19,7 +19,7 @@ from slotstream.connector.counters import Counters
 from slotstream.connector.options import ConnectorOptions
 from slotstream.connector.plan import SampleFinish, SampleOpen
 from slotstream.connector.reading.staging_memory import StagingMemory
-from slotstream.connector.sending.inbox import StagedBatch
+from slotstream.connector.sending.inbox import RowBatch
 from slotstream.connector.sending.pump import Pump
 from slotstream.connector.sending.row_check import MappedRows, Segment
 from slotstream.connector.sending.staging_pool import StagingPool, StagingShape
@@ -134,7 +134,7 @@ class Sender:
             sent += [(slot, count * self._shape.row_bytes) for (_, count), slot in zip(part, slots, strict=True)]
             # A device would have written the slots, and found the rows' peaks, without this CPU.
             ones = np.ones(sum(rows for _, rows in part), dtype=np.int64)
-            self._pump.post(StagedBatch(segments, 0, MappedRows(-ones, ones, None)))
+            self._pump.post(RowBatch(segments, 0, MappedRows(-ones, ones, None)))
         self._pump.post(SampleFinish(sample_id, tuple(range(rows)), {}))
 
     def check(self) -> None:

@@ -9,7 +9,7 @@ from time import perf_counter
 from load import HIDDEN, LAYERS, ROW_BYTES, Load, slots, source
 
 from slotstream.client import connect
-from slotstream.transport.base import Acked, Committed, LinkUp, SinkEvent, StagedChunk
+from slotstream.transport.base import Acked, Committed, LinkUp, RowChunk, SinkEvent
 from slotstream.transport.grpc import GrpcSink
 from slotstream.transport.nixl import NixlPlane
 from slotstream.v1 import ingest_pb2
@@ -133,7 +133,7 @@ class SinkStream:
                 self._wait(lambda: len(self._unacked) <= self._resume_at)
             self._chunks += 1
             slot = self._chunks % len(self._slots)
-            chunk = StagedChunk(self._samples, self._chunks, number * rows, rows, self._slots[slot], self._hashes[slot])
+            chunk = RowChunk(self._samples, self._chunks, number * rows, rows, self._slots[slot], self._hashes[slot])
             self._unacked[chunk.chunk] = perf_counter()
             self._sink.submit(chunk)
         commit = ingest_pb2.CommitSample(sample=self._samples, row_count=chunks * rows, token_ids=range(chunks * rows))

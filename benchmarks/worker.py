@@ -37,7 +37,7 @@ from slotstream.connector.plan import BlockPlace, RowPlan, SampleFinish, SampleO
 from slotstream.connector.reading.row_source import CachedRows
 from slotstream.connector.reading.staging_plan import StagingPlan
 from slotstream.connector.reading.worker import WorkerHalf
-from slotstream.connector.sending.inbox import StagedBatch
+from slotstream.connector.sending.inbox import RowBatch
 from slotstream.connector.sending.process.handle import sender_for
 from slotstream.connector.sending.sender import EnginePost, Sender
 from slotstream.connector.sending.staging_area import HostMemory
@@ -66,7 +66,7 @@ class _Nowhere:
         return
 
     def post(self, item: EnginePost) -> None:
-        if isinstance(item, StagedBatch):
+        if isinstance(item, RowBatch):
             self.release(item.slots)
 
     def look(self) -> None:

@@ -13,9 +13,9 @@ from support.waiting import wait_until
 from support.worker_rig import Rig, WatchedSink, make_rig
 
 from slotstream.connector.sending import inbox
-from slotstream.connector.sending.inbox import BESIDE_THE_ENGINE, Inbox, Looks, StagedBatch
+from slotstream.connector.sending.inbox import BESIDE_THE_ENGINE, Inbox, Looks, RowBatch
 from slotstream.connector.sending.row_check import NotedRows
-from slotstream.transport.base import Acked, Committed, Failed, StagedChunk
+from slotstream.transport.base import Acked, Committed, Failed, RowChunk
 from slotstream.v1 import ingest_pb2
 
 
@@ -30,15 +30,15 @@ class _LateSink(WatchedSink):
 
     def __init__(self) -> None:
         super().__init__()
-        self.chunks: list[StagedChunk] = []
+        self.chunks: list[RowChunk] = []
 
-    def submit(self, chunk: StagedChunk) -> None:
+    def submit(self, chunk: RowChunk) -> None:
         self.chunks.append(chunk)
 
     def commit(self, request: ingest_pb2.CommitSample) -> None:
         self.samples[request.sample].committed = request
 
-    def answer(self, chunk: StagedChunk) -> None:
+    def answer(self, chunk: RowChunk) -> None:
         self._on_event(Acked((chunk.chunk,)))
         self._on_event(Committed(chunk.sample, duplicate=False))
 
@@ -128,7 +128,7 @@ def test_beside_the_engine_a_thread_looks_at_most_twice_at_a_read_under_way(
     monkeypatch.setattr(inbox, "queue", SimpleNamespace(SimpleQueue=lambda: clock, Empty=queue.Empty))
     monkeypatch.setattr(inbox, "time", clock)
     waiting: Inbox[object] = Inbox(lambda: 1 if clock.now >= pending_s else 0, BESIDE_THE_ENGINE)
-    batch = StagedBatch((), 1, NotedRows(np.zeros(0, np.int64), 0, 1))
+    batch = RowBatch((), 1, NotedRows(np.zeros(0, np.int64), 0, 1))
     waiting.put(batch)
     assert waiting.get(1.0) is batch
     in_vain = clock.wakes - 2  # The last but one found it over, and the last was its turn.
@@ -139,7 +139,7 @@ def test_beside_the_engine_a_thread_looks_at_most_twice_at_a_read_under_way(
 def test_the_engines_thread_has_a_read_that_is_over_taken_up_at_once() -> None:
     done = [0]
     waiting: Inbox[object] = Inbox(lambda: done[0], Looks(3600.0, 1.0))  # Nobody else looks.
-    batch = StagedBatch((), 1, NotedRows(np.zeros(0, np.int64), 0, 1))
+    batch = RowBatch((), 1, NotedRows(np.zeros(0, np.int64), 0, 1))
     waiting.put(batch)
     taken: list[object] = []
     thread = threading.Thread(target=lambda: taken.append(waiting.get(3600.0)), daemon=True)

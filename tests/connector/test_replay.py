@@ -19,13 +19,13 @@ from support.worker_rig import BLOCKS, Rig, WatchedSink, cached_rows, make_rig, 
 from slotstream.connector.faults import SampleFault
 from slotstream.connector.plan import SampleAbort, SampleFinish, StepPlan
 from slotstream.connector.sending import failure_reports as reports
-from slotstream.connector.sending.inbox import StagedBatch
+from slotstream.connector.sending.inbox import RowBatch
 from slotstream.connector.sending.pump import Pump
 from slotstream.connector.sending.sample_state import SampleState
 from slotstream.connector.sending.spool import files as spool_files
 from slotstream.connector.sending.spool.files import OwnedDir, SpooledSample, SpoolFile
 from slotstream.connector.sending.spool.writer import SpoolWriter
-from slotstream.transport.base import Acked, Committed, Failed, LinkDown, LinkUp, StagedChunk
+from slotstream.transport.base import Acked, Committed, Failed, LinkDown, LinkUp, RowChunk
 from slotstream.v1 import ingest_pb2
 
 
@@ -44,7 +44,7 @@ class _Sink(WatchedSink):
         super().open_sample(request)
         self.opens.append(request.sample_id)
 
-    def submit(self, chunk: StagedChunk) -> None:
+    def submit(self, chunk: RowChunk) -> None:
         if self.samples[chunk.sample].opened.sample_id in self.refuse:
             self._on_event(Acked((chunk.chunk,)))
         else:
@@ -296,7 +296,7 @@ def test_an_engine_waits_for_room_that_the_spool_is_about_to_make(tmp_path: Path
         waiting_makes_sense.append(pump.taking_rows)
         put(writer, sample)
 
-    def late_batch(pump: Pump, staged: StagedBatch) -> None:
+    def late_batch(pump: Pump, staged: RowBatch) -> None:
         assert go_on.wait(30)
         batch(pump, staged)
 

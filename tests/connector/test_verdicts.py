@@ -13,7 +13,7 @@ from support.worker_rig import Rig, WatchedSink, make_rig
 
 from slotstream.connector.sending import outbox, pump
 from slotstream.connector.sending.verdicts import VERDICTS, Verdict, is_final
-from slotstream.transport.base import Acked, Failed, StagedChunk
+from slotstream.transport.base import Acked, Failed, RowChunk
 from slotstream.v1 import ingest_pb2
 from slotstream.wire import errors
 from slotstream.wire.errors import SlotStreamError
@@ -36,7 +36,7 @@ class _Sink(WatchedSink):
         self.code, self.count = "", 0
         self.tries = 0
 
-    def submit(self, chunk: StagedChunk) -> None:
+    def submit(self, chunk: RowChunk) -> None:
         if self.count:
             self._on_event(Acked((chunk.chunk,)))
         else:

@@ -23,7 +23,7 @@ from slotstream.connector.reading.row_source import CachedRows
 from slotstream.connector.reading.staging_plan import StagingPlan
 from slotstream.connector.sending.row_check import BadRowCount
 from slotstream.connector.sending.staging_pool import default_staging_bytes
-from slotstream.transport.base import Acked, Committed, Failed, LinkDown, LinkUp, StagedChunk
+from slotstream.transport.base import Acked, Committed, Failed, LinkDown, LinkUp, RowChunk
 from slotstream.v1 import ingest_pb2
 from slotstream.wire.columns import RowFormat
 from slotstream.wire.errors import ConfigError
@@ -94,7 +94,7 @@ class _OrderSink(WatchedSink):
         super().__init__()
         self.said: list[tuple[str, int]] = []
 
-    def submit(self, chunk: StagedChunk) -> None:
+    def submit(self, chunk: RowChunk) -> None:
         self.said.append(("rows", chunk.sample))
         super().submit(chunk)
 
@@ -263,7 +263,7 @@ class _MuteSink(WatchedSink):
         super().__init__()
         self.taken = threading.Semaphore(0)
 
-    def submit(self, chunk: StagedChunk) -> None:
+    def submit(self, chunk: RowChunk) -> None:
         self.taken.release()
 
     def commit(self, request: ingest_pb2.CommitSample) -> None:

@@ -12,7 +12,7 @@ import torch
 from support.worker_rig import config
 
 from slotstream.connector.reading import vllm_seams
-from slotstream.connector.row_pool import slot_group
+from slotstream.connector.row_pool import cache_group
 from slotstream.wire.errors import ConfigError
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
@@ -187,7 +187,7 @@ def test_slots_are_those_of_the_target_models_full_attention() -> None:
     state = _group(["model.layers.2.mamba"], MambaSpec(block_size=64, shapes=((1,),), dtypes=(torch.float32,)))
 
     def chosen(*groups: Any) -> Any:
-        return slot_group(SimpleNamespace(kv_cache_groups=list(groups)), 6)
+        return cache_group(SimpleNamespace(kv_cache_groups=list(groups)), 6)
 
     assert chosen(state, sliding, full).index == 2
     assert chosen(drafter, draft_model, sliding).index == 2

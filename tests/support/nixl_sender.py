@@ -17,7 +17,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from slotstream.transport.base import Acked, Committed, Failed, FellBack, LinkDown, LinkUp, SinkEvent, StagedChunk
+from slotstream.transport.base import Acked, Committed, Failed, FellBack, LinkDown, LinkUp, RowChunk, SinkEvent
 from slotstream.transport.grpc import GrpcSink
 from slotstream.transport.nixl import NixlPlane
 from slotstream.v1 import ingest_pb2
@@ -96,7 +96,7 @@ class _Sending:
             buffer[:] = self._rows[number % 2][index * part : (index + 1) * part]
             chunk = number * CHUNKS + index
             self._slots[chunk] = slot
-            self._sink.submit(StagedChunk(number, chunk, index * ROWS, ROWS, buffer, xxh3(buffer)))
+            self._sink.submit(RowChunk(number, chunk, index * ROWS, ROWS, buffer, xxh3(buffer)))
         self._sink.commit(ingest_pb2.CommitSample(sample=number, row_count=sample.num_tokens, token_ids=sample.token_ids))
 
     def _take(self, event: SinkEvent) -> None:

@@ -22,7 +22,7 @@ from slotstream.connector.sending.spool.reader import SpoolReader
 from slotstream.connector.sending.spool.writer import SpoolWriter
 from slotstream.connector.sending.staging_pool import StagingPool, StagingShape
 from slotstream.connector.vllm_config import ConnectorConfig
-from slotstream.transport.base import Committed, Failed, SinkEvent, StagedChunk
+from slotstream.transport.base import Committed, Failed, RowChunk, SinkEvent
 from slotstream.v1 import ingest_pb2
 from slotstream.wire.columns import RowFormat
 from slotstream.wire.hashing import xxh3
@@ -69,7 +69,7 @@ class Upload:
 
     promise: Promise
     opened: ingest_pb2.OpenSample
-    chunks: list[StagedChunk] = field(default_factory=list)
+    chunks: list[RowChunk] = field(default_factory=list)
     ending: ingest_pb2.CommitSample | ingest_pb2.AbortSample | None = None
 
 
@@ -85,7 +85,7 @@ class Server:
         self.up = False
         self.resets = 0
         self.uploads: dict[int, Upload] = {}
-        self.in_flight: dict[int, StagedChunk] = {}
+        self.in_flight: dict[int, RowChunk] = {}
         self.stored: dict[str, bytes] = {}
         self.failed: dict[str, str] = {}
         self._of_stream: dict[int, Promise] = {}
@@ -104,7 +104,7 @@ class Server:
         promise = self._of_stream[request.sample] = self._promises[request.sample_id]
         self.uploads[request.sample] = Upload(promise, request)
 
-    def submit(self, chunk: StagedChunk) -> None:
+    def submit(self, chunk: RowChunk) -> None:
         upload = self._upload(chunk.sample)
         assert upload.ending is None, "rows after the commit or the abort"
         assert chunk.chunk not in self.in_flight, "a chunk's number used twice"
@@ -153,7 +153,7 @@ class Server:
         self._check(chunk)
         return number
 
-    def _check(self, chunk: StagedChunk) -> None:
+    def _check(self, chunk: RowChunk) -> None:
         promise = self._of_stream[chunk.sample]
         assert bytes(chunk.buffer) == promise.data(chunk.first_row, chunk.rows), "rows changed under the server's eyes"
 

@@ -11,7 +11,7 @@ import pytest
 from support.synthetic import SyntheticSample
 from transport.recorder import Recorder
 
-from slotstream.transport.base import Acked, Committed, Failed, SampleSink, StagedChunk
+from slotstream.transport.base import Acked, Committed, Failed, RowChunk, SampleSink
 from slotstream.v1 import ingest_pb2
 from slotstream.wire.hashing import xxh3
 
@@ -62,7 +62,7 @@ class Sender:
         data = sample.rows(start, stop)
         buffer = (self.slot() if into is None else into)[: len(data)]
         buffer[:] = data
-        self.sink.submit(StagedChunk(number, self._chunks, start, stop - start, buffer, xxh3(buffer) ^ flip))
+        self.sink.submit(RowChunk(number, self._chunks, start, stop - start, buffer, xxh3(buffer) ^ flip))
         return self._chunks
 
     def slot(self) -> memoryview:

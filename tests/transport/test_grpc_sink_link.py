@@ -15,7 +15,7 @@ from transport.fake_ingest import THREADS, FakeIngest, Peer
 from transport.recorder import WAIT_S, Recorder
 
 from slotstream.demo.processes import free_port
-from slotstream.transport.base import Acked, Committed, Failed, LinkDown, LinkUp, StagedChunk
+from slotstream.transport.base import Acked, Committed, Failed, LinkDown, LinkUp, RowChunk
 from slotstream.transport.grpc import GrpcSink
 from slotstream.v1 import ingest_pb2
 from slotstream.wire.names import CONTROL_BYTES_MAX, PROTOCOL_VERSION
@@ -89,8 +89,8 @@ def opening(sample: int) -> ingest_pb2.OpenSample:
     return ingest_pb2.OpenSample(sample=sample, namespace="default", sample_id=f"s-{sample}")
 
 
-def chunk(number: int, nbytes: int = 100) -> StagedChunk:
-    return StagedChunk(1, number, number, 1, memoryview(bytes((number,)) * nbytes), number)
+def chunk(number: int, nbytes: int = 100) -> RowChunk:
+    return RowChunk(1, number, number, 1, memoryview(bytes((number,)) * nbytes), number)
 
 
 def commit(sample: int) -> ingest_pb2.CommitSample:

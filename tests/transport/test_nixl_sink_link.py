@@ -13,7 +13,7 @@ from transport.fake_ingest import FakeIngest, Peer
 from transport.recorder import WAIT_S, Recorder
 
 from slotstream.connector.options import ConnectorOptions
-from slotstream.transport.base import Acked, FellBack, LinkDown, LinkUp, StagedChunk
+from slotstream.transport.base import Acked, FellBack, LinkDown, LinkUp, RowChunk
 from slotstream.transport.grpc import Frames, GrpcSink
 from slotstream.transport.nixl import NixlPlane, plane_for
 from slotstream.v1 import ingest_pb2
@@ -42,7 +42,7 @@ class Worker:
     def submit(self, number: int, slot: int = 0, at: int = 0) -> None:
         buffer = self.staging[slot * SLOT_BYTES + at :][:100]
         buffer[:] = bytes((number,)) * 100
-        self.sink.submit(StagedChunk(1, number, number, 1, buffer, number))
+        self.sink.submit(RowChunk(1, number, number, 1, buffer, number))
 
 
 @pytest.fixture(autouse=True)
@@ -145,7 +145,7 @@ def test_chunks_announced_together_leave_room_in_the_window(server: FakeIngest, 
 def test_a_chunk_across_slots_or_outside_of_them_is_sent(server: FakeIngest, worker: Worker) -> None:
     peer = welcomed(server)
     worker.submit(1, slot=0, at=SLOT_BYTES - 50)
-    worker.sink.submit(StagedChunk(1, 2, 2, 1, memoryview(b"\2" * 100), 2))
+    worker.sink.submit(RowChunk(1, 2, 2, 1, memoryview(b"\2" * 100), 2))
     assert [peer.next("chunk").data for _ in range(2)] == [b"\1" * 100, b"\2" * 100]
 
 

@@ -71,7 +71,7 @@ def pool_shape(rows: int, block_size: int) -> RowPoolShape:
 
 
 @dataclass(frozen=True, slots=True)
-class SlotGroup:
+class CacheGroup:
     """The KV-cache group whose slots name the rows: its index and its block size in tokens.
 
     `layer`: a layer of the target model in it, on this rank; "" where this rank has none. `keeps_blocks`: whether a request's
@@ -84,7 +84,7 @@ class SlotGroup:
     keeps_blocks: bool
 
 
-def slot_group(kv_cache_config: KVCacheConfig, num_layers: int) -> SlotGroup:
+def cache_group(kv_cache_config: KVCacheConfig, num_layers: int) -> CacheGroup:
     """The group to take: one of full attention (or MLA) if there is one, else of any decoder self-attention.
 
     `num_layers`: of the target model; a drafter's layers count on from there. Raises ConfigError for a model without slots.
@@ -97,7 +97,7 @@ def slot_group(kv_cache_config: KVCacheConfig, num_layers: int) -> SlotGroup:
         UniformTypeKVCacheSpecs,
     )
 
-    found: list[SlotGroup] = []
+    found: list[CacheGroup] = []
     for index, group in enumerate(kv_cache_config.kv_cache_groups):
         layers = [name for name in group.layer_names if _is_target_layer(name, num_layers)]
         if group.layer_names and not layers:
@@ -113,7 +113,7 @@ def slot_group(kv_cache_config: KVCacheConfig, num_layers: int) -> SlotGroup:
             spec.sliding_window or spec.attention_chunk_size or getattr(spec, "rswa_window", None)
         )
         # A rank of a pipeline may hold none of a group's layers; its index is the same on all of them.
-        found.append(SlotGroup(index, group.kv_cache_spec.block_size, layers[0] if layers else "", sees_all))
+        found.append(CacheGroup(index, group.kv_cache_spec.block_size, layers[0] if layers else "", sees_all))
     if not found:
         raise ConfigError(
             "layers cannot be captured: this model has no decoder self-attention, whose KV-cache slots would name its rows"

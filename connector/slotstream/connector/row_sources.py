@@ -11,7 +11,7 @@ from slotstream.connector.planning.page_allocator import PageAllocator
 from slotstream.connector.planning.row_places import BlockPlaces, PagePlaces, RowPlaces
 from slotstream.connector.reading import forward_capture
 from slotstream.connector.reading.row_source import CachedRows, RowSource
-from slotstream.connector.row_pool import SlotGroup, pool_rows, pool_shape, slot_group, step_pages
+from slotstream.connector.row_pool import CacheGroup, cache_group, pool_rows, pool_shape, step_pages
 from slotstream.connector.vllm_config import ConnectorConfig
 from slotstream.wire.errors import ConfigError
 
@@ -20,16 +20,16 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 
-def row_group(config: ConnectorConfig, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> SlotGroup:
+def row_group(config: ConnectorConfig, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> CacheGroup:
     """The KV-cache group whose slots name the rows. Raises ConfigError when it cannot be told."""
     if config.direct:
-        return slot_group(kv_cache_config, vllm_config.model_config.get_total_num_hidden_layers())
+        return cache_group(kv_cache_config, vllm_config.model_config.get_total_num_hidden_layers())
     index = _hidden_state_group(kv_cache_config)
     group = kv_cache_config.kv_cache_groups[index]
-    return SlotGroup(index, group.kv_cache_spec.block_size, "", keeps_blocks=True)
+    return CacheGroup(index, group.kv_cache_spec.block_size, "", keeps_blocks=True)
 
 
-def row_places(config: ConnectorConfig, vllm_config: VllmConfig, group: SlotGroup) -> RowPlaces:
+def row_places(config: ConnectorConfig, vllm_config: VllmConfig, group: CacheGroup) -> RowPlaces:
     """The engine core's half of the source. Raises ConfigError for a row pool that is too small."""
     if not config.direct:
         return BlockPlaces()

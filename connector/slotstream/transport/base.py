@@ -13,7 +13,7 @@ from slotstream.v1 import ingest_pb2
 
 
 @dataclass(frozen=True, slots=True)
-class StagedChunk:
+class RowChunk:
     """Rows [first_row, first_row + rows) of one sample, lying in staging. `xxh3` is the hash of `buffer`."""
 
     sample: int
@@ -98,7 +98,7 @@ class SampleSink(Protocol):
     def open_sample(self, request: ingest_pb2.OpenSample) -> None:
         """Announce a sample; goes ahead of chunks that wait."""
 
-    def submit(self, chunk: StagedChunk) -> None:
+    def submit(self, chunk: RowChunk) -> None:
         """Start sending. The sink owns `chunk.buffer` until its Acked or a LinkDown."""
 
     def commit(self, request: ingest_pb2.CommitSample) -> None:

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import grpc
 
 from slotstream.common.memory import keep_freed_blocks
-from slotstream.transport.base import Acked, Committed, Failed, LinkDown, LinkUp, SinkEvent, StagedChunk
+from slotstream.transport.base import Acked, Committed, Failed, LinkDown, LinkUp, RowChunk, SinkEvent
 from slotstream.transport.channel import open_channel
 from slotstream.transport.logs import connector_logger
 from slotstream.v1 import ingest_pb2
@@ -31,7 +31,7 @@ _METHOD = "/slotstream.v1.Ingest/Stream"
 _RETRY_S = 0.25  # After the first failure; doubles up to _RETRY_S_MAX.
 _RETRY_S_MAX = 2.0
 _BATCH_BYTES_MAX = CONTROL_BYTES_MAX // 2  # Of requests that share a message; a longer one has its own.
-_Item = StagedChunk | ingest_pb2.CommitSample | ingest_pb2.AbortSample
+_Item = RowChunk | ingest_pb2.CommitSample | ingest_pb2.AbortSample
 
 
 class DataPlane(Protocol):
@@ -51,7 +51,7 @@ class DataPlane(Protocol):
 
     batch_max: int  # Chunks that `encode` takes at a time.
 
-    def encode(self, chunks: Sequence[StagedChunk]) -> Iterator[bytes]:
+    def encode(self, chunks: Sequence[RowChunk]) -> Iterator[bytes]:
         """The requests that get chunks across; 1 to `batch_max` of them, taken while the stream lasts."""
 
     def acked(self, chunk: int) -> None:
@@ -84,7 +84,7 @@ class Frames:
     def welcomed(self, welcome: ingest_pb2.Welcome) -> None:
         return
 
-    def encode(self, chunks: Sequence[StagedChunk]) -> Iterator[bytes]:
+    def encode(self, chunks: Sequence[RowChunk]) -> Iterator[bytes]:
         for chunk in chunks:
             yield encode_chunk(chunk_header(chunk), chunk.buffer)
 
@@ -101,7 +101,7 @@ class Frames:
         return
 
 
-def chunk_header(chunk: StagedChunk) -> ingest_pb2.ChunkHeader:
+def chunk_header(chunk: RowChunk) -> ingest_pb2.ChunkHeader:
     return ingest_pb2.ChunkHeader(
         sample=chunk.sample, chunk=chunk.chunk, first_row=chunk.first_row, rows=chunk.rows, xxh3=chunk.xxh3
     )
@@ -135,8 +135,8 @@ class GrpcSink:
         self._changed = threading.Condition()
         self._opens: deque[ingest_pb2.OpenSample] = deque()
         self._items: deque[_Item] = deque()
-        self._resends: deque[StagedChunk] = deque()  # asked for again; their bytes are in flight already
-        self._in_flight: dict[int, StagedChunk] = {}  # sent and not acked
+        self._resends: deque[RowChunk] = deque()  # asked for again; their bytes are in flight already
+        self._in_flight: dict[int, RowChunk] = {}  # sent and not acked
         self._in_flight_bytes = 0
         self._window_bytes = WINDOW_BYTES
         self._batches = False  # The server takes several requests in one message.
@@ -164,7 +164,7 @@ class GrpcSink:
             self._opens.append(request)
             self._changed.notify_all()
 
-    def submit(self, chunk: StagedChunk) -> None:
+    def submit(self, chunk: RowChunk) -> None:
         self._put(chunk)
 
     def commit(self, request: ingest_pb2.CommitSample) -> None:
@@ -345,7 +345,7 @@ class GrpcSink:
                 parts.append(self._plane.encode(chunks))
                 if len(chunks) == self._plane.batch_max:
                     break
-            elif isinstance(item := self._items[0], StagedChunk):
+            elif isinstance(item := self._items[0], RowChunk):
                 break
             else:
                 self._awaited.add(item.sample)
@@ -353,11 +353,11 @@ class GrpcSink:
                 parts.append(map(_encode, (item,)))
         return parts
 
-    def _chunks_that_fit(self) -> list[StagedChunk]:
+    def _chunks_that_fit(self) -> list[RowChunk]:
         """The next chunks, as many as may be sent at once; they are in flight from here on."""
-        chunks: list[StagedChunk] = []
+        chunks: list[RowChunk] = []
         while self._items and len(chunks) < self._plane.batch_max and self._fits(item := self._items[0]):
-            if not isinstance(item, StagedChunk):
+            if not isinstance(item, RowChunk):
                 break
             self._in_flight[item.chunk] = item
             self._in_flight_bytes += item.buffer.nbytes
@@ -366,7 +366,7 @@ class GrpcSink:
         return chunks
 
     def _fits(self, item: _Item) -> bool:
-        if not isinstance(item, StagedChunk):
+        if not isinstance(item, RowChunk):
             return True
         return not self._in_flight or self._in_flight_bytes + item.buffer.nbytes <= self._window_bytes
 

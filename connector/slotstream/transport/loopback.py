@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from slotstream.transport.base import Acked, Committed, Failed, LinkUp, SinkEvent, StagedChunk
+from slotstream.transport.base import Acked, Committed, Failed, LinkUp, RowChunk, SinkEvent
 from slotstream.v1 import ingest_pb2
 from slotstream.wire.columns import taken_columns
 from slotstream.wire.hashing import xxh3
@@ -44,7 +44,7 @@ class LoopbackSink:
     def open_sample(self, request: ingest_pb2.OpenSample) -> None:
         self.samples[request.sample] = LoopbackSample(request)
 
-    def submit(self, chunk: StagedChunk) -> None:
+    def submit(self, chunk: RowChunk) -> None:
         sample = self.samples[chunk.sample]
         if not sample.is_open:
             pass

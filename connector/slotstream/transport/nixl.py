@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 
 from slotstream.common.shared_memory import Canary
-from slotstream.transport.base import FellBack, SinkEvent, StagedChunk
+from slotstream.transport.base import FellBack, RowChunk, SinkEvent
 from slotstream.transport.grpc import DataPlane, Frames, chunk_header
 from slotstream.transport.logs import connector_logger
 from slotstream.v1 import ingest_pb2
@@ -158,7 +158,7 @@ class NixlPlane:
                 "slotstream: rows go over gRPC: the server does not take NIXL",
             )
 
-    def encode(self, chunks: Sequence[StagedChunk]) -> Iterator[bytes]:
+    def encode(self, chunks: Sequence[RowChunk]) -> Iterator[bytes]:
         request = ingest_pb2.IngestRequest()
         with self._changed:
             frames = [chunk for chunk in chunks if not self._announce(chunk, request.announcements)]
@@ -167,7 +167,7 @@ class NixlPlane:
             yield request.SerializeToString()
         yield from self._frames.encode(frames)
 
-    def _announce(self, chunk: StagedChunk, announcements: ingest_pb2.Announcements) -> bool:
+    def _announce(self, chunk: RowChunk, announcements: ingest_pb2.Announcements) -> bool:
         """Add what is said of a chunk that the server is to read; False where it has to be sent."""
         offer, buffer = self._offer, chunk.buffer
         if offer is None or buffer.readonly:  # Staging is not.

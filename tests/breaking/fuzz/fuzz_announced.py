@@ -16,7 +16,7 @@ from fuzz_harness import Source, Target
 from fuzz_server import ROW_BYTES, ROWS_MAX, Harness, Model, Stream, check_streams, make_streams, rows_of, say_frames
 from google.protobuf.message import DecodeError
 
-from slotstream.server.nixl.reader import ReadAnswer, ReadRequest, Slot
+from slotstream.server.nixl.reader import PoolSlot, ReadAnswer, ReadRequest
 from slotstream.v1 import ingest_pb2 as pb
 from slotstream.wire.frames import encode_chunk
 from slotstream.wire.hashing import xxh3
@@ -71,9 +71,9 @@ class _NixlReader:
         self.lent += 1
         slot: Any = self
         data = memoryview(_STAGING)[at : at + request.nbytes]
-        peer.take(ReadAnswer(request, Slot(slot, 0), data, xxh3(data)))
+        peer.take(ReadAnswer(request, PoolSlot(slot, 0), data, xxh3(data)))
 
-    def free(self, slots: Sequence[Slot]) -> None:
+    def free(self, slots: Sequence[PoolSlot]) -> None:
         self.lent -= len(slots)
         assert self.lent >= 0, "a slot was given back twice"
 

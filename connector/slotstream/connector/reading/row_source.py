@@ -47,7 +47,7 @@ class RowSource(Protocol):
         self, located: Located, parts: Sequence[Part], segments: Sequence[Segment], scratch: Sequence[int]
     ) -> tuple[int, RowEvidence]:
         """Start reading these parts, which are next to each other in `located`. The read's number, and where to look once it is
-        over: see `StagedBatch`.
+        over: see `RowBatch`.
 
         `scratch`: as many staging slots as `scratch_slots` said. All slots must stay leased until both were looked at.
         """

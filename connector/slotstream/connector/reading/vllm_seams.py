@@ -48,7 +48,7 @@ from slotstream.connector.reading.vllm_checks import (
     find,
     missing,
 )
-from slotstream.connector.row_pool import pool_rows, pool_shape, slot_group
+from slotstream.connector.row_pool import cache_group, pool_rows, pool_shape
 from slotstream.connector.vllm_config import ConnectorConfig, known_vllm, logged_refusal, on_cpu
 from slotstream.transport.logs import connector_logger
 from slotstream.wire.errors import ConfigError
@@ -369,7 +369,7 @@ def lay_out(capture: ForwardCapture, kv_cache_config: Any, vllm_config: VllmConf
     pages = capture.pages
     if pages is None:
         return
-    group = slot_group(kv_cache_config, vllm_config.model_config.get_total_num_hidden_layers())
+    group = cache_group(kv_cache_config, vllm_config.model_config.get_total_num_hidden_layers())
     if not group.layer:
         raise ConfigError("the last rank of the pipeline has no attention layer: its slots cannot name the rows")
     pages.cut(pool_shape(pages.pool.shape[0], group.block_size), kv_cache_config.num_blocks * group.block_size)

@@ -15,7 +15,7 @@ from slotstream.connector.reading.releases import Releases
 from slotstream.connector.reading.row_source import RowSource
 from slotstream.connector.reading.staging_memory import StagingMemory
 from slotstream.connector.reading.staging_plan import StagingPlan
-from slotstream.connector.sending.inbox import FailSample, StagedBatch
+from slotstream.connector.sending.inbox import FailSample, RowBatch
 from slotstream.connector.sending.row_check import Segment
 from slotstream.connector.sending.sender import SenderMaker
 from slotstream.connector.sending.staging_pool import STEPS, power_of_two
@@ -186,7 +186,7 @@ class WorkerHalf:
                 self._sender.release(leased)
                 raise
             self._counters.add("gathers")
-            self._sender.post(StagedBatch(segments, read, evidence, tuple(scratch)))
+            self._sender.post(RowBatch(segments, read, evidence, tuple(scratch)))
             for req_id in dict.fromkeys(part.req_id for part in parts) if finishes else ():
                 if req_id in finishes and last_batch[req_id] == number:
                     self._sender.post(finishes.pop(req_id))

@@ -19,7 +19,7 @@ from slotstream.wire.errors import SlotStreamError
 
 
 @dataclass(frozen=True, slots=True)
-class StagedBatch:
+class RowBatch:
     """Segments of one read, and what the device says of their rows. `scratch`: staging slots that the read needed for itself.
 
     `number`: the read is over once the device has written it, or a later one, into `StagingArea.done`.
@@ -52,7 +52,7 @@ class Stop:
     deadline: float
 
 
-EngineItem = SampleOpen | StagedBatch | SampleFinish | SampleAbort | FailSample | Stop
+EngineItem = SampleOpen | RowBatch | SampleFinish | SampleAbort | FailSample | Stop
 Event = TypeVar("Event")
 
 
@@ -130,6 +130,6 @@ class Inbox(Generic[Event]):
 
     def _awaits(self) -> int:
         first = self._said[0] if self._said else None
-        if not isinstance(first, StagedBatch) or not self._waits or first.number <= self._done():
+        if not isinstance(first, RowBatch) or not self._waits or first.number <= self._done():
             return 0
         return first.number

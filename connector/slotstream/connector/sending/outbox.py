@@ -23,8 +23,8 @@ from slotstream.connector.sending.spool.backlog import Backlog
 from slotstream.connector.sending.spool.disk_thread import Adopted, Appended, Loaded, ReadBack
 from slotstream.connector.sending.spool.reader import SpoolReader
 from slotstream.connector.sending.spool.writer import SpoolWriter
-from slotstream.connector.sending.staged_rows import StagedRows
 from slotstream.connector.sending.staging_pool import StagingPool
+from slotstream.connector.sending.unacked_chunks import UnackedChunks
 from slotstream.connector.sending.verdicts import is_final
 from slotstream.connector.vllm_config import ConnectorConfig
 from slotstream.transport.base import Failed, SampleSink
@@ -74,7 +74,7 @@ class Outbox:
         self._held: dict[int, SampleState] = {}  # by serial, until they are over: in the order of their opens
         self._by_number: dict[int, SampleState] = {}  # those on the stream
         self._backlog = Backlog(reader)
-        self._rows = StagedRows(pool, sink, writer, reader, clock)
+        self._rows = UnackedChunks(pool, sink, writer, reader, clock)
         self._reports = Reports(sink, counters, self._numbers, faults, writer.put_report, writer.drop, on_end, clock)
         self._taken_columns: frozenset[str] = frozenset()  # By the server of this link.
         self.link_up = False

@@ -17,7 +17,7 @@ from slotstream.common.throttle import Throttle
 from slotstream.connector.counters import SENDER_REASONS, Counters, capture_off
 from slotstream.connector.faults import Faults, SampleFault
 from slotstream.connector.plan import SampleAbort, SampleFinish, SampleOpen
-from slotstream.connector.sending.inbox import BESIDE_THE_ENGINE, EngineItem, FailSample, Inbox, Looks, StagedBatch, Stop
+from slotstream.connector.sending.inbox import BESIDE_THE_ENGINE, EngineItem, FailSample, Inbox, Looks, RowBatch, Stop
 from slotstream.connector.sending.outbox import Outbox
 from slotstream.connector.sending.phases import Phase
 from slotstream.connector.sending.row_check import INFINITY, Checkable, Segment, count_bad_rows
@@ -97,9 +97,9 @@ class Pump:
             self._disk.start()
         self._sink.start(self._inbox.put)
 
-    def post(self, item: SampleOpen | StagedBatch | SampleFinish | SampleAbort | FailSample) -> None:
+    def post(self, item: SampleOpen | RowBatch | SampleFinish | SampleAbort | FailSample) -> None:
         """Hand something over, from the engine's thread; kept in order."""
-        self._batches_posted += isinstance(item, StagedBatch)
+        self._batches_posted += isinstance(item, RowBatch)
         self._inbox.put(item)
 
     def look(self) -> None:
@@ -201,7 +201,7 @@ class Pump:
         """Our own bug must neither stop the pump nor leak staging: the samples concerned fail."""
         if self._safely(lambda: self._handle(item)):
             return
-        req_ids = {s.req_id for s in item.segments} if isinstance(item, StagedBatch) else {getattr(item, "req_id", "")}
+        req_ids = {s.req_id for s in item.segments} if isinstance(item, RowBatch) else {getattr(item, "req_id", "")}
         for req_id in req_ids:
             if (sample := self._outbox.sample(req_id)) is not None:
                 self._fault(sample)
@@ -232,7 +232,7 @@ class Pump:
     def _handle(self, item: EngineItem | _Event) -> None:
         outbox = self._outbox
         match item:
-            case StagedBatch():
+            case RowBatch():
                 self._batch(item)
             case Acked():
                 outbox.acked(item.chunks)
@@ -275,7 +275,7 @@ class Pump:
                 for req_id in outbox.live:  # Those that wait for their commit's answer only are left alone.
                     self._give_up(req_id, CaptureAborted("the engine shut down before all rows existed"))
 
-    def _batch(self, batch: StagedBatch) -> None:
+    def _batch(self, batch: RowBatch) -> None:
         done, read_unix_ns = 0, time.time_ns()
         try:
             if batch.number > self._area.done:
@@ -292,7 +292,7 @@ class Pump:
             self._pool.release([*batch.scratch, *(s.staging_slot for s in batch.segments[done:])])
             self._batches_done += 1  # Last: an engine that waits for room must not give up just before there is some.
 
-    def _problems(self, batch: StagedBatch, found: Checkable) -> Iterator[SlotStreamError | None]:
+    def _problems(self, batch: RowBatch, found: Checkable) -> Iterator[SlotStreamError | None]:
         """What is wrong with each segment, looked at when it is asked for."""
         peaks = found.peaks
         if found.problem(0, len(peaks)) is None and count_bad_rows(0, peaks, self._infinity) is None:

@@ -8,7 +8,7 @@ from typing import Protocol
 from slotstream.connector.counters import Counters
 from slotstream.connector.faults import SampleFault
 from slotstream.connector.plan import SampleAbort, SampleFinish, SampleOpen
-from slotstream.connector.sending.inbox import FailSample, StagedBatch
+from slotstream.connector.sending.inbox import FailSample, RowBatch
 from slotstream.connector.sending.pump import Pump
 from slotstream.connector.sending.staging_area import HostMemory
 from slotstream.connector.sending.staging_pool import StagingPool, StagingShape
@@ -16,7 +16,7 @@ from slotstream.connector.vllm_config import ConnectorConfig
 from slotstream.transport.base import SampleSink
 from slotstream.wire.errors import SlotStreamError
 
-EnginePost = SampleOpen | StagedBatch | SampleFinish | SampleAbort | FailSample
+EnginePost = SampleOpen | RowBatch | SampleFinish | SampleAbort | FailSample
 
 
 class Sender(Protocol):

@@ -15,7 +15,7 @@ from slotstream.server.ingest.replies import Replies
 from slotstream.server.ingest.requests import commit_bytes, peers_failure, refused_record, spec_of
 from slotstream.server.ingest.sample_writer import Abort, Chunk, Commit, Done, Ended, Open, Refuse, SampleWriter
 from slotstream.server.ingest.shared import Shared
-from slotstream.server.nixl.reader import ReadAnswer, ReadRequest, Slot
+from slotstream.server.nixl.reader import PoolSlot, ReadAnswer, ReadRequest
 from slotstream.store.records import Failure, SampleKey
 from slotstream.store.sample.ranges import RangeSet
 from slotstream.v1 import ingest_pb2 as pb
@@ -352,7 +352,7 @@ class OpenSamples:
             answer = self._announced.results.popleft()
             taken += answer.request.nbytes
             self._take_answer(answer)
-        freed: list[Slot] = []
+        freed: list[PoolSlot] = []
         while self._results:
             done = self._results.popleft()
             self._let_go(done.nbytes)

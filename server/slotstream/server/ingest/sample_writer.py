@@ -19,7 +19,7 @@ from functools import partial
 from typing import Protocol
 
 from slotstream.server.disk_threads import DiskThreads
-from slotstream.server.nixl.reader import Slot
+from slotstream.server.nixl.reader import PoolSlot
 from slotstream.store.records import Failure, SampleKey, SampleRecord, SampleSpec
 from slotstream.store.sample.upload import Upload, VerdictUnknown
 from slotstream.wire.columns import NO_COLUMNS, LateColumns
@@ -52,7 +52,7 @@ class Chunk:
     rows: int
     data: memoryview
     digest: int
-    slot: Slot | None = None  # Where `data` lies, if it was read over NIXL.
+    slot: PoolSlot | None = None  # Where `data` lies, if it was read over NIXL.
     found: int | Future[int] | None = None  # The hash of `data`, where somebody else computes it.
 
 
@@ -90,7 +90,7 @@ class Done:
     writer: SampleWriter
     nbytes: int = 0
     acked: int | None = None
-    slot: Slot | None = None
+    slot: PoolSlot | None = None
     opened: bool = False
     ended: Ended | None = None
 

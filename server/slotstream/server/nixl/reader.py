@@ -36,7 +36,7 @@ _SOUND_S = 600.0  # A reader that lived for so long died of something else than 
 
 
 @dataclass(frozen=True, slots=True)
-class Slot:
+class PoolSlot:
     """Where a chunk's bytes lie, for `NixlReader.free`."""
 
     reader: _Reader
@@ -61,7 +61,7 @@ class ReadAnswer:
     """What became of a request: its bytes, in `slot` until that is freed, and their xxh3-64; or why there are none."""
 
     request: ReadRequest
-    slot: Slot | None = None
+    slot: PoolSlot | None = None
     data: memoryview | None = None
     found: int | None = None
     problem: str = ""
@@ -187,7 +187,7 @@ class NixlReader:
         for request in requests:
             peer.take(ReadAnswer(request, problem=problem))
 
-    def free(self, slots: Sequence[Slot]) -> None:
+    def free(self, slots: Sequence[PoolSlot]) -> None:
         """The bytes in `slots` are not needed any more."""
         with self._lock:
             reader = self._reader
@@ -297,7 +297,7 @@ class NixlReader:
                 reader.send("free", [at])
                 return
             peer, request, _ = reader.requests.pop(number)
-        peer.take(ReadAnswer(request, Slot(reader, at), reader.memory[at : at + request.nbytes], found))
+        peer.take(ReadAnswer(request, PoolSlot(reader, at), reader.memory[at : at + request.nbytes], found))
 
     def _on_failed(self, reader: _Reader, number: int, problem: str, timed_out: bool) -> None:
         if timed_out:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from slotstream.common.cores import for_cores
 from slotstream.server.config import NIXL_POOL_BYTES_MIN, ServerConfig
 from slotstream.server.metrics import Metrics
-from slotstream.server.nixl.reader import NixlReader, ReadAnswer, ReadPeer, ReadRequest, Slot
+from slotstream.server.nixl.reader import NixlReader, PoolSlot, ReadAnswer, ReadPeer, ReadRequest
 from slotstream.wire.nixl import INSTALL, is_installed
 
 _log = logging.getLogger(__name__)
@@ -103,7 +103,7 @@ class NixlReaders:
             if ours := [request for request in requests if request.sample % count == number]:
                 reader.request(peer, ours)
 
-    def free(self, slots: Sequence[Slot]) -> None:
+    def free(self, slots: Sequence[PoolSlot]) -> None:
         """The bytes in `slots` are not needed any more."""
         for reader in self._readers:
             reader.free(slots)

@@ -23,7 +23,7 @@ from multiprocessing import Pipe
 from slotstream.connector.counters import SENDER_GAUGES, Counters
 from slotstream.connector.faults import SampleFault
 from slotstream.connector.plan import SampleAbort, SampleOpen
-from slotstream.connector.sending.inbox import EngineItem, FailSample, StagedBatch, Stop
+from slotstream.connector.sending.inbox import EngineItem, FailSample, RowBatch, Stop
 from slotstream.connector.sending.process.messages import (
     HEARTBEAT_S,
     Close,
@@ -136,7 +136,7 @@ class _Child:
 class _LentBatch:
     """A batch in slots that `lender` lent."""
 
-    batch: StagedBatch
+    batch: RowBatch
     lender: _Child | None
 
 
@@ -181,7 +181,7 @@ class SenderProcess:
 
     def post(self, item: EnginePost) -> None:
         """See `Sender`."""
-        if isinstance(item, StagedBatch):
+        if isinstance(item, RowBatch):
             self._posted += 1
             self._inbox.put(_LentBatch(item, self._lender))
         else:

@@ -16,7 +16,7 @@ import threading
 from multiprocessing.connection import Connection
 
 from slotstream.connector.counters import Counters
-from slotstream.connector.sending.inbox import IN_A_PROCESS_OF_ITS_OWN, StagedBatch
+from slotstream.connector.sending.inbox import IN_A_PROCESS_OF_ITS_OWN, RowBatch
 from slotstream.connector.sending.process.messages import (
     HEARTBEAT_S,
     Close,
@@ -83,7 +83,7 @@ def _take_items(connection: Connection, worker_pid: int, pump: Pump, desk: _Desk
             if isinstance(message, Close):
                 return message.timeout_s
             for item in message:
-                if isinstance(item, StagedBatch):
+                if isinstance(item, RowBatch):
                     desk.took(len(item.slots))
                 pump.post(item)
     except (EOFError, OSError):

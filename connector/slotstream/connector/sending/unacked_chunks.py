@@ -11,7 +11,7 @@ from slotstream.connector.sending.sample_state import ChunkState, SampleState
 from slotstream.connector.sending.spool.reader import SpoolReader
 from slotstream.connector.sending.spool.writer import SpoolWriter
 from slotstream.connector.sending.staging_pool import StagingPool
-from slotstream.transport.base import SampleSink, StagedChunk
+from slotstream.transport.base import RowChunk, SampleSink
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class _Sent:
     read_back_slot: int | None
 
 
-class StagedRows:
+class UnackedChunks:
     """For the pump's thread, but for the properties, which any thread may read."""
 
     def __init__(
@@ -58,7 +58,7 @@ class StagedRows:
             self._answered_at = self._clock()
         self._sent[chunk.wire] = _Sent(sample, chunk, read_back_slot)
         buffer = self._pool.buffer(staging_slot, chunk.nbytes)
-        self._sink.submit(StagedChunk(sample.number, chunk.wire, chunk.first_row, chunk.rows, buffer, chunk.digest))
+        self._sink.submit(RowChunk(sample.number, chunk.wire, chunk.first_row, chunk.rows, buffer, chunk.digest))
 
     def acked(self, numbers: Sequence[int]) -> None:
         """The server took these chunks."""
