@@ -19,7 +19,7 @@ import pytest
 from support.descendants import descendants
 from support.idle import assert_idle
 from support.outage import metric, scrape
-from support.random_load import Outcome, Request, check, random_requests, run
+from support.random_load import Outcome, Request, check, long_answers, random_requests, run
 from support.stack import Stack, stack
 from support.waiting import wait_until
 from support.workload import FINAL_ID, Ask, assert_rows_are_true, random_prompts, send, text_tokens
@@ -154,7 +154,7 @@ def _wait_for_restarts(running: Stack, count: int) -> None:
 @dense_only
 def test_a_random_load_is_stored_right_though_the_cache_is_too_small_for_it(running: Stack, client: Client) -> None:
     assert len(_senders(running)) == 1
-    requests = random_requests(3, 100, "load")
+    requests = [*long_answers(3, 16, "load"), *random_requests(3, 84, "load")]
     outcomes = run(running.vllm_port, requests, at_once=24)
     assert_idle(running)
     states = Counter(check(client, *pair, "dense", IDS) for pair in zip(requests, outcomes, strict=True))

@@ -47,6 +47,20 @@ def random_requests(seed: int, count: int, namespace: str) -> list[Request]:
     return [_request(rng, f"s{i}", shared, namespace) for i in range(count)]
 
 
+def long_answers(seed: int, count: int, namespace: str) -> list[Request]:
+    """`count` short prompts with texts of 400 tokens: 16 at a time need 224 blocks of 32 tokens; with fewer, vLLM preempts."""
+    rng = random.Random(seed)
+    return [
+        Request(
+            f"long{i}",
+            text_tokens(rng, 40),
+            400,
+            {"sample_id": f"long{i}", "namespace": namespace, "include_output_tokens": i % 2 == 1},
+        )
+        for i in range(count)
+    ]
+
+
 def _request(rng: random.Random, sample_id: str, shared: list[int], namespace: str) -> Request:
     length = rng.choice([1, 2, 31, 32, 33, 64, 65, rng.randrange(1, 300), rng.randrange(1, PROMPT_TOKENS_MAX)])
     prompt = text_tokens(rng, length)
