@@ -181,7 +181,7 @@ class SampleDataset(IterableDataset[Sample]):
         while next(self._listed(client), None) is None:
             if (left := ends - time.monotonic()) <= 0:
                 raise SampleNotFound(nothing_there(client, self._filters))
-            time.sleep(min(_POLL_S, left))
+            client.pause(min(_POLL_S, left))
 
     def state_dict(self) -> dict[str, Any]:
         """Where this pass is, as plain values. Raises RuntimeError where only the worker processes know (see the class)."""

@@ -117,7 +117,7 @@ def members_at(
             return until, found
         if (left := ends - time.monotonic()) <= 0 or as_of is not None:
             raise SampleNotFound(nothing_there(client, filters))
-        time.sleep(min(_POLL_S, left))
+        client.pause(min(_POLL_S, left))
 
 
 def nothing_there(client: Client, filters: Filters) -> str:

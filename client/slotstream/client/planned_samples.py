@@ -95,7 +95,9 @@ class PlannedSamples:
                 progress.skipped += 1
                 progress.cursor = [key, tag]
                 continue
-            if isinstance(answer, SlotStreamError) and not patiently(functools.partial(is_gone, client, member), _RETRY_S):
+            if isinstance(answer, SlotStreamError) and not patiently(
+                functools.partial(is_gone, client, member), _RETRY_S, client.pause
+            ):
                 raise answer
             progress.deleted += 1
         self._bad.end(progress.received)
