@@ -151,7 +151,7 @@ class Rpc:
 
     def retention(self, request: samples_pb2.RetentionRequest) -> WatchedStream[samples_pb2.RetentionReply]:
         self._check_open()
-        return WatchedStream(self._stub.Retention(request, metadata=self.access.call_metadata()), self.address)
+        return self._watched(self._stub.Retention(request, metadata=self.access.call_metadata()))
 
     def close(self) -> None:
         """Ends calls still under way, and what other threads wait for. May be called twice."""
