@@ -89,15 +89,21 @@ class Engine:
 
 
 def engine(
-    work: Path, model: Path, layer_ids: list[int], siblings: list[dict[str, Any]], *options: str, **env: str
+    work: Path,
+    model: Path,
+    layer_ids: list[int],
+    siblings: list[dict[str, Any]],
+    *options: str,
+    extract: bool = True,
+    **env: str,
 ) -> Iterator[Engine]:
     server, port = free_port(), free_port()
     chosen = [
         *SMALL_ENGINE,
         *options,
         f"--served-model-name={MODEL_NAME}",
-        *extraction_options(layer_ids),
-        *multi_options(f"127.0.0.1:{server}", *siblings),
+        *(extraction_options(layer_ids) if extract else ()),
+        *multi_options(f"127.0.0.1:{server}", *siblings, **({} if extract else {"layers": layer_ids})),
     ]
     env |= support_importable() | {"VLLM_SERVER_DEV_MODE": "1"}
     with (

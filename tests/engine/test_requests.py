@@ -15,10 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from openai import OpenAI
 from safetensors import safe_open
-from safetensors.torch import save_file
+from support.adapters import TUNED, adapter, assert_rows_are_adapted
 from support.idle import assert_idle
 from support.outage import metric, scrape
 from support.random_load import check, long_answers, random_requests, run
@@ -48,7 +47,7 @@ def engine(truth_models: dict[str, Path], tmp_path_factory: pytest.TempPathFacto
         "--scheduling-policy=priority",
         "--enable-scale-out",
         "--enable-lora",
-        f"--lora-modules=tuned={_adapter(work / 'adapter')}",
+        f"--lora-modules=tuned={adapter(work / 'adapter', TUNED)}",
     ]
     with stack(work, truth_models["dense"], LAYER_IDS, *options, extract=True, one_process=True) as running:
         yield running
@@ -58,20 +57,6 @@ def engine(truth_models: dict[str, Path], tmp_path_factory: pytest.TempPathFacto
 def stored(engine: Stack) -> Iterator[Client]:
     with connect(engine.address) as client:
         yield client
-
-
-def _adapter(path: Path) -> Path:
-    """A LoRA adapter of the truth model. It changes the queries only, which its rows do not depend on."""
-    path.mkdir()
-    config = {"peft_type": "LORA", "r": 8, "lora_alpha": 8, "target_modules": ["q_proj"], "base_model_name_or_path": "truth"}
-    (path / "adapter_config.json").write_text(json.dumps(config))
-    weights = {}
-    for layer in range(truth_model.LAYERS):
-        name = f"base_model.model.model.layers.{layer}.self_attn.q_proj"
-        weights[f"{name}.lora_A.weight"] = torch.randn(8, truth_model.HIDDEN)
-        weights[f"{name}.lora_B.weight"] = torch.randn(4 * 64, 8)
-    save_file(weights, path / "adapter_model.safetensors")
-    return path
 
 
 def _post(engine: Stack, path: str, body: dict[str, Any]) -> Any:
@@ -342,7 +327,7 @@ def test_a_text_that_a_stop_token_ends_has_the_rows_before_it(engine: Stack, sto
         assert_rows_are_true(sample)
 
 
-def test_a_lora_is_named(engine: Stack, stored: Client) -> None:
+def test_a_lora_is_named_and_its_rows_are_the_adapted_models(engine: Stack, stored: Client) -> None:
     prompt = text_tokens(random.Random(11), 90)
     params = {"namespace": "lora", "sample_id": "s"}
     _post(
@@ -352,7 +337,7 @@ def test_a_lora_is_named(engine: Stack, stored: Client) -> None:
     )
     sample = stored.get("s", namespace="lora")
     assert sample.metadata["lora_name"] == "tuned"
-    assert_rows_are_true(sample)
+    assert_rows_are_adapted(sample, TUNED, LAYER_IDS)
 
 
 def test_clients_hang_up_at_any_moment_and_nothing_leaks(engine: Stack, stored: Client) -> None:

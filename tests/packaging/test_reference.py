@@ -61,8 +61,8 @@ def test_answers_have_the_keys_that_the_page_names() -> None:
     config = ConnectorConfig(ConnectorOptions(), "engine", "model", (1, 3), RowFormat.of("BF16", 2, 8), {})
     half = SchedulerHalf(config, 0, 16, 1024, lambda longer_than_s: None)
     params = parse_params(None, req_id="r", namespace="default", capture=True, include_output_tokens=False)
-    request: Any = SimpleNamespace(request_id="r")
-    answer = half._response("r", CapturedRequest(request, params, 0, 4, next=0), BadParams("no"))["slotstream"]
+    request: Any = SimpleNamespace(request_id="r", kv_transfer_params={"slotstrem": {}})
+    answer = half._response(request, CapturedRequest(request, params, 0, 4, next=0), BadParams("no"))["slotstream"]
     assert answer.keys() == script.ANSWER.keys()
 
 

@@ -13,6 +13,8 @@ import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata, SupportsHMA
 from vllm.distributed.kv_transfer.kv_connector.v1.example_connector import ExampleConnector
 from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector import ExampleHiddenStatesConnector
+from vllm.v1.kv_offload.base import OffloadingWorker, TransferResult
+from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 
 
 def multi_options(server: str, *siblings: dict[str, Any], **options: Any) -> list[str]:
@@ -184,4 +186,43 @@ class EveryRankHolds(KVConnectorBase_V1, SupportsHMA):
         return
 
     def wait_for_save(self) -> None:
+        return
+
+
+class OffloadOnCpu(CPUOffloadingSpec):
+    """vLLM's offloading of KV to memory, but for its worker, which wants CUDA: this one copies at once, block by block."""
+
+    def get_worker(self, kv_caches: Any) -> Any:
+        assert self.blocks_per_chunk == 1
+        return _Copies(kv_caches, self.num_chunks)
+
+
+class _Copies(OffloadingWorker):
+    def __init__(self, kv_caches: Any, chunks: int) -> None:
+        self._groups = kv_caches.group_data_refs
+        self._caches = [one.tensor for one in kv_caches.tensors]
+        self._memory = [cache.new_empty((chunks, cache.shape[1])) for cache in self._caches]
+        self._done: list[TransferResult] = []
+
+    def submit_store(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
+        return self._copy(job_id, src_spec, self._caches, src_spec.block_ids, self._memory, dst_spec.block_ids)
+
+    def submit_load(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
+        return self._copy(job_id, dst_spec, self._memory, src_spec.block_ids, self._caches, dst_spec.block_ids)
+
+    def _copy(self, job_id: int, blocks: Any, source: Any, source_ids: Any, target: Any, target_ids: Any) -> bool:
+        first = 0
+        for refs, count in zip(self._groups, blocks.group_sizes, strict=True):
+            for ref in refs:
+                for a, b in zip(source_ids[first : first + count], target_ids[first : first + count], strict=True):
+                    target[ref.tensor_idx][int(b)] = source[ref.tensor_idx][int(a)]
+            first += count
+        self._done.append(TransferResult(job_id, True, 1, 0.001))
+        return True
+
+    def get_finished(self) -> list[TransferResult]:
+        done, self._done = self._done, []
+        return done
+
+    def wait(self, job_ids: set[int]) -> None:
         return

@@ -13,7 +13,7 @@ import secrets
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import NoReturn, Self
 
 from slotstream.client.info import (
     Forecast,
@@ -129,6 +129,9 @@ def _access(token: str | None, *paths: str | os.PathLike[str] | None) -> Access:
 class Client:
     """Reads, lists, checks and deletes samples. Made by `connect`; safe to share between threads.
 
+    A process that was forked may use the client that it inherited: it connects anew. To end a wait in another thread, close the
+    client: the wait raises Interrupted then, or ValueError like each later call. Cancelling an asyncio task does not end it.
+
     Ids, ranges and filters are checked before anything is sent (BadSampleId, BadNamespace, BadTokenRange, BadLayers,
     BadTags, BadPage, BadParams). Any call may raise Unauthenticated (no token, or not one that the server knows),
     PermissionDenied (not for this token), ServerUnavailable, or DeadlineExceeded when the server does not answer in time;
@@ -140,7 +143,7 @@ class Client:
         self.data_dir = data_dir
         self._said_not_in_place = False
         self._stall_timeout_s = stall_timeout_s
-        self._holder = f"client-{secrets.token_hex(8)}"
+        self._holders: dict[int, str] = {}  # By process: one that was forked leases for itself.
 
     @property
     def address(self) -> str:
@@ -432,7 +435,7 @@ class Client:
         request = samples_pb2.LeaseRequest(
             namespace=check_namespace(namespace),
             sample_id=check_sample_id(sample_id),
-            holder=self._holder if holder is None else check_holder(holder),
+            holder=self._holder() if holder is None else check_holder(holder),
             seconds=seconds,
         )
         return self._rpc.lease(request).leased_until_unix_ns
@@ -495,9 +498,21 @@ class Client:
         request = samples_pb2.RetentionRequest(namespace="" if namespace is None else check_namespace(namespace), accept=True)
         return [forecast.namespace for forecast in self._forecasts(request)]
 
+    def _holder(self) -> str:
+        return self._holders.setdefault(os.getpid(), f"client-{secrets.token_hex(8)}")
+
+    def pause(self, seconds: float) -> None:
+        """Sleeps for so long. Raises ValueError as soon as another thread closes the client."""
+        self._rpc.pause(seconds)
+
     def close(self) -> None:
-        """Ends calls still under way and the connection. May be called twice."""
+        """Ends the connection, calls still under way, and what other threads wait for in them. May be called twice."""
         self._rpc.close()
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "a client cannot be pickled, for another process cannot use its connection: pass the address, and connect there"
+        )
 
     def __enter__(self) -> Self:
         return self

@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import datetime
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from slotstream.client.bad_samples import BadSamples
 from slotstream.client.client import Client
 from slotstream.client.collating import collate
 from slotstream.client.connection import Connection
@@ -59,12 +61,19 @@ class SampleDataset(IterableDataset[Sample]):
         seed: int = 0,
         as_of: datetime.datetime | int | None = None,
         wait_s: float = 0.0,
+        on_bad: str = "raise",
+        bad_max: int = 100,
     ) -> None:
         """Filters as in `Client.list`, `layers` as in `Client.get`. `ack`: ack each sample once the next one is asked for.
 
         rank, world_size: which trainer of how many; None: torch.distributed's, else the only one.
         as_of: as in `slotstream.client.rows`; with `shuffle`, several ranks need it, unless torch.distributed is initialised.
         wait_s: how long a pass, or with `shuffle` or `as_of` this call, waits for a first sample.
+
+        on_bad: what is done about a bad sample: a damaged one, one of a format that is not known here, or one without a layer
+        that was asked for. "raise" ends the pass. "skip" leaves it out, names it once in the log, and counts it in
+        `state_dict()["skipped"]`. bad_max: so many in a row end the pass all the same, as does a pass of bad ones only.
+        What may pass, as a server that is away, is always raised.
 
         Raises ConfigError for a rank outside the world size, and for ranks without one moment. With `shuffle` or `as_of` it
         asks the server at once, and raises SampleNotFound where no sample fits.
@@ -78,6 +87,8 @@ class SampleDataset(IterableDataset[Sample]):
         self._layers = None if layers is None else tuple(layers)
         self._ack = ack
         self._wait_s = wait_s
+        self._bad = BadSamples(on_bad, bad_max)
+        self._skipped = 0
         # Shared with worker processes, forked or spawned: the epoch, and who knows where the pass is.
         torch = require_torch()
         self._shared = torch.zeros(2, dtype=torch.int64).share_memory_()
@@ -88,7 +99,9 @@ class SampleDataset(IterableDataset[Sample]):
         if shuffle or as_of is not None:
             ranks, moment = (self._rank, self._world_size), unix_ns(as_of) or None
             order = seed if shuffle else None
-            self._plan = PlannedSamples(self._connection.client(), self._filters, self._layers, order, moment, ranks, wait_s)
+            self._plan = PlannedSamples(
+                self._connection.client(), self._filters, self._layers, order, moment, ranks, wait_s, self._bad
+            )
             self._connection.close()
 
     collate = staticmethod(collate)
@@ -108,6 +121,11 @@ class SampleDataset(IterableDataset[Sample]):
     def deleted_samples(self) -> int:
         """With `shuffle` or `as_of`: samples of this pass and process that were deleted before they were read."""
         return 0 if self._plan is None else self._plan.deleted
+
+    @property
+    def skipped_samples(self) -> int:
+        """With `on_bad="skip"`: samples of this pass and process that nobody could have used."""
+        return self._skipped if self._plan is None else self._plan.skipped
 
     def __iter__(self) -> Iterator[Sample]:
         """A new pass; after `load_state_dict`, the rest of that one. Raises what `Client.list` and `Client.get` raise.
@@ -129,27 +147,41 @@ class SampleDataset(IterableDataset[Sample]):
 
     def _pass(self, client: Client) -> Iterator[Sample]:
         if not self._resuming:
-            self._received, self._cursor = 0, None
+            self._received, self._skipped, self._cursor = 0, 0, None
             if not self._ack:
                 self._wait_for_one(client)
         self._resuming = False
         shard, shards = self._shard()
-        mine = (info for info in self._listed(client) if xxh3(_name(info).encode()) % shards == shard)
-        for answer in client.get_many(mine, layers=self._layers):
+        asked: deque[SampleInfo] = deque()  # And not answered yet.
+
+        def mine() -> Iterator[SampleInfo]:
+            for info in self._listed(client):
+                if xxh3(_name(info).encode()) % shards == shard:
+                    asked.append(info)
+                    yield info
+
+        self._bad.begin()
+        for answer in client.get_many(mine(), layers=self._layers):
+            info = asked.popleft()
             if answer.sample is not None:
+                self._bad.good()
                 self._received += 1
-                self._cursor = _Cursor.after(self._cursor, answer.sample)
+                self._cursor = _Cursor.after(self._cursor, int(answer.sample.metadata["created_unix_ns"]), _name(info))
                 yield answer.sample
             elif not isinstance(answer.error, SampleNotFound):  # Deleted since it was listed.
                 assert answer.error is not None
-                raise answer.error
+                if not self._bad.skip(_name(info), answer.error):
+                    raise answer.error
+                self._skipped += 1
+                self._cursor = _Cursor.after(self._cursor, info.created_unix_ns, _name(info))
+        self._bad.end(self._received)
 
     def _wait_for_one(self, client: Client) -> None:
         ends = time.monotonic() + self._wait_s
         while next(self._listed(client), None) is None:
             if (left := ends - time.monotonic()) <= 0:
                 raise SampleNotFound(nothing_there(client, self._filters))
-            time.sleep(min(_POLL_S, left))
+            client.pause(min(_POLL_S, left))
 
     def state_dict(self) -> dict[str, Any]:
         """Where this pass is, as plain values. Raises RuntimeError where only the worker processes know (see the class)."""
@@ -163,7 +195,8 @@ class SampleDataset(IterableDataset[Sample]):
             planned = self._plan.state(place(self._rank, self._world_size), int(self._shared[0]))
             return {"version": STATE_VERSION, "shard": shard, "shards": shards, **planned}
         cursor = None if self._cursor is None else [self._cursor.created_unix_ns, *sorted(self._cursor.names)]
-        return {"version": STATE_VERSION, "received": self._received, "cursor": cursor, "shard": shard, "shards": shards}
+        counts = {"received": self._received, "skipped": self._skipped}
+        return {"version": STATE_VERSION, **counts, "cursor": cursor, "shard": shard, "shards": shards}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Makes the next iteration go on where `state` was taken. Raises ValueError for a state of another kind or sharding."""
@@ -182,11 +215,11 @@ class SampleDataset(IterableDataset[Sample]):
             self._shared[0] = self._plan.resume(state)
             return
         try:
-            received, cursor = int(state["received"]), state["cursor"]
+            received, skipped, cursor = int(state["received"]), int(state.get("skipped", 0)), state["cursor"]
             restored = None if cursor is None else _Cursor(int(cursor[0]), frozenset(map(str, cursor[1:])))
         except (KeyError, TypeError, ValueError, IndexError) as error:
             raise ValueError("this is not the state of a SampleDataset") from error
-        self._received, self._cursor, self._resuming = received, restored, True
+        self._received, self._skipped, self._cursor, self._resuming = received, skipped, restored, True
 
     def _shard(self) -> tuple[int, int]:
         where = place(self._rank, self._world_size)
@@ -212,14 +245,13 @@ class _Cursor:
         self.created_unix_ns, self.names = created_unix_ns, names
 
     @classmethod
-    def after(cls, cursor: _Cursor | None, sample: Sample) -> _Cursor:
-        created_unix_ns = int(sample.metadata["created_unix_ns"])
+    def after(cls, cursor: _Cursor | None, created_unix_ns: int, name: str) -> _Cursor:
         earlier = cursor.names if cursor is not None and cursor.created_unix_ns == created_unix_ns else frozenset()
-        return cls(created_unix_ns, earlier | {_name(sample)})
+        return cls(created_unix_ns, earlier | {name})
 
     def has_passed(self, info: SampleInfo) -> bool:
         return info.created_unix_ns == self.created_unix_ns and _name(info) in self.names
 
 
-def _name(one: SampleInfo | Sample) -> str:
+def _name(one: SampleInfo) -> str:
     return f"{one.namespace}/{one.sample_id}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -60,7 +59,7 @@ class Follower:
             while len(self._pool) >= batch:
                 yield self._drawn()
             if not came:
-                time.sleep(_POLL_S)
+                self._client.pause(_POLL_S)
 
     def _arrived(self, until: int) -> list[Member]:
         """What committed since the last look, in that order."""

@@ -293,7 +293,7 @@ class ManyReads:
         self._ends = self._ends or now + self._retry_s
         if now >= self._ends:
             raise error
-        time.sleep(min(self._pause_s, self._ends - now))
+        self._rpc.pause(min(self._pause_s, self._ends - now))
         self._pause_s = min(2 * self._pause_s, _PAUSE_S_MAX)
 
     def _end_call(self) -> None:

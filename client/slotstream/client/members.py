@@ -57,8 +57,9 @@ class Filters:
 class Selection:
     """The layers wanted of each sample, by the ids that it has for them."""
 
-    def __init__(self, layers: Sequence[int | str] | None) -> None:
-        """None: all that a sample has, in its file's order."""
+    def __init__(self, layers: Sequence[int | str] | None, *, keep_lacking: bool = False) -> None:
+        """None: all that a sample has, in its file's order. `keep_lacking`: one that lacks a layer is a Member without any."""
+        self._keep_lacking = keep_lacking
         self.layers = None if layers is None else tuple(layers)
         self._known: dict[tuple[tuple[int, ...], str | None], tuple[int, ...]] = {}
         self._hidden: tuple[int, str] | None = None
@@ -66,6 +67,12 @@ class Selection:
     def of(self, info: SampleInfo) -> Member:
         """Raises BadLayers, in a sentence, where the sample lacks a layer, or where its rows have another size than others."""
         name = f"{info.namespace}/{info.sample_id}"
+        try:
+            ids = self._ids(info, name)
+        except BadLayers:
+            if not self._keep_lacking:
+                raise
+            return Member(info.namespace, info.sample_id, info.num_tokens, info.committed_unix_ns or 0, ())
         if self.layers is not None:
             if self._hidden is None:
                 self._hidden = info.hidden_size, name
@@ -74,7 +81,7 @@ class Selection:
                     f"rows of {name} have {info.hidden_size} elements, and those of {self._hidden[1]} {self._hidden[0]}: "
                     "choose the samples of one model, by model or tags"
                 )
-        return Member(info.namespace, info.sample_id, info.num_tokens, info.committed_unix_ns or 0, self._ids(info, name))
+        return Member(info.namespace, info.sample_id, info.num_tokens, info.committed_unix_ns or 0, ids)
 
     def _ids(self, info: SampleInfo, name: str) -> tuple[int, ...]:
         if self.layers is None:
@@ -110,7 +117,7 @@ def members_at(
             return until, found
         if (left := ends - time.monotonic()) <= 0 or as_of is not None:
             raise SampleNotFound(nothing_there(client, filters))
-        time.sleep(min(_POLL_S, left))
+        client.pause(min(_POLL_S, left))
 
 
 def nothing_there(client: Client, filters: Filters) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from slotstream.client.bad_samples import BadSamples
 from slotstream.client.client import Client
 from slotstream.client.epoch import Member
 from slotstream.client.members import Filters, Selection, members_at
@@ -16,7 +17,7 @@ from slotstream.client.stretches import is_gone, patiently
 from slotstream.client.tensors import Sample, receive_sample
 from slotstream.v1 import samples_pb2
 from slotstream.wire.columns import further_columns
-from slotstream.wire.errors import SlotStreamError
+from slotstream.wire.errors import BadLayers, SlotStreamError
 
 _RETRY_S = 60.0
 
@@ -33,6 +34,7 @@ class _Progress:
     received: int = 0
     left: int = 0
     deleted: int = 0
+    skipped: int = 0
 
 
 class PlannedSamples:
@@ -47,13 +49,15 @@ class PlannedSamples:
         as_of: int | None,
         rank_of_ranks: tuple[int, int],
         wait_s: float,
+        bad: BadSamples,
     ) -> None:
-        """seed None: not shuffled. Raises ConfigError, SampleNotFound and BadLayers."""
+        """seed None: not shuffled. Raises ConfigError and SampleNotFound, and BadLayers unless `bad` skips."""
         self._seed = seed
+        self._bad = bad
         self._members: list[Member] = []
         self._progress: _Progress | None = None
         self._resuming: _Progress | None = None
-        selection = Selection(layers)
+        selection = Selection(layers, keep_lacking=bad.skips)
         rank, world_size = rank_of_ranks
 
         def find() -> tuple[int, list[int]]:
@@ -68,22 +72,35 @@ class PlannedSamples:
     def deleted(self) -> int:
         return 0 if self._progress is None else self._progress.deleted
 
+    @property
+    def skipped(self) -> int:
+        return 0 if self._progress is None else self._progress.skipped
+
     def samples(self, client: Client, where: Place, epoch: int) -> Iterator[Sample]:
         """One epoch, or the rest of the one that was resumed."""
         order, progress = self._begin(where, epoch, self._resuming)
         self._progress, self._resuming = progress, None
+        self._bad.begin()
         reads = ((one, _read_of(one[2])) for one in order)
         for (key, tag, member), answer in client.many(wait_s=0.0, retry_s=_RETRY_S).answers(reads, receive_sample):
             sample = None if isinstance(answer, SlotStreamError) else _same(answer, member)
             progress.left -= 1
             if sample is not None:
+                self._bad.good()
                 progress.received += 1
                 progress.cursor = [key, tag]
                 yield sample
                 continue
-            if isinstance(answer, SlotStreamError) and not patiently(functools.partial(is_gone, client, member), _RETRY_S):
+            if isinstance(answer, SlotStreamError) and self._bad.skip(member.name, answer):
+                progress.skipped += 1
+                progress.cursor = [key, tag]
+                continue
+            if isinstance(answer, SlotStreamError) and not patiently(
+                functools.partial(is_gone, client, member), _RETRY_S, client.pause
+            ):
                 raise answer
             progress.deleted += 1
+        self._bad.end(progress.received)
 
     def _begin(self, where: Place, epoch: int, state: _Progress | None) -> tuple[list[tuple[int, int, Member]], _Progress]:
         if state is None:
@@ -112,6 +129,7 @@ class PlannedSamples:
         try:
             seed = state["seed"]
             numbers = {name: int(state[name]) for name in ("epoch", "as_of", "received", "left", "deleted")}
+            numbers["skipped"] = int(state.get("skipped", 0))
             low, high = int(state["low"], 16), int(state["high"], 16)
             cursor = None if state["cursor"] is None else [int(number, 16) for number in state["cursor"]]
         except (KeyError, TypeError, ValueError) as error:
@@ -124,7 +142,9 @@ class PlannedSamples:
         return self._resuming.epoch
 
 
-def _read_of(member: Member) -> samples_pb2.ReadRequest:
+def _read_of(member: Member) -> samples_pb2.ReadRequest | BadLayers:
+    if not member.layers:
+        return BadLayers(f"sample {member.name} lacks a layer that was asked for")
     return samples_pb2.ReadRequest(
         namespace=member.namespace, sample_id=member.sample_id, layer_ids=member.layers, columns=further_columns()
     )

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import threading
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Sequence
 from queue import Empty, SimpleQueue
 from typing import Any, Generic, TypeVar
 
@@ -36,12 +38,16 @@ _READ_MANY = "/slotstream.v1.Samples/ReadMany"
 _LAST_FAILURE_S = 1.0
 # A trainer should notice a restarted server at once.
 _CHANNEL_OPTIONS = (*channel_options(MESSAGE_BYTES_MAX), ("grpc.max_reconnect_backoff_ms", 2000))
+# Channels to one address else share a connection, also one that a forked process inherited and cannot use.
+_FORKED_OPTIONS = (*_CHANNEL_OPTIONS, ("grpc.use_local_subchannel_pool", 1))
 
 T = TypeVar("T")
+# Of a process that was forked: what its parent has connected. Never closed here: it is the parent's.
+_inherited: list[object] = []
 
 
 class Rpc:
-    """One channel to one server. Safe to use from several threads; not across a fork."""
+    """One channel to one server. Safe to use from several threads. A process that was forked connects anew when it calls."""
 
     def __init__(self, address: str, *, timeout_s: float, access: Access | None = None) -> None:
         """`timeout_s` bounds each call that answers once. Raises ConfigError for a malformed address, or files of `access`
@@ -49,13 +55,18 @@ class Rpc:
         self.address = check_address(address)
         self.access = (access or Access()).check(self.address)
         self._timeout_s = timeout_s
-        self._closed = False
+        self._closed = threading.Event()
+        self._streams: weakref.WeakSet[WatchedStream[Any]] = weakref.WeakSet()
         keep_freed_blocks()
+        self._connect(_CHANNEL_OPTIONS)
+
+    def _connect(self, options: Sequence[tuple[str, int]]) -> None:
+        self._pid = os.getpid()
         files = self.access.tls_files()
         if files is None:
-            self._channel = grpc.insecure_channel(self.address, options=_CHANNEL_OPTIONS)
+            self._channel = grpc.insecure_channel(self.address, options=options)
         else:
-            self._channel = grpc.secure_channel(self.address, grpc.ssl_channel_credentials(*files), options=_CHANNEL_OPTIONS)
+            self._channel = grpc.secure_channel(self.address, grpc.ssl_channel_credentials(*files), options=options)
         self._stub: Any = samples_pb2_grpc.SamplesStub(self._channel)  # type: ignore[no-untyped-call]
         # Its replies stay bytes, which the stub's would not: protobuf copies rows several times over (slotstream.wire.frames).
         self._read = self._channel.unary_stream(_READ, samples_pb2.ReadRequest.SerializeToString, None)
@@ -85,66 +96,86 @@ class Rpc:
         return ""
 
     def stat(self, request: samples_pb2.StatRequest) -> sample_pb2.SampleInfo:
-        info: sample_pb2.SampleInfo = self._call(self._stub.Stat, request)
+        info: sample_pb2.SampleInfo = self._call("Stat", request)
         return info
 
     def list(self, request: samples_pb2.ListRequest) -> samples_pb2.ListReply:
-        reply: samples_pb2.ListReply = self._call(self._stub.List, request)
+        reply: samples_pb2.ListReply = self._call("List", request)
         return reply
 
     def delete(self, request: samples_pb2.DeleteRequest) -> None:
-        self._call(self._stub.Delete, request)
+        self._call("Delete", request)
 
     def ack(self, request: samples_pb2.AckRequest) -> None:
-        self._call(self._stub.Ack, request)
+        self._call("Ack", request)
 
     def count_read(self, request: samples_pb2.CountReadRequest) -> None:
-        self._call(self._stub.CountRead, request)
+        self._call("CountRead", request)
 
     def lease(self, request: samples_pb2.LeaseRequest) -> samples_pb2.LeaseReply:
-        reply: samples_pb2.LeaseReply = self._call(self._stub.Lease, request)
+        reply: samples_pb2.LeaseReply = self._call("Lease", request)
         return reply
 
     def usage(self, request: samples_pb2.UsageRequest) -> samples_pb2.UsageReply:
-        reply: samples_pb2.UsageReply = self._call(self._stub.Usage, request)
+        reply: samples_pb2.UsageReply = self._call("Usage", request)
         return reply
 
     def read(self, request: samples_pb2.ReadRequest) -> WatchedStream[bytes]:
         self._check_open()
-        return WatchedStream(self._read(request, metadata=self.access.call_metadata()), self.address)
+        return self._watched(self._read(request, metadata=self.access.call_metadata()))
 
     def read_many(self, request: samples_pb2.ReadManyRequest) -> WatchedStream[bytes]:
         """Its first `receive` raises NotServed where the server is too old for it."""
         self._check_open()
-        return WatchedStream(self._read_many(request, metadata=self.access.call_metadata()), self.address)
+        return self._watched(self._read_many(request, metadata=self.access.call_metadata()))
 
     def verify(self, request: samples_pb2.VerifyRequest) -> WatchedStream[samples_pb2.VerifyReply]:
         self._check_open()
-        return WatchedStream(self._stub.Verify(request, metadata=self.access.call_metadata()), self.address)
+        return self._watched(self._stub.Verify(request, metadata=self.access.call_metadata()))
 
     def restore(self, request: samples_pb2.RestoreRequest) -> WatchedStream[samples_pb2.RestoreReply]:
         self._check_open()
-        return WatchedStream(self._stub.Restore(request, metadata=self.access.call_metadata()), self.address)
+        return self._watched(self._stub.Restore(request, metadata=self.access.call_metadata()))
+
+    def _watched(self, call: Any) -> WatchedStream[Any]:
+        stream: WatchedStream[Any] = WatchedStream(call, self.address)
+        self._streams.add(stream)
+        if self._closed.is_set():  # Meanwhile.
+            stream.end()
+        return stream
+
+    def pause(self, seconds: float) -> None:
+        """Sleeps for so long. Raises ValueError as soon as the client is closed."""
+        self._closed.wait(seconds)
+        self._check_open()
 
     def retention(self, request: samples_pb2.RetentionRequest) -> WatchedStream[samples_pb2.RetentionReply]:
         self._check_open()
-        return WatchedStream(self._stub.Retention(request, metadata=self.access.call_metadata()), self.address)
+        return self._watched(self._stub.Retention(request, metadata=self.access.call_metadata()))
 
     def close(self) -> None:
-        """Ends calls still under way. May be called twice."""
-        self._closed = True
+        """Ends calls still under way, and what other threads wait for. May be called twice."""
+        self._closed.set()
+        if self._pid != os.getpid():
+            return  # What there is belongs to the parent.
+        for stream in list(self._streams):
+            stream.end()
         self._channel.close()
 
-    def _call(self, call: Callable[..., Any], request: Any) -> Any:
-        self._check_open()
+    def _call(self, name: str, request: Any) -> Any:
+        self._check_open()  # Before the stub is looked at: it may be the parent's.
         try:
-            return call(request, timeout=self._timeout_s, metadata=self.access.call_metadata())
+            return getattr(self._stub, name)(request, timeout=self._timeout_s, metadata=self.access.call_metadata())
         except grpc.RpcError as error:
             raise error_of(error, self.address) from error
 
     def _check_open(self) -> None:
-        if self._closed:
+        if self._closed.is_set():
             raise ValueError("this client is closed")
+        if self._pid != os.getpid():  # gRPC may still write to the parent's connection, in the first call or two.
+            _inherited.extend((self._channel, self._stub, self._read, self._read_many))
+            self._streams = weakref.WeakSet()
+            self._connect(_FORKED_OPTIONS)
 
 
 class NotServed(ProtocolViolation):
@@ -183,12 +214,15 @@ class WatchedStream(Generic[T]):
 
     def __init__(self, call: Any, address: str) -> None:
         self._address = address
+        self._pid = os.getpid()
         self._replies = _Replies(call)
         self._replies.asked.put(True)
         threading.Thread(target=self._replies.run, name="slotstream-replies", daemon=True).start()
 
     def receive(self, limit_s: float) -> T | None:
         """The next reply; None after the last. Raises what the server answered, or DeadlineExceeded after `limit_s`."""
+        if self._pid != os.getpid():
+            raise Interrupted(f"this call to {self._address} is of the process that this one was forked from: make it again")
         try:
             reply: T | Exception | None = self._replies.came.get(timeout=limit_s)
         except Empty:
@@ -200,10 +234,18 @@ class WatchedStream(Generic[T]):
         self._replies.asked.put(reply is not None)
         return reply
 
+    def end(self) -> None:
+        """Ends the call, and what another thread waits for in `receive`."""
+        self._replies.came.put(Interrupted("the client was closed meanwhile"))
+        self.close()
+
     def close(self) -> None:
         """Ends the call; the server stops sending. May be called twice."""
-        self._replies.asked.put(False)
-        self._replies.call.cancel()
+        if self._pid == os.getpid():
+            self._replies.asked.put(False)
+            self._replies.call.cancel()
+        else:
+            _inherited.append(self._replies)
 
     def __del__(self) -> None:
         self.close()

@@ -63,7 +63,7 @@ def read_stretches(
 
     for (key, stretch), answer in client.many(wait_s=0.0, retry_s=retry_s).answers(reads, receive):
         if isinstance(answer, SlotStreamError):
-            if not patiently(functools.partial(is_gone, client, stretch.member), retry_s):
+            if not patiently(functools.partial(is_gone, client, stretch.member), retry_s, client.pause):
                 raise answer
             yield key, None
         else:
@@ -84,8 +84,8 @@ def _read_of(stretch: Stretch) -> samples_pb2.ReadRequest:
     )
 
 
-def patiently(ask: Callable[[], T], retry_s: float) -> T:
-    """What `ask` says, asked again for so long where a failure may pass."""
+def patiently(ask: Callable[[], T], retry_s: float, pause: Callable[[float], None]) -> T:
+    """What `ask` says, asked again for so long where a failure may pass. `pause` sleeps, for seconds, and may end it all."""
     ends, pause_s = time.monotonic() + retry_s, _PAUSE_S
     while True:
         try:
@@ -93,7 +93,7 @@ def patiently(ask: Callable[[], T], retry_s: float) -> T:
         except SlotStreamError as error:
             if not error.retryable or time.monotonic() >= ends:
                 raise
-        time.sleep(pause_s)
+        pause(pause_s)
         pause_s = min(2 * pause_s, _PAUSE_S_MAX)
 
 
