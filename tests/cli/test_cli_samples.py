@@ -107,8 +107,12 @@ def test_ls_says_when_there_is_more(stored: SyntheticSample, capsys: pytest.Capt
     assert capsys.readouterr().err == ""
 
 
-def test_ls_of_nothing(namespace: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["ls", "--namespace", namespace]) == 0
+def test_ls_of_nothing(stored: SyntheticSample, namespace: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["ls", "--namespace", namespace + "x"]) == 0
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith(f"namespace '{namespace}x' holds no sample")
+    assert cli.main(["ls", "--model", "none"]) == 0
     assert tuple(capsys.readouterr()) == ("", "No sample matches.\n")
 
 
