@@ -70,10 +70,11 @@ def test_each_command_takes_a_token_and_is_turned_away_without(
     assert cli.main([*words, "--server", guarded.address]) == 1
     captured = capsys.readouterr()
     assert captured.out == ""
-    assert captured.err == f"slotstream {words[0]}: this server wants a bearer token, and the call has none\n"
+    assert captured.err == f"slotstream {words[0]}: this server wants a bearer token, and the call has none (UNAUTHENTICATED)\n"
     monkeypatch.setenv("SLOTSTREAM_TOKEN", token("nobody"))
     assert cli.main([*words, "--server", guarded.address]) == 1
-    assert capsys.readouterr().err == f"slotstream {words[0]}: the bearer token is not one that this server knows\n"
+    said = f"slotstream {words[0]}: the bearer token is not one that this server knows (UNAUTHENTICATED)\n"
+    assert capsys.readouterr().err == said
 
 
 def test_the_token_comes_from_a_file_or_the_environment(

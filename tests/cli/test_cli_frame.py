@@ -212,7 +212,7 @@ def _raising(error: BaseException) -> Callable[[argparse.Namespace], int]:
     [
         (KeyboardInterrupt(), 130, None),
         (ConfigError("wrong option"), 2, "slotstream ls: wrong option\n"),
-        (StoreFull("the disk is full"), 1, "slotstream ls: the disk is full\n"),
+        (StoreFull("the disk is full"), 1, "slotstream ls: the disk is full (STORE_FULL)\n"),
         (common.CommandFailed("no"), 1, "slotstream ls: no\n"),
         (OSError(28, "No space left on device", "/x/y"), 1, "slotstream ls: /x/y: No space left on device\n"),
         (MemoryError(), 1, "slotstream ls: MemoryError\n"),

@@ -10,11 +10,12 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load, load_file
 from support.ingest_client import IngestClient
 from support.server import ServerProcess, run_cli
 from support.synthetic import SyntheticSample
@@ -107,8 +108,12 @@ def test_ls_says_when_there_is_more(stored: SyntheticSample, capsys: pytest.Capt
     assert capsys.readouterr().err == ""
 
 
-def test_ls_of_nothing(namespace: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["ls", "--namespace", namespace]) == 0
+def test_ls_of_nothing(stored: SyntheticSample, namespace: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["ls", "--namespace", namespace + "x"]) == 0
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith(f"namespace '{namespace}x' holds no sample")
+    assert cli.main(["ls", "--model", "none"]) == 0
     assert tuple(capsys.readouterr()) == ("", "No sample matches.\n")
 
 
@@ -270,6 +275,32 @@ def test_get_leaves_no_trace_of_a_failure(stored: SyntheticSample, tmp_path: Pat
     assert cli.main(["get", "one", "-o", str(tmp_path / "no" / "such" / "x"), *in_namespace]) == 1
     assert "No such file or directory" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
+
+
+def test_get_to_stdout_writes_bytes_there_and_remarks_to_stderr(stored: SyntheticSample, server: ServerProcess) -> None:
+    command = [sys.executable, "-m", "slotstream.cli.main", "get", "one", "--namespace", stored.namespace, "-o", "-"]
+    done = subprocess.run(command, capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert load(done.stdout)["token_ids"].tolist() == stored.token_ids
+    assert done.stderr.decode().startswith("stdout: rows [0, 40) of layers 1,2,4")
+    assert not Path("-").exists()
+    missing = subprocess.run([*command[:4], "never", *command[5:], "--wait", "0"], capture_output=True, check=False)
+    assert (missing.returncode, missing.stdout) == (1, b"")
+
+
+def test_get_writes_no_bytes_to_a_terminal(stored: SyntheticSample, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.setattr(sys, "stdout", Terminal())
+    assert cli.main(["get", "one", "--namespace", stored.namespace, "-o", "-"]) == 1
+    assert "stdout is a terminal" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("name", "reason"), [("nodir/f", "No such file or directory"), ("file/f", "Not a directory")])
+def test_get_names_the_file_that_was_asked_for(
+    stored: SyntheticSample, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, reason: str
+) -> None:
+    (tmp_path / "file").touch()
+    assert cli.main(["get", "one", "--namespace", stored.namespace, "-o", str(tmp_path / name)]) == 1
+    assert capsys.readouterr().err == f"slotstream get: {tmp_path / name}: {reason}\n"
 
 
 def test_get_without_a_file_shows_what_there_is(stored: SyntheticSample, capsys: pytest.CaptureFixture[str]) -> None:

@@ -183,7 +183,7 @@ def test_usage_comes_in_pages(start: Start, monkeypatch: pytest.MonkeyPatch) -> 
         usage = client.usage()
         assert [(n.namespace, n.samples, n.failed) for n in usage.namespaces] == [(name, 1, 0) for name in "abcde"]
         assert usage.namespaces[1].limits == {"bytes_max": "1000000000000", "delete_on_ack": "true"}
-        assert usage.free_bytes > 0
+        assert usage.free_bytes
         assert (usage.scrub_every_s, usage.free_bytes_target, usage.quarantined_files) == (None, None, 0)
         (alone,) = client.usage(namespace="c").namespaces
         assert alone == usage.namespaces[2]
@@ -234,6 +234,7 @@ def test_the_scrubber_finds_bit_rot(start: Start) -> None:
         assert client.get("sound").token_ids.tolist() == Sample("sound").token_ids
         usage = client.usage()
         assert usage.quarantined_files == 1
+        assert usage.quarantined_bytes is not None
         assert usage.quarantined_bytes > 10_000
         assert usage.scrub_every_s == 0.05
     wait_until(lambda: server.metric("scrub_passes_total") >= 2)

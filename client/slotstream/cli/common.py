@@ -53,12 +53,16 @@ def add_access_arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(flag, metavar="FILE", help=what)
 
 
-def add_namespace_argument(parser: argparse.ArgumentParser, *, any_by_default: bool = False) -> None:
+def add_namespace_argument(
+    parser: argparse.ArgumentParser, *, any_by_default: bool = False, may_name_one: bool = False
+) -> None:
+    """`may_name_one`: the command also takes an id, which is then one of the default namespace."""
+    usual = (f"any; with an ID: {DEFAULT_NAMESPACE}" if may_name_one else "any") if any_by_default else DEFAULT_NAMESPACE
     parser.add_argument(
         "--namespace",
         metavar="NAME",
         default=None if any_by_default else DEFAULT_NAMESPACE,
-        help="the samples' namespace (default: " + ("any)" if any_by_default else "%(default)s)"),
+        help=f"the samples' namespace (default: {usual})",
     )
 
 

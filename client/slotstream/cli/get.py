@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import os
 import secrets
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
@@ -16,6 +17,7 @@ from slotstream.cli.common import (
     add_namespace_argument,
     add_server_argument,
     layers_text,
+    note,
     open_client,
     progress_bar,
     size_text,
@@ -28,10 +30,17 @@ if TYPE_CHECKING:
     from slotstream.client import RowReader
 
 
+STDOUT = Path("-")
+
+
 def add_get_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("sample_id", metavar="ID", help="the sample's id")
     parser.add_argument(
-        "-o", "--output", metavar="FILE", type=Path, help="the file to write (default: none, only show what would be fetched)"
+        "-o",
+        "--output",
+        metavar="FILE",
+        type=Path,
+        help="the file to write; -: stdout, with remarks on stderr (default: none, only show what would be fetched)",
     )
     parser.add_argument("--start", metavar="N", type=int, default=0, help="first row (default: %(default)s)")
     parser.add_argument("--stop", metavar="N", type=int, help="one past the last row (default: the sample's end)")
@@ -62,6 +71,7 @@ The file holds `hidden_states` [rows, layers, hidden], `token_ids` int64 [rows] 
 `loss_mask`, as plain safetensors:
 
   slotstream get my-sample -o my-sample.safetensors --start 0 --stop 512 --layers 2,18,33
+  slotstream get my-sample -o - | ssh host 'cat > my-sample.safetensors'
   python -c 'import safetensors.torch as s; print(s.load_file("my-sample.safetensors")["hidden_states"].shape)'
 """
 
@@ -87,6 +97,10 @@ def run_get(arguments: argparse.Namespace) -> int:
         rows = f"[{reader.start}, {reader.stop}) of layers {layers}: {shape}, {size_text(reader.nbytes)}"
         if output is None:
             print("\n".join([*facts(reader.info), f"rows {rows}"]))
+            return 0
+        if output == STDOUT:
+            _export(reader, sys.stdout.buffer)
+            note(f"stdout: rows {rows}")
             return 0
         with _replacing(output, force=arguments.force) as file:
             _export(reader, file)
@@ -120,6 +134,10 @@ def _progress_columns() -> list[ProgressColumn | str]:
 
 def _refuse(output: Path, force: bool) -> None:
     """Raises CommandFailed before anything is fetched, where the file could not be put in its place in the end."""
+    if output == STDOUT:
+        if sys.stdout.isatty():
+            raise CommandFailed("stdout is a terminal, and the file is no text: send it to a file or a pipe")
+        return
     if output.is_dir():
         raise CommandFailed(f"{output} is a directory")
     if not force and os.path.lexists(output):
@@ -131,7 +149,11 @@ def _replacing(output: Path, *, force: bool) -> Iterator[BinaryIO]:
     """A file that takes the name `output` when the block ends well, and leaves no trace when it does not."""
     partial = output.with_name(f".{output.name[:200]}.{secrets.token_hex(4)}.partial")
     try:
-        with partial.open("xb") as file:
+        opened = partial.open("xb")
+    except OSError as error:  # About a name that nobody asked for.
+        raise OSError(error.errno, error.strerror, os.fspath(output)) from error
+    try:
+        with opened as file:
             yield file
             file.flush()
             os.fsync(file.fileno())  # Else a crash could leave the name with nothing behind it.

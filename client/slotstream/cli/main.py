@@ -114,7 +114,9 @@ def _guarded(name: str, run: Callable[[], int]) -> int:
         return EXIT_BROKEN_PIPE
     except ConfigError as error:
         return _complain(name, str(error), EXIT_USAGE)
-    except (CommandFailed, SlotStreamError, MemoryError) as error:
+    except SlotStreamError as error:
+        return _complain(name, f"{error} ({error.code})", EXIT_FAILURE)
+    except (CommandFailed, MemoryError) as error:
         return _complain(name, str(error) or type(error).__name__, EXIT_FAILURE)
     except OSError as error:
         where = f"{error.filename}: " if error.filename is not None else ""

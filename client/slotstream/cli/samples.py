@@ -8,7 +8,7 @@ import datetime
 import itertools
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from slotstream.cli.common import (
@@ -27,10 +27,12 @@ from slotstream.cli.common import (
     shown,
     size_text,
 )
-from slotstream.wire.errors import ConfigError, SlotStreamError
+from slotstream.cli.namespaces import check_known, naming_others
+from slotstream.wire.errors import ConfigError, SampleNotFound, SlotStreamError
+from slotstream.wire.names import DEFAULT_NAMESPACE
 
 if TYPE_CHECKING:
-    from slotstream.client import SampleInfo
+    from slotstream.client import Client, SampleInfo
 
 _STATES = ("arriving", "committed", "failed")
 _LATEST_S = 253_402_300_799  # The end of the year 9999, the last that a datetime can be in.
@@ -56,7 +58,7 @@ examples:
 
 def run_ls(arguments: argparse.Namespace) -> int:
     limit = arguments.limit or None
-    with open_client(arguments) as client:
+    with open_client(arguments) as client, naming_others(client, arguments.namespace):
         listed = client.list(
             namespace=arguments.namespace,
             model=arguments.model,
@@ -67,25 +69,48 @@ def run_ls(arguments: argparse.Namespace) -> int:
             limit=None if limit is None else limit + 1,  # One more, to know whether there is more.
         )
         within_limit = itertools.islice(listed, limit)
-        if arguments.json:
-            for info in within_limit:
-                print_json(_plain(info))
-        else:
-            _print_table(list(within_limit))
+        shown_any = _print_listed(within_limit, as_json=arguments.json)
+        if not shown_any:
+            note(_why_nothing(client, arguments))
         if limit is not None and next(listed, None) is not None:
             note(f"There are more than {limit}: raise --limit, or narrow the list with --since, --state, --tag.")
     return 0
+
+
+def _print_listed(samples: Iterator[SampleInfo], *, as_json: bool) -> bool:
+    """Whether there was any."""
+    if not as_json:
+        return _print_table(list(samples))
+    found = False
+    for info in samples:
+        found = True
+        print_json(_plain(info))
+    return found
+
+
+def _why_nothing(client: Client, arguments: argparse.Namespace) -> str:
+    since, until = arguments.since, arguments.until
+    if since is not None and until is not None and since >= until:
+        return "--since is not before --until, so that no sample can match; 2m is earlier than 30s"
+    try:
+        check_known(client, arguments.namespace)
+    except SampleNotFound as error:
+        return str(error)
+    if next(client.list(namespace=arguments.namespace, limit=1), None) is None:
+        return "This server holds no sample yet."
+    return "No sample matches."
 
 
 def add_stat_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("sample_id", metavar="ID", nargs="*", help="sample ids (default: none, show what the server holds)")
     add_server_argument(parser)
     add_access_arguments(parser)
-    add_namespace_argument(parser)
+    add_namespace_argument(parser, any_by_default=True, may_name_one=True)
     add_json_argument(parser)
     parser.epilog = """\
 examples:
   slotstream stat my-sample other-sample --json | jq .metadata
+  slotstream stat --namespace train       # what that namespace holds
   slotstream stat                         # by namespace: samples, bytes, rules; free space, quarantine, scrubbing
 """
 
@@ -95,11 +120,11 @@ def run_stat(arguments: argparse.Namespace) -> int:
         from slotstream.cli.usage import run_usage
 
         return run_usage(arguments)
-    failures = 0
+    failures, namespace = 0, arguments.namespace or DEFAULT_NAMESPACE
     with open_client(arguments) as client:
         for number, sample_id in enumerate(arguments.sample_id):
             try:
-                info = client.stat(sample_id, namespace=arguments.namespace)
+                info = client.stat(sample_id, namespace=namespace)
             except SlotStreamError as error:
                 _raise_where_pointless(error)
                 complain_about("stat", sample_id, error)
@@ -177,12 +202,12 @@ def facts(info: SampleInfo) -> list[str]:
     return [f"{name:<{width}}  {value}" for name, value in kept]
 
 
-def _print_table(samples: Sequence[SampleInfo]) -> None:
+def _print_table(samples: Sequence[SampleInfo]) -> bool:
+    """Whether there was any."""
     from rich.text import Text
 
     if not samples:
-        note("No sample matches.")
-        return
+        return False
     now_ns = time.time_ns()
     rows = [
         (
@@ -198,6 +223,7 @@ def _print_table(samples: Sequence[SampleInfo]) -> None:
         for info in samples
     ]
     print_table(_COLUMNS, rows, right=("TOKENS", "SIZE", "AGE"))
+    return True
 
 
 def _plain(info: SampleInfo) -> dict[str, Any]:

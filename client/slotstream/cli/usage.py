@@ -8,19 +8,24 @@ import datetime
 from typing import TYPE_CHECKING
 
 from slotstream.cli.common import open_client, print_json, print_table, shown, size_text
+from slotstream.cli.namespaces import check_known, naming_others
 
 if TYPE_CHECKING:
     from slotstream.client import Usage
 
 
 def run_usage(arguments: argparse.Namespace) -> int:
-    with open_client(arguments) as client:
-        usage = client.usage()
+    namespace = arguments.namespace
+    with open_client(arguments) as client, naming_others(client, namespace):
+        usage = client.usage(namespace=namespace)
+        if not any(space.samples or space.failed for space in usage.namespaces):
+            check_known(client, namespace)
     if arguments.json:
         print_json(dataclasses.asdict(usage))
         return 0
     _print_namespaces(usage)
-    print("\n".join(_facts(usage)))
+    if namespace is None:
+        print(("\n" if usage.namespaces else "") + "\n".join(_facts(usage)))
     return 0
 
 
@@ -32,10 +37,11 @@ def _print_namespaces(usage: Usage) -> None:
         rules = " ".join(f"{name}={shown(value)}" for name, value in sorted(space.limits.items()))
         rows.append((space.namespace, str(space.samples), size_text(space.bytes), str(space.failed), rules or "-"))
     print_table(("NAMESPACE", "SAMPLES", "SIZE", "FAILED", "RULES"), rows, right=("SAMPLES", "SIZE", "FAILED"))
-    print()
 
 
 def _facts(usage: Usage) -> list[str]:
+    if usage.free_bytes is None or usage.quarantined_bytes is None:
+        return [f"{name:<10}  -  (needs admin of every namespace)" for name in ("free", "quarantine", "scrubbing")]
     if usage.scrub_every_s is None:
         scrubbing = "off"
     elif usage.scrub_begun_unix_ns and usage.scrub_begun_unix_ns > (usage.scrub_ended_unix_ns or 0):

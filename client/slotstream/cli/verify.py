@@ -21,6 +21,7 @@ from slotstream.cli.common import (
     shown,
     size_text,
 )
+from slotstream.cli.namespaces import check_known, naming_others, unknown
 from slotstream.wire.names import DEFAULT_NAMESPACE
 
 # Part of the public interface: scripts match on these.
@@ -56,7 +57,7 @@ def add_verify_arguments(parser: argparse.ArgumentParser) -> None:
         help="have the server take damaged samples out of service: they fail with DAMAGED and their files move to "
         "DIR/.quarantine (default: change nothing)",
     )
-    add_namespace_argument(parser, any_by_default=True)
+    add_namespace_argument(parser, any_by_default=True, may_name_one=True)
     add_json_argument(parser)
     parser.epilog = """\
 Prints each damaged sample with its class of damage (with --json every sample), then a summary on stderr.
@@ -106,17 +107,24 @@ def _checks(arguments: argparse.Namespace) -> Iterator[Check]:
     namespace, sample_id = arguments.namespace, arguments.sample_id
     if sample_id is not None and namespace is None:
         namespace = DEFAULT_NAMESPACE
+    empty = True
     if arguments.data is not None:
         if arguments.quarantine:
             raise CommandFailed("--quarantine needs a server: without one, this command changes nothing")
-        from slotstream.store.upkeep.verifying import verify_directory
+        from slotstream.store.upkeep.verifying import namespaces_of, verify_directory
 
         for found in verify_directory(arguments.data, namespace=namespace or "", sample_id=sample_id or ""):
+            empty = False
             yield Check(found.namespace, found.sample_id, found.damage, found.message, found.bytes_checked)
+        if empty and namespace is not None:
+            raise unknown(namespace, namespaces_of(arguments.data), "that are here")
         return
-    with open_client(arguments) as client:
+    with open_client(arguments) as client, naming_others(client, namespace):
         for told in client.verify(sample_id, namespace=namespace, quarantine=arguments.quarantine):
+            empty = False
             yield Check(told.namespace, told.sample_id, told.damage or "", told.message or "", told.bytes, told.quarantined)
+        if empty:
+            check_known(client, namespace)
 
 
 def _report(check: Check, *, as_json: bool) -> None:

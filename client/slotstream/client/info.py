@@ -177,18 +177,21 @@ class NamespaceUsage:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What a server holds. What it scrubs never, or not yet, is None."""
+    """What a server holds. What it scrubs never, or not yet, is None.
+
+    All but `namespaces` is of the whole server: None, or empty, where the token is not of every namespace, or one was named.
+    """
 
     namespaces: tuple[NamespaceUsage, ...]
-    free_bytes: int
+    free_bytes: int | None
     free_bytes_target: int | None  # below it, the server deletes what its rules allow for that
-    quarantined_files: int
-    quarantined_bytes: int
+    quarantined_files: int | None
+    quarantined_bytes: int | None
     scrub_every_s: float | None
     scrub_begun_unix_ns: int | None
     scrub_ended_unix_ns: int | None
-    scrub_samples: int
-    scrub_damaged: int
+    scrub_samples: int | None
+    scrub_damaged: int | None
     clock: str | None = None  # why the server doubts its clock
     age_held: tuple[str, ...] = ()  # namespaces in which it deletes nothing by age meanwhile
     rules_held: tuple[str, ...] = ()  # namespaces in which it deletes nothing until somebody accepts its rules
@@ -197,17 +200,19 @@ class Usage:
     @classmethod
     def from_wire(cls, namespaces: tuple[NamespaceUsage, ...], reply: samples_pb2.UsageReply) -> Usage:
         scrub = reply.scrub
+        # Earlier servers do not say `whole`; a disk of theirs without a free byte cannot be told from none.
+        whole = reply.whole or bool(reply.free_bytes)
         return cls(
             namespaces=namespaces,
-            free_bytes=reply.free_bytes,
+            free_bytes=reply.free_bytes if whole else None,
             free_bytes_target=reply.free_bytes_target or None,
-            quarantined_files=reply.quarantined_files,
-            quarantined_bytes=reply.quarantined_bytes,
+            quarantined_files=reply.quarantined_files if whole else None,
+            quarantined_bytes=reply.quarantined_bytes if whole else None,
             scrub_every_s=scrub.every_s or None,
             scrub_begun_unix_ns=scrub.begun_unix_ns or None,
             scrub_ended_unix_ns=scrub.ended_unix_ns or None,
-            scrub_samples=scrub.samples,
-            scrub_damaged=scrub.damaged,
+            scrub_samples=scrub.samples if whole else None,
+            scrub_damaged=scrub.damaged if whole else None,
             clock=reply.clock or None,
             age_held=tuple(reply.age_held),
             rules_held=tuple(reply.rules_held),

@@ -11,6 +11,7 @@ from typing import Any, Generic, TypeVar
 
 import grpc
 
+from slotstream.client.diagnosis import diagnose
 from slotstream.common.channel import channel_options
 from slotstream.common.memory import keep_freed_blocks
 from slotstream.v1 import sample_pb2, samples_pb2, samples_pb2_grpc
@@ -35,7 +36,6 @@ from slotstream.wire.names import MESSAGE_BYTES_MAX
 _HEALTH_CHECK = "/grpc.health.v1.Health/Check"
 _READ = "/slotstream.v1.Samples/Read"
 _READ_MANY = "/slotstream.v1.Samples/ReadMany"
-_LAST_FAILURE_S = 1.0
 # A trainer should notice a restarted server at once.
 _CHANNEL_OPTIONS = (*channel_options(MESSAGE_BYTES_MAX), ("grpc.max_reconnect_backoff_ms", 2000))
 # Channels to one address else share a connection, also one that a forked process inherited and cannot use.
@@ -83,17 +83,7 @@ class Rpc:
                 grpc.StatusCode.DEADLINE_EXCEEDED,
                 grpc.StatusCode.UNAVAILABLE,
             ):
-                why = self._last_failure(probe)
-                raise ServerUnavailable(f"no server answers at {self.address} (waited {timeout_s:g} s){why}") from error
-
-    def _last_failure(self, probe: Callable[..., Any]) -> str:
-        """What gRPC says of the last attempt to connect, for a message; it tells only calls that do not wait."""
-        try:
-            probe(b"", timeout=_LAST_FAILURE_S)
-        except grpc.RpcError as error:
-            if isinstance(error, grpc.Call) and error.code() is grpc.StatusCode.UNAVAILABLE:
-                return f": {_unavailable(error.details() or '')}"
-        return ""
+                raise unavailable(self.address, self.access, f"waited {timeout_s:g} s") from error
 
     def stat(self, request: samples_pb2.StatRequest) -> sample_pb2.SampleInfo:
         info: sample_pb2.SampleInfo = self._call("Stat", request)
@@ -138,7 +128,7 @@ class Rpc:
         return self._watched(self._stub.Restore(request, metadata=self.access.call_metadata()))
 
     def _watched(self, call: Any) -> WatchedStream[Any]:
-        stream: WatchedStream[Any] = WatchedStream(call, self.address)
+        stream: WatchedStream[Any] = WatchedStream(call, self.address, self.access)
         self._streams.add(stream)
         if self._closed.is_set():  # Meanwhile.
             stream.end()
@@ -167,7 +157,7 @@ class Rpc:
         try:
             return getattr(self._stub, name)(request, timeout=self._timeout_s, metadata=self.access.call_metadata())
         except grpc.RpcError as error:
-            raise error_of(error, self.address) from error
+            raise error_of(error, self.address, self.access) from error
 
     def _check_open(self) -> None:
         if self._closed.is_set():
@@ -212,8 +202,8 @@ class WatchedStream(Generic[T]):
     `receive` counts: the consumer may take as long as it likes between two replies.
     """
 
-    def __init__(self, call: Any, address: str) -> None:
-        self._address = address
+    def __init__(self, call: Any, address: str, access: Access | None = None) -> None:
+        self._address, self._access = address, access or Access()
         self._pid = os.getpid()
         self._replies = _Replies(call)
         self._replies.asked.put(True)
@@ -230,7 +220,7 @@ class WatchedStream(Generic[T]):
             raise DeadlineExceeded(f"the server at {self._address} sent nothing for {limit_s:g} s") from None
         if isinstance(reply, Exception):
             self.close()
-            raise error_of(reply, self._address) if isinstance(reply, grpc.RpcError) else reply
+            raise error_of(reply, self._address, self._access) if isinstance(reply, grpc.RpcError) else reply
         self._replies.asked.put(reply is not None)
         return reply
 
@@ -251,13 +241,17 @@ class WatchedStream(Generic[T]):
         self.close()
 
 
-def _unavailable(details: str) -> str:
-    """gRPC's details of a server that is not there, and what they mean where one hung up before the first call."""
-    hung_up = "failed to connect" in details and "Socket closed" in details
-    return f"{details} (it hung up at once: does it want TLS, or a certificate of yours?)" if hung_up else details
+def unavailable(address: str, access: Access, details: str) -> ServerUnavailable:
+    """What to raise where there is no connection. `details` are told where a connection of our own finds no reason."""
+    found = diagnose(address, access)
+    if found is None:
+        return ServerUnavailable(f"no server answers at {address}: {details}")
+    if found.what == "unreachable":
+        return ServerUnavailable(f"no server answers at {address}: {found.sentence}")
+    return ServerUnavailable(f"{address}: {found.sentence}")
 
 
-def error_of(error: grpc.RpcError, address: str) -> SlotStreamError:
+def error_of(error: grpc.RpcError, address: str, access: Access) -> SlotStreamError:
     """What a failed call means: the server's own code where it sent one, else what gRPC's status stands for."""
     if not isinstance(error, grpc.Call):
         return InternalFault(f"the call to {address} failed: {error}")
@@ -271,7 +265,7 @@ def error_of(error: grpc.RpcError, address: str) -> SlotStreamError:
     said = f"{address}: {details}"
     match status:
         case grpc.StatusCode.UNAVAILABLE:
-            return ServerUnavailable(f"no server answers at {address}: {_unavailable(details)}")
+            return unavailable(address, access, details)
         case grpc.StatusCode.DEADLINE_EXCEEDED:
             return DeadlineExceeded(f"no answer in time from {said}")
         case grpc.StatusCode.CANCELLED:

@@ -314,7 +314,7 @@ class ScrubProgress(_message.Message):
     def __init__(self, every_s: _Optional[float] = ..., begun_unix_ns: _Optional[int] = ..., ended_unix_ns: _Optional[int] = ..., samples: _Optional[int] = ..., damaged: _Optional[int] = ...) -> None: ...
 
 class UsageReply(_message.Message):
-    __slots__ = ("namespaces", "next_page_token", "free_bytes", "free_bytes_target", "quarantined_files", "quarantined_bytes", "scrub", "clock", "age_held", "rules_held", "rules_wait_s")
+    __slots__ = ("namespaces", "next_page_token", "free_bytes", "free_bytes_target", "quarantined_files", "quarantined_bytes", "scrub", "clock", "age_held", "rules_held", "whole", "rules_wait_s")
     NAMESPACES_FIELD_NUMBER: _ClassVar[int]
     NEXT_PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
     FREE_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -325,6 +325,7 @@ class UsageReply(_message.Message):
     CLOCK_FIELD_NUMBER: _ClassVar[int]
     AGE_HELD_FIELD_NUMBER: _ClassVar[int]
     RULES_HELD_FIELD_NUMBER: _ClassVar[int]
+    WHOLE_FIELD_NUMBER: _ClassVar[int]
     RULES_WAIT_S_FIELD_NUMBER: _ClassVar[int]
     namespaces: _containers.RepeatedCompositeFieldContainer[NamespaceUsage]
     next_page_token: str
@@ -336,5 +337,6 @@ class UsageReply(_message.Message):
     clock: str
     age_held: _containers.RepeatedScalarFieldContainer[str]
     rules_held: _containers.RepeatedScalarFieldContainer[str]
+    whole: bool
     rules_wait_s: float
-    def __init__(self, namespaces: _Optional[_Iterable[_Union[NamespaceUsage, _Mapping]]] = ..., next_page_token: _Optional[str] = ..., free_bytes: _Optional[int] = ..., free_bytes_target: _Optional[int] = ..., quarantined_files: _Optional[int] = ..., quarantined_bytes: _Optional[int] = ..., scrub: _Optional[_Union[ScrubProgress, _Mapping]] = ..., clock: _Optional[str] = ..., age_held: _Optional[_Iterable[str]] = ..., rules_held: _Optional[_Iterable[str]] = ..., rules_wait_s: _Optional[float] = ...) -> None: ...
+    def __init__(self, namespaces: _Optional[_Iterable[_Union[NamespaceUsage, _Mapping]]] = ..., next_page_token: _Optional[str] = ..., free_bytes: _Optional[int] = ..., free_bytes_target: _Optional[int] = ..., quarantined_files: _Optional[int] = ..., quarantined_bytes: _Optional[int] = ..., scrub: _Optional[_Union[ScrubProgress, _Mapping]] = ..., clock: _Optional[str] = ..., age_held: _Optional[_Iterable[str]] = ..., rules_held: _Optional[_Iterable[str]] = ..., whole: bool = ..., rules_wait_s: _Optional[float] = ...) -> None: ...

@@ -57,6 +57,7 @@ class AdminCalls:
         return pb.UsageReply(
             namespaces=[convert.usage_of(usage, policy) for usage in page],
             next_page_token=page[-1].namespace if len(page) == USAGE_PAGE else "",
+            whole=True,
             free_bytes=self._store.free_bytes(),
             free_bytes_target=policy.free_bytes_target,
             quarantined_files=files,

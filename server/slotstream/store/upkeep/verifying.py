@@ -320,6 +320,11 @@ def verify_directory(data_dir: Path, *, namespace: str = "", sample_id: str = ""
         yield from _verify_files_alone(files, data_dir, namespace, wanted)
 
 
+def namespaces_of(data_dir: Path) -> list[str]:
+    """The namespaces that have a folder in a data directory, sorted."""
+    return sorted(path.name for path in Path(data_dir).iterdir() if path.is_dir() and not path.name.startswith("."))
+
+
 def _verify_indexed(files: Files, data_dir: Path, index: Index, namespace: str, wanted: SampleKey | None) -> Iterator[Verdict]:
     if wanted is None:
         yield from verify_samples(files, data_dir, index, namespace)

@@ -1,0 +1,109 @@
+"""Why nothing that speaks slotstream answers at an address: one connection of our own, after gRPC's failed.
+
+gRPC says what its library met ("Ssl handshake failed: TSI_PROTOCOL_FAILURE"), and not what to change.
+"""
+
+from __future__ import annotations
+
+import socket
+import ssl
+from dataclasses import dataclass
+
+from slotstream.wire.access import Access
+
+_WAIT_S = 2.0
+# What an HTTP/2 client says first: the preface of RFC 9113, section 3.4, and empty settings.
+_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
+_FRAME_HEAD, _SETTINGS = 9, 4
+_TLS_ALERT = 0x15
+_HOSTNAME_MISMATCH, _IP_MISMATCH, _EXPIRED = 62, 64, 10  # X509_V_ERR_... of OpenSSL.
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """`what` is wrong: a stable word; `sentence`: what that means and what to change."""
+
+    what: str  # unreachable, no_tls, wants_tls, certificate, wants_certificate, no_slotstream
+    sentence: str
+
+
+def diagnose(address: str, access: Access) -> Diagnosis | None:
+    """Why there is no connection; None where there is one, or nothing can be told. Raises nothing; takes seconds at most."""
+    try:
+        with _connected(address) as plain:
+            if access.tls_ca is None:
+                return _spoken(plain, access)
+            try:
+                with _context(access).wrap_socket(plain, server_hostname=_host(address)) as secured:
+                    return _spoken(secured, access)
+            except ssl.SSLCertVerificationError as error:
+                return _certificate(error, address, access)
+            except ssl.SSLError as error:
+                if error.reason and "ALERT" in error.reason:
+                    return _wants_certificate()
+                return Diagnosis("no_tls", "this server speaks no TLS: leave tls_ca out, or ask for another port")
+            except (ConnectionError, TimeoutError):  # In answer to a handshake.
+                return Diagnosis("no_tls", "this server speaks no TLS, or hung up before it did")
+    except (OSError, ValueError) as error:
+        return Diagnosis("unreachable", getattr(error, "strerror", None) or str(error))
+
+
+def _host(address: str) -> str:
+    return address.rpartition(":")[0].strip("[]")
+
+
+def _connected(address: str) -> socket.socket:
+    if not address.startswith("unix:"):
+        return socket.create_connection((_host(address), int(address.rpartition(":")[2])), timeout=_WAIT_S)
+    plain = socket.socket(socket.AF_UNIX)
+    plain.settimeout(_WAIT_S)
+    try:
+        plain.connect(address.removeprefix("unix:"))
+    except BaseException:
+        plain.close()
+        raise
+    return plain
+
+
+def _context(access: Access) -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.verify_flags &= ~ssl.VERIFY_X509_STRICT  # gRPC does not ask for that either.
+    context.load_verify_locations(access.tls_ca)
+    context.set_alpn_protocols(["h2"])
+    if access.tls_cert is not None:
+        context.load_cert_chain(access.tls_cert, access.tls_key, password="")
+    return context
+
+
+def _certificate(error: ssl.SSLCertVerificationError, address: str, access: Access) -> Diagnosis:
+    if error.verify_code in (_HOSTNAME_MISMATCH, _IP_MISMATCH):
+        sentence = f"the certificate is not for {_host(address)}: it must name that host (subjectAltName)"
+    elif error.verify_code == _EXPIRED:
+        sentence = "the certificate has expired"
+    else:
+        sentence = f"the certificate is not signed by {access.tls_ca}"
+    return Diagnosis("certificate", f"{sentence} ({error.reason})")
+
+
+def _wants_certificate() -> Diagnosis:
+    return Diagnosis("wants_certificate", "it wants a certificate of yours that its authorities signed (tls_cert, tls_key)")
+
+
+def _spoken(peer: socket.socket, access: Access) -> Diagnosis | None:
+    """What the peer answers to the first words of HTTP/2."""
+    try:
+        peer.sendall(_PREFACE)
+        answer = b""
+        while len(answer) < _FRAME_HEAD and (more := peer.recv(_FRAME_HEAD - len(answer))):
+            answer += more
+    except TimeoutError:
+        return Diagnosis("no_slotstream", "this is no slotstream port: it took the connection, and says nothing")
+    except (ConnectionError, ssl.SSLError):
+        answer = b""  # It hung up.
+    if len(answer) == _FRAME_HEAD and answer[3] == _SETTINGS and not any(answer[5:]):
+        return None
+    if not answer and access.tls_ca is not None:
+        return _wants_certificate()
+    if not answer or answer[0] == _TLS_ALERT:
+        return Diagnosis("wants_tls", "it hung up at once: does it want TLS (tls_ca)?")
+    return Diagnosis("no_slotstream", "this is no slotstream port: what answers there speaks no HTTP/2")
