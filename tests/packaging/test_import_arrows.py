@@ -25,7 +25,8 @@ ARROWS = {
     "client": {"wire", "v1", "common"},
     "truth": set[str](),
     "demo": {"client", "truth"},
-    "cli": {"server", "store", "client", "demo", "wire", "v1"},
+    "capture": {"client", "demo", "wire"},
+    "cli": {"server", "store", "client", "capture", "demo", "wire", "v1"},
     "server": {"store", "wire", "v1", "common"},
     "store": {"wire", "common"},
     "wire": {"v1"},
@@ -99,7 +100,7 @@ HEAVY = {
     "nixl_cu12": set[str](),
     "nixl_cu13": set[str](),
     "safetensors": {"client", "truth"},
-    "transformers": {"truth"},
+    "transformers": {"truth", "capture"},
     "grpc": {"connector", "transport", "client", "server", "v1"},
     "sqlite3": {"store"},
 }
