@@ -6,6 +6,7 @@ import json
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,7 @@ import pytest
 from support.fake_engine import FakeEngine
 from support.ingest_client import IngestClient
 from support.server import ServerProcess, run_cli
+from support.synthetic import SyntheticSample
 
 from slotstream.capture.lines import Job, read_lines, revision_of, sample_id
 from slotstream.client import Client, connect
@@ -153,6 +155,28 @@ def test_what_is_stored_already_is_stored(ingest: IngestClient, server: ServerPr
     prompts = write(tmp_path / "p.jsonl", {"prompt": "x"})
     with FakeEngine(ingest, server.address, stored) as storing:
         assert run_cli(*words(prompts, storing, server, namespace)).returncode == 0
+
+
+def test_a_failure_of_an_earlier_run_is_not_this_ones(
+    ingest: IngestClient, client: Client, server: ServerProcess, namespace: str, tmp_path: Path
+) -> None:
+    """The engine answers before its sample is opened anew: until then the server knows of the old failure alone."""
+    ingest.fail(SyntheticSample("mine", namespace=namespace))
+
+    def later(body: Mapping[str, Any]) -> str:
+        params = body["kv_transfer_params"]["slotstream"]
+        threading.Timer(0.5, slow._store, (params, body["prompt"])).start()
+        return "ALREADY_EXISTS"  # What it says is no matter here: it does not store the sample by itself.
+
+    prompts = write(tmp_path / "p.jsonl", {"prompt": "x", "id": "mine"})
+    with FakeEngine(ingest, server.address, later) as slow:
+        done = run_cli(*words(prompts, slow, server, namespace))
+    assert done.returncode == 0, done.stderr
+    with FakeEngine(ingest, server.address, lambda body: ingest.fail(SyntheticSample("new", namespace=namespace))) as failing:
+        failing._ids.add((namespace, "new"))
+        done = run_cli(*words(write(tmp_path / "q.jsonl", {"prompt": "x", "id": "new"}), failing, server, namespace))
+    assert done.returncode == 1
+    assert "(SLOT_MISMATCH)" in done.stderr
 
 
 def test_rows_that_go_elsewhere_or_are_of_other_layers_end_the_run_at_the_first_line(

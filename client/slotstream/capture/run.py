@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from slotstream.wire.layers import DRAFT, EAGLE3
 
 OUTPUT, ASSISTANT = "output", "assistant"
 _ALREADY = "ALREADY_EXISTS"
+_PAUSE_S = 0.1
 _AWAY = (EngineAway, ServerUnavailable)
 
 
@@ -48,12 +50,14 @@ class Run:
         self._stored: set[str] = set()
         self._sent: dict[str, Future[Outcome]] = {}  # By id: lines that are equal are sent once.
         self._away: Exception | None = None
+        self._begun = 0  # By the server's clock.
 
     def over(self, lines: Iterable[Line], told: Callable[[Outcome], None]) -> Exception | None:
         """Every line, once; `told` of each. Returns why it ended early: an engine, or the server, is away.
 
         Raises Misplaced, and what `Client.list` raises.
         """
+        self._begun = self._client.moment(namespace=self._setting.namespace)
         listed = self._client.list(namespace=self._setting.namespace, state="COMMITTED")
         self._stored = {info.sample_id for info in listed}
         todo: list[Line] = []
@@ -179,9 +183,9 @@ class Run:
         if (error := said.get("error")) and error.get("code") != _ALREADY:
             raise _failed(error)
         try:
-            with self._client.read(name, namespace=setting.namespace, stop=0, wait_s=setting.wait_s) as reader:
-                if check:
-                    self._check_layers(engine, reader.layer_names)
+            names = self._stored_layers(name)
+            if check:
+                self._check_layers(engine, names)
         except (SampleNotFound, DeadlineExceeded) as missing:
             if not check:
                 raise
@@ -189,6 +193,20 @@ class Run:
                 f"the first sample of the engine at {engine.url} did not come to {self._client.address} ({missing}): the "
                 f"engine sends to {said.get('server')}"
             ) from missing
+
+    def _stored_layers(self, name: str) -> Sequence[str]:
+        """The names of a sample's layers, once it is committed. Raises what `Client.read` raises."""
+        ends = time.monotonic() + self._setting.wait_s
+        while True:
+            try:
+                with self._client.read(name, namespace=self._setting.namespace, stop=0, wait_s=self._setting.wait_s) as reader:
+                    return reader.layer_names
+            except SampleFailed:
+                # Perhaps of an earlier run: until the engine opens it anew, that is what the server knows of it.
+                failed = self._client.stat(name, namespace=self._setting.namespace)
+                if failed.created_unix_ns >= self._begun or time.monotonic() >= ends:
+                    raise
+            time.sleep(_PAUSE_S)
 
     def _check_layers(self, engine: Engine, names: Sequence[str]) -> None:
         asked = self._job.layers
