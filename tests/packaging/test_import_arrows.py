@@ -26,6 +26,7 @@ ARROWS = {
     "truth": set[str](),
     "demo": {"client", "truth"},
     "capture": {"client", "demo", "wire"},
+    "integrations": {"client", "wire", "common"},
     "cli": {"server", "store", "client", "capture", "demo", "wire", "v1"},
     "server": {"store", "wire", "v1", "common"},
     "store": {"wire", "common"},
