@@ -52,6 +52,7 @@ ANSWER = {
     "namespace": "its namespace",
     "num_tokens": "its rows; 0 where it failed",
     "layer_ids": "the layers of each row, ascending",
+    "layer_names": "what people call them: the ids, and `final` for the output of the last norm",
     "dtype": "`BF16`, `F16` or `F32`",
     "shape": "`[rows, layers, hidden size]`",
     "error": '`{"code": ..., "message": ...}` where the request cannot be captured or its sample failed; else left out',
@@ -94,7 +95,8 @@ _ANSWERS = """\
 ## Answers
 
 They stand in the answer's `kv_transfer_params`, under the key `slotstream`. A request that is refused before its parameters are
-understood has only `server` and `error`.
+understood has only `server` and `error`. With the connector option `response_handle`, an answer whose sample is on its way has
+`handle` beside `slotstream`: `"<namespace>/<sample_id>"`.
 """
 _SERVER = """\
 ## Server options

@@ -10,6 +10,8 @@ from support.worker_rig import config
 
 from slotstream.connector.counters import REASONS, SCHEDULER_REASONS, SENDER_REASONS, WORKER_REASONS, capture_off, merge
 from slotstream.connector.faults import SampleFault
+from slotstream.connector.planning.captured_request import CapturedRequest
+from slotstream.connector.planning.request_params import parse_params
 from slotstream.connector.planning.scheduler import SchedulerHalf
 from slotstream.wire.errors import ServerUnavailable, SlotStreamError
 
@@ -94,3 +96,27 @@ def test_the_gauge_names_one_reason_and_clears_the_others() -> None:
     merged = merge(merge({}, told), capture_off(SCHEDULER_REASONS, None))
     assert not any(merged.values())  # A gauge takes its newest value.
     assert set(SCHEDULER_REASONS) | set(WORKER_REASONS) | set(SENDER_REASONS) == set(REASONS)
+
+
+def _answer(req_id: str, **options: object) -> dict[str, Any]:
+    half = SchedulerHalf(config(**options), 0, 4, 1000, lambda longer_than_s: None)
+    request: Any = SimpleNamespace(request_id=req_id, kv_transfer_params={"slotstream": {}})
+    params = parse_params({"slotstream": {}}, req_id=req_id, namespace="n", capture=True, include_output_tokens=False)
+    return half._response(request, CapturedRequest(request, params, 0, 3, next=3, rows=3))
+
+
+def test_an_answer_has_a_handle_where_that_is_asked_for() -> None:
+    assert _answer("a").keys() == {"slotstream"}
+    told = _answer("a", response_handle=True)
+    assert told["handle"] == "n/a"
+    assert told["slotstream"] == _answer("a")["slotstream"]
+    assert told["slotstream"]["layer_names"] == ["1", "2", "5"]
+    half = SchedulerHalf(config(response_handle=True), 0, 4, 1000, lambda longer_than_s: ServerUnavailable("nobody there"))
+    request: Any = SimpleNamespace(
+        request_id="b", kv_transfer_params=None, prompt_token_ids=[1], num_prompt_tokens=1, max_tokens=5
+    )
+    blocks: Any = SimpleNamespace(blocks=([SimpleNamespace(block_id=1)],))
+    half.on_alloc(request, blocks)
+    _, refused = half.on_finished(request, [1])
+    assert refused is not None
+    assert refused.keys() == {"slotstream"}  # There will be no sample.

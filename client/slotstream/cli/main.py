@@ -26,6 +26,7 @@ DEBUG_VARIABLE = "SLOTSTREAM_DEBUG"
 class Command(NamedTuple):
     module: str
     summary: str
+    takes_rest: bool = False  # What stands behind `--` is not its own.
 
 
 COMMANDS = {
@@ -33,6 +34,7 @@ COMMANDS = {
     "ls": Command("samples", "list samples, newest first"),
     "stat": Command("samples", "show all that is known about samples"),
     "get": Command("get", "fetch a sample's rows into a safetensors file"),
+    "capture": Command("capture", "send a file of prompts to vLLM, and store their samples", takes_rest=True),
     "export": Command("export", "write samples as the files that trainers read"),
     "rm": Command("samples", "delete samples"),
     "verify": Command("verify", "check stored samples against their hashes"),
@@ -92,7 +94,12 @@ def _run(name: str, arguments: list[str]) -> int:
             getattr(module, f"add_{name}_arguments")(subparser)
     if name and name not in COMMANDS:
         parser.unknown("command", name, COMMANDS)
+    rest: list[str] = []
+    if name in COMMANDS and COMMANDS[name].takes_rest and "--" in arguments:
+        at = arguments.index("--")
+        arguments, rest = arguments[:at], arguments[at + 1 :]
     parsed = parser.parse_args(arguments)
+    parsed.rest = rest
     run: Callable[[argparse.Namespace], int] = getattr(module, f"run_{name}")
     code = run(parsed)
     sys.stdout.flush()  # Here, where a reader that went away is still handled.

@@ -101,7 +101,7 @@ def start_server(data: Path, log: Path, port: int, *options: str) -> Running:
     return server
 
 
-def vllm_command(model: Path, port: int) -> list[str]:
+def vllm_command(model: Path | str, port: int) -> list[str]:
     """vLLM's OpenAI server; the CPU distribution has no working `vllm` command, its module does the same."""
     script = Path(sys.executable).with_name("vllm")
     try:
@@ -152,14 +152,15 @@ def start_vllm(
     """vLLM serving `model` on 127.0.0.1:`port`, up and healthy; `env` is added to this process's."""
     engine = Running("vLLM", [*vllm_command(model, port), *options], log, {**SMALL_ENGINE_ENV, **(env or {})})
     try:
-        engine.wait_until(lambda: _healthy(port), timeout_s)
+        engine.wait_until(lambda: healthy(port), timeout_s)
     except BaseException:  # Also when this process is told to end: nobody else knows of the child yet.
         engine.stop()
         raise
     return engine
 
 
-def _healthy(port: int) -> bool:
+def healthy(port: int) -> bool:
+    """Whether vLLM serves on 127.0.0.1:`port`."""
     try:
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=2.0) as answer:
             return bool(answer.status == 200)

@@ -61,6 +61,10 @@ class ConnectorOptions:
             "captured on a GPU, else a thread (docs/transports.md)"
         },
     )
+    response_handle: bool = field(
+        default=False,
+        metadata={"help": "answers also have handle, as namespace/sample_id, beside slotstream: for trainers that look for it"},
+    )
     on_full: str = field(
         default="wait", metadata={"help": "when staging is full: wait (up to wait_s_max a step) or fail_sample at once"}
     )
@@ -104,7 +108,7 @@ class ConnectorOptions:
         spool_dir = self.spool_dir
         if spool_dir is not None and not (isinstance(spool_dir, str) and Path(spool_dir).is_absolute()):
             raise ConfigError(f"connector option spool_dir must be an absolute path or null, not {spool_dir!r}")
-        for name in ("capture", "include_output_tokens"):
+        for name in ("capture", "include_output_tokens", "response_handle"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"connector option {name} must be true or false, not {getattr(self, name)!r}")
         for name, choices in (

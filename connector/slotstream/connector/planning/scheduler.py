@@ -37,7 +37,7 @@ from slotstream.wire.errors import (
     TooLarge,
     UnsupportedRequest,
 )
-from slotstream.wire.names import ROWS_MAX
+from slotstream.wire.names import ROWS_MAX, layer_names
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -440,6 +440,7 @@ class SchedulerHalf:
                 "namespace": capture.params.namespace,
                 "num_tokens": rows,
                 "layer_ids": list(config.layer_ids),
+                "layer_names": list(layer_names(config.layer_ids, config.metadata)),
                 "dtype": config.dtype,
                 "shape": [rows, len(config.layer_ids), config.hidden_size],
             }
@@ -448,7 +449,9 @@ class SchedulerHalf:
             answer["error"] = {"code": code, "message": str(error)}
         if (warning := warning_of(asked_of(request))) is not None:
             answer["warning"] = warning
-        return {"slotstream": answer}
+        if capture is None or error is not None or not config.options.response_handle:
+            return {"slotstream": answer}
+        return {"handle": f"{capture.params.namespace}/{capture.params.sample_id}", "slotstream": answer}
 
 
 class _Relayed(SlotStreamError):

@@ -1,0 +1,1 @@
+"""slotstream inside other projects: a folder each. Nothing of slotstream imports them."""
