@@ -266,7 +266,7 @@ def test_a_new_store_does_not_wait(tmp_path: Path) -> None:
 def test_a_clock_in_doubt_accepts_no_rules(world: World) -> None:
     """It holds back what they would delete by age, and that may end: it is counted all the same."""
     world.rules(Policy()).look()
-    world.now += 30 * 86400 * S
+    world.now += 20 * 86400 * S
     rules = world.rules(Policy(default=Rule(age_s_max=86400)), grace_s=0)
     world.store.lifetimes.watch.look()
     assert rules.foreseen().age_held == {"a", "b", "c"}

@@ -32,7 +32,7 @@ def patch() -> None:
     def without_pinning(self: Any, *args: Any, **options: Any) -> None:
         made(self, *args, **{**options, "pin_memory": False})
 
-    DataLoader.__init__ = without_pinning
+    setattr(DataLoader, "__init__", without_pinning)  # noqa: B010  (mypy: a method is not assigned)
 
 
 if __name__ == "__main__":
