@@ -6,6 +6,7 @@ import contextlib
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import grpc
 import pytest
@@ -332,3 +333,31 @@ def test_a_busy_peer_cannot_keep_the_server_from_stopping(tmp_path: Path) -> Non
         stopped.set()
         thread.join()
     assert not files_below(tmp_path, ".partial")
+
+
+def test_failures_are_logged_at_once_and_then_once_a_minute_with_their_count(
+    running: RunningServer, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level("INFO")
+    now = [1000.0]
+    monkeypatch.setattr("slotstream.common.throttle.time", SimpleNamespace(monotonic=lambda: now[0]))
+
+    def fail(first: int, count: int) -> list[str]:
+        caplog.clear()
+        with Peer(running.address) as peer:
+            for number in range(first, first + count):
+                peer.say(Sample(f"s{number}").open(number, dtype="X"))
+                peer.failed()
+                abort = pb.AbortSample(sample=number + 1000, code="MADE_UP_" + "ABCD"[number % 4], message="no")
+                peer.say(Sample(f"a{number}").open(number + 1000), pb.IngestRequest(abort=abort))
+                peer.failed()
+        return [line for line in caplog.messages if line.startswith("sample ")]
+
+    assert [line.split()[1] for line in fail(1, 50)] == ["default/s1", "default/a1"]
+    now[0] += 59
+    assert fail(51, 5) == []
+    now[0] += 2
+    assert [line.partition(" (")[::2] for line in fail(56, 2)] == [
+        ("sample default/s56 failed: BAD_PARAMS", "54 more of its kind were not logged)"),
+        ("sample default/a56 failed: MADE_UP_A: no", "54 more of its kind were not logged)"),
+    ]

@@ -14,6 +14,11 @@ class Throttle:
         self._clock = clock
         self._seen: dict[str, tuple[float, int]] = {}  # key -> (when last admitted, refused since)
 
+    def more(self, key: str) -> str | None:
+        """What the end of a line says of those before it that were left out, "" of none; None when this one is left out too."""
+        refused = self.admit(key)
+        return None if refused is None else f" ({refused} more of its kind were not logged)" if refused else ""
+
     def admit(self, key: str) -> int | None:
         """How many events of `key` were refused since the last admitted one; None when this one is refused too."""
         now = self._clock()

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from slotstream.common.cores import for_cores
+from slotstream.common.throttle import Throttle
 from slotstream.server.lines import Lines
 from slotstream.server.pulse import Pulse
 
@@ -57,6 +58,7 @@ class DiskThreads:
     chunk_lines: Lines = field(init=False)
     commit_lines: Lines = field(init=False)
     disk_speed: DiskSpeed = field(default_factory=DiskSpeed)
+    faults: Throttle = field(default_factory=lambda: Throttle(every_s=60.0))  # In the log, by class: one may meet every sample.
     loop: Pulse = field(default_factory=lambda: Pulse("event loop"))  # Excused while it writes chunks itself.
 
     def __post_init__(self) -> None:

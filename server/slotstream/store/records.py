@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import lru_cache
 from pathlib import Path
@@ -24,6 +24,10 @@ from slotstream.wire.names import (
 )
 
 MODEL_BYTES_MAX = 1024
+# Of a sample that is not stored the catalogue keeps so many bytes of each field: with its indexes a row is at most 2 KiB then.
+# The model's name stands in the row and in two indexes, a tag in the row and in two more.
+_SLIM_MODEL_BYTES, _SLIM_MESSAGE_BYTES, _SLIM_LAYERS_BYTES = 80, 256, 80
+_SLIM_METADATA_BYTES, _SLIM_TAGS_BYTES, _SLIM_TAG_ROWS_BYTES = 64, 96, 32
 PARTIAL_SUFFIX = ".partial"
 # Keys of a file's __metadata__ that the store writes itself; a connector's key of the same name is dropped.
 STORE_KEYS = frozenset(
@@ -166,6 +170,26 @@ class SampleRecord:
             metadata=connector_metadata(spec.metadata),
         )
 
+    def slim(self) -> SampleRecord:
+        """What the catalogue keeps of a sample that is not stored: it may cost a peer nothing, so it must be little.
+
+        Names and messages are cut; lists of layers, tags and metadata that are longer than a line are left out.
+        """
+        tags = len(compact_json(dict(self.tags))) + _SLIM_TAG_ROWS_BYTES * len(self.tags)
+        return replace(
+            self,
+            model=_cut(self.model, _SLIM_MODEL_BYTES),
+            error_message=_cut(self.error_message, _SLIM_MESSAGE_BYTES),
+            layer_ids=self.layer_ids if len(compact_json(self.layer_ids)) <= _SLIM_LAYERS_BYTES else (),
+            tags=self.tags if tags <= _SLIM_TAGS_BYTES else {},
+            metadata=self.metadata if len(compact_json(dict(self.metadata))) <= _SLIM_METADATA_BYTES else {},
+        )
+
+    def failed(self, code: str, message: str) -> SampleRecord:
+        """The same sample, failed, and slim."""
+        failed = replace(self, state=State.FAILED, file_bytes=0, committed_unix_ns=0, error_code=code, error_message=message)
+        return failed.slim()
+
     @classmethod
     def refused(cls, key: SampleKey, model: str, created_unix_ns: int) -> SampleRecord:
         """Of a sample that never was open: little more than its name, and no dtype."""
@@ -183,6 +207,12 @@ class Failure:
     @classmethod
     def of(cls, error: SlotStreamError) -> Failure:
         return cls(error.code, str(error), error.retryable)
+
+
+def _cut(text: str, bytes_max: int) -> str:
+    """`text`, or as much of its beginning as fits so many bytes of UTF-8 with an ellipsis."""
+    raw = text.encode(errors="replace")
+    return text if len(raw) <= bytes_max else raw[: bytes_max - 3].decode(errors="ignore") + "…"
 
 
 def check_metadata(metadata: Mapping[str, str]) -> None:

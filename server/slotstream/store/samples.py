@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Self, TypeVar
 
+from slotstream.common.throttle import Throttle
 from slotstream.store.catalogue.catalogue import FILE_NAME
 from slotstream.store.catalogue.sql import ListQuery
 from slotstream.store.catalogue.sql import get as get_record
@@ -46,6 +47,7 @@ from slotstream.wire.errors import (
 )
 
 _log = logging.getLogger(__name__)
+_unrecorded = Throttle(every_s=60.0)  # Failures, by why the catalogue did not take them.
 _Open = TypeVar("_Open", Upload, RemoteUpload)
 FREE_BYTES_MIN = 4 << 20
 _FREE_BYTES_TO_START = 1 << 20  # The catalogue writes before it can be read.
@@ -187,7 +189,7 @@ class SampleStore:
         if not self._failure_shares.take(peer):
             return
         if self.is_full:
-            self._remember(_failed_record(record, failure))
+            self._remember(record.failed(failure.code, failure.message))
             return
         with self._uploads_lock:
             if record.key in self._uploads:
@@ -218,7 +220,7 @@ class SampleStore:
 
     def _put_failed(self, record: SampleRecord, failure: Failure) -> tuple[SampleRecord, Future[bool]]:
         """Queue the row of a failed sample. `_uploads_lock` is held."""
-        failed = _failed_record(record, failure)
+        failed = record.failed(failure.code, failure.message)
         self._failing[record.key] = failed
         return failed, self._catalogue.put_failed(record, failure.code, failure.message)
 
@@ -231,7 +233,8 @@ class SampleStore:
         except SlotStreamError as error:
             # `stat` shows an arriving row without an upload as failed, and so does the next start.
             self._unrecorded = True
-            _log.warning("the failure of sample %s cannot be recorded: %s", failed.key, error)
+            if (more := _unrecorded.more(error.code)) is not None:
+                _log.warning("the failure of sample %s cannot be recorded: %s%s", failed.key, error, more)
         finally:
             with self._uploads_lock:
                 if self._failing.get(failed.key) is failed:
@@ -423,10 +426,6 @@ def _readable(key: SampleKey, record: SampleRecord | None) -> SampleRecord:
     if record.state is State.ARRIVING:
         raise StillArriving(f"{key} is still arriving")
     return record
-
-
-def _failed_record(record: SampleRecord, failure: Failure) -> SampleRecord:
-    return replace(record, state=State.FAILED, error_code=failure.code, error_message=failure.message)
 
 
 def _lock(files: Files, directory: Path) -> int:

@@ -192,8 +192,9 @@ class SampleWriter:
                 ended = Ended(Failure.of(error))
             except VerdictUnknown as error:
                 ended = Ended(Failure.of(Interrupted(str(error))), is_known=False)
-            except Exception:
-                _log.exception("a fault in the server failed sample %s", self.key)
+            except Exception as error:
+                if (more := self._disk_threads.faults.more(type(error).__name__)) is not None:
+                    _log.exception("a fault in the server failed sample %s%s", self.key, more)
                 failure = Failure.of(InternalFault("the server failed; its log says how"))
                 self._give_up(failure)
                 ended = Ended(failure)

@@ -62,15 +62,13 @@ class IngestService:
                 self._metrics.violations.inc()
             else:
                 self._metrics.refused_streams.labels(error.code).inc()
-            if (unsaid := self._endings.admit(error.code)) is not None:
-                more = f" ({unsaid} more with this code were not logged)" if unsaid else ""
+            if (more := self._endings.more(error.code)) is not None:
                 _log.warning("ending the stream of %s: %s%s", context.peer(), log_text(error.code, str(error)), more)
             await abort(context, error)
         except Exception as error:
             fault = InternalFault("the server failed; its log says how")
             self._metrics.refused_streams.labels(fault.code).inc()
-            if (unsaid := self._endings.admit(type(error).__name__)) is not None:
-                more = f" ({unsaid} more of its kind were not logged)" if unsaid else ""
+            if (more := self._endings.more(type(error).__name__)) is not None:
                 _log.exception("a fault in the server ended the stream of %s%s", context.peer(), more)
             await abort(context, fault)
 

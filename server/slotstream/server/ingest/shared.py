@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from slotstream.common.logtext import log_text
+from slotstream.common.throttle import Throttle
 from slotstream.server.access.bodies import Bodies
 from slotstream.server.access.limits import OPEN_SAMPLES
 from slotstream.server.ingest.sample_writer import Ended, IngestStore, SampleWriter
@@ -46,6 +47,7 @@ class Shared:
         self.draining = False  # No more samples are opened.
         self.open_shares = OPEN_SAMPLES.shares(parts.config)
         self._committed = committed
+        self._failures = Throttle(every_s=60.0)  # What is logged of samples that failed, by code.
         self._open = 0
         self._idle = asyncio.Event()
         self._idle.set()
@@ -95,10 +97,12 @@ class Shared:
                 self._committed(writer.key.namespace)
             _log.debug("sample %s committed", writer.key)
         else:
-            self.metrics.samples.labels("failed", code_label(ended.failure.code)).inc()
+            label = code_label(ended.failure.code)
+            self.metrics.samples.labels("failed", label).inc()
             if ended.failure.code == HashMismatch.code:
                 self.metrics.hash_mismatches.inc()
-            _log.info("sample %s failed: %s", writer.key, log_text(ended.failure.code, ended.failure.message))
+            if (more := self._failures.more(label)) is not None:
+                _log.info("sample %s failed: %s%s", writer.key, log_text(ended.failure.code, ended.failure.message), more)
         if writer.key is not None:
             self.waiters.notify(writer.key)
 

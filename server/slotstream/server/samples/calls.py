@@ -12,6 +12,7 @@ import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError, Message
 
+from slotstream.common.throttle import Throttle
 from slotstream.server.access.bodies import BODY_S, Bodies
 from slotstream.server.access.gate import Gate, Session
 from slotstream.server.access.limits import READS, REQUESTS
@@ -50,6 +51,7 @@ class Calls:
         self._disk_threads = parts.disk_threads
         self._metrics = parts.metrics
         self._stall_s = parts.config.read_stall_s
+        self._faults = Throttle(every_s=60.0)  # What is logged of them, by call and class.
         self.bodies = Bodies(CONTROL_BYTES_MAX, hang_up=parts.gate.hang_up)
         self.read_shares = READS.shares(parts.config)
         self.request_shares = REQUESTS.shares(parts.config)
@@ -72,9 +74,10 @@ class Calls:
         except asyncio.CancelledError:
             count("CANCELLED")
             raise
-        except Exception:
+        except Exception as error:
             count(InternalFault.code)
-            _log.exception("a fault in the server failed a %s", method)
+            if (more := self._faults.more(f"{method} {type(error).__name__}")) is not None:
+                _log.exception("a fault in the server failed a %s%s", method, more)
             await abort(context, InternalFault("the server failed; its log says how"))
 
     async def look_up(self, call: Callable[..., _T], *arguments: Any) -> _T:

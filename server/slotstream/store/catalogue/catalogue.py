@@ -34,8 +34,6 @@ FILE_NAME = "catalog.sqlite"
 _log = logging.getLogger(__name__)
 _BATCH_MAX = 256  # Operations in one transaction.
 _LINGER_S = 0.05  # How long a change that nobody waits for may wait for others: a transaction costs as much for one as for ten.
-_MESSAGE_CHARS_MAX = 1024
-_SLIM_CHARS_MAX = 1024
 
 _T = TypeVar("_T")
 _Operation = Callable[[sqlite3.Connection], object]
@@ -140,7 +138,7 @@ class Catalogue:
             before = sql.get(db, record.namespace, record.sample_id)
             if before is not None and before.state is not State.FAILED:
                 return False
-            sql.put(db, _slim(replace(record, metadata={})))  # The upload itself knows all, and the commit writes it.
+            sql.put(db, replace(record, metadata={}).slim())  # The upload itself knows all, and the commit writes it.
             return True
 
         return self.submit(operation, urgent=False)
@@ -157,7 +155,7 @@ class Catalogue:
             if before is not None and before.state not in (State.ARRIVING, State.FAILED):
                 return False
             base = before if before is not None and before.state is State.ARRIVING else record
-            sql.put(db, _failed(base, code, message))
+            sql.put(db, base.failed(code, message))
             return True
 
         return self.submit(operation)
@@ -180,7 +178,7 @@ class Catalogue:
 
         Durable: another upload may take the sample's place, and its file must not be found beside the old one's row.
         """
-        return self.submit(lambda db: sql.put(db, _failed(record, "DAMAGED", message)), durable=True)
+        return self.submit(lambda db: sql.put(db, record.failed("DAMAGED", message)), durable=True)
 
     def put_deleting(self, record: SampleRecord) -> Future[None]:
         """Show a sample whose commit failed, and whose file may still be there, as being deleted. Durable."""
@@ -374,18 +372,3 @@ class Catalogue:
     def totals(self) -> dict[State, tuple[int, int]]:
         """State -> (samples, bytes)."""
         return self.ask(sql.totals)
-
-
-def _slim(record: SampleRecord) -> SampleRecord:
-    """`record` without tags and metadata that are long: what was not committed costs a peer nothing, and little disk."""
-    long = [
-        name
-        for name, texts in (("tags", record.tags), ("metadata", record.metadata))
-        if sum(map(len, (*texts, *texts.values()))) > _SLIM_CHARS_MAX
-    ]
-    return replace(record, **{name: {} for name in long}) if long else record  # type: ignore[arg-type]
-
-
-def _failed(record: SampleRecord, code: str, message: str) -> SampleRecord:
-    record, text = _slim(record), message[:_MESSAGE_CHARS_MAX]
-    return replace(record, state=State.FAILED, file_bytes=0, committed_unix_ns=0, error_code=code, error_message=text)

@@ -95,6 +95,7 @@ class Candidate:
     stamp_unix_ns: int
     file_bytes: int
     position: tuple[int, int]  # In its queue: the next page begins behind it.
+    error_code: str = ""  # Of a failed one.
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +151,8 @@ def _candidate(db: sqlite3.Connection, queue: Queue, namespace: str, number: int
     if (values["namespace"], values["state"]) != (namespace, state) or (queue in _COUNTS and not values[column]):
         raise MalformedRow("an index of the catalogue leads to another row than it says")
     stamp = values["created_unix_ns"] if failed else values["committed_unix_ns"]
-    return Candidate(SampleKey(namespace, values["sample_id"]), stamp, values["file_bytes"], (values[column], number))
+    position = (values[column], number)
+    return Candidate(SampleKey(namespace, values["sample_id"]), stamp, values["file_bytes"], position, values["error_code"])
 
 
 def committed_until(db: sqlite3.Connection, namespace: str, until_unix_ns: int) -> int:

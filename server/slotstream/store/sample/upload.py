@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
+from slotstream.common.throttle import Throttle
 from slotstream.store.disk.directory import LOCK_NAME
 from slotstream.store.disk.files import Files, store_error
 from slotstream.store.records import (
@@ -56,6 +57,7 @@ from slotstream.wire.layout import SampleHeader
 from slotstream.wire.names import CHUNK_BYTES_MAX
 
 _log = logging.getLogger(__name__)
+_warned = Throttle(every_s=60.0)  # By error: a disk that fails says the same of every sample.
 _GAPS_SHOWN = 8
 _RANGES_MAX = 1 << 14  # Separate ranges of rows that one sample may have while it arrives.
 
@@ -345,7 +347,7 @@ class Upload:
             self._files.unlink(self.partial)
         except OSError as error:
             # The next start sweeps it; until then its space is lost, which somebody should know.
-            _log.warning("cannot remove the partial file %s: %s", self.partial, error)
+            _warn(f"cannot remove the partial file {self.partial}", error)
 
     def _close(self) -> None:
         """Closes the file, unless a chunk is still being written: then that write's end does."""
@@ -358,4 +360,9 @@ class Upload:
                 self._files.close(fd)
             except OSError as error:
                 # What a commit promises was synced before. Of a sample that failed nothing is promised.
-                _log.warning("closing %s failed: %s", self.partial, error)
+                _warn(f"closing {self.partial} failed", error)
+
+
+def _warn(what: str, error: OSError) -> None:
+    if (more := _warned.more(str(error.errno))) is not None:
+        _log.warning("%s: %s%s", what, error.strerror or error, more)

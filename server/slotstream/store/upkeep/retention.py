@@ -1,6 +1,7 @@
 """Which samples may go, and when: rules read once from a file, and pure decisions over frozen data. No disk, no clock.
 
-Without a rule a sample stays for ever. No rule deletes a sample that somebody reads or holds a lease on.
+Without a rule a stored sample stays for ever, and one that failed is known for 30 days. No rule deletes a sample that somebody
+reads or holds a lease on.
 """
 
 from __future__ import annotations
@@ -15,12 +16,13 @@ from typing import Any, Self
 
 from slotstream.common.checks import check_number
 from slotstream.store.catalogue.retention_sql import Candidate, Usage
-from slotstream.wire.errors import BadNamespace, ConfigError
+from slotstream.wire.errors import BadNamespace, ConfigError, Damaged
 from slotstream.wire.names import check_namespace
 
 _NS = 1_000_000_000
 _NAMESPACES_MAX = 10_000
 UNLIMITED = math.inf
+FAILED_AGE_S_MAX = 30 * 86400.0  # Where no rule says how long failed samples are known.
 
 
 class Reason(StrEnum):
@@ -46,7 +48,8 @@ class Rule:
     bytes_max: float = UNLIMITED  # Of committed files: past it, the oldest go.
     samples_max: float = UNLIMITED  # Committed: past it, the oldest go.
     age_s_max: float = UNLIMITED  # Seconds since the commit.
-    failed_age_s_max: float = UNLIMITED  # Seconds after which a failed sample is forgotten.
+    # Seconds after which a failed sample is forgotten. None: FAILED_AGE_S_MAX, and never for one that was stored and damaged.
+    failed_age_s_max: float | None = None
     delete_after_reads: float = UNLIMITED  # Reads of every row, answered to the end.
     delete_on_ack: bool = False
     delete_when_full: bool = False  # Oldest first, while less than free_bytes_target is free.
@@ -55,7 +58,8 @@ class Rule:
     def __post_init__(self) -> None:
         try:
             for name in ("bytes_max", "samples_max", "age_s_max", "failed_age_s_max"):
-                check_number(name, getattr(self, name), 0)
+                if getattr(self, name) is not None:
+                    check_number(name, getattr(self, name), 0)
             check_number("delete_after_reads", self.delete_after_reads, 1)
         except ValueError as error:
             raise ConfigError(str(error)) from error
@@ -201,10 +205,16 @@ def over_limit(rule: Rule, usage: Usage, oldest: Sequence[Candidate], now_unix_n
 
 def forgotten(rule: Rule, failed: Sequence[Candidate], now_unix_ns: int) -> list[Candidate]:
     """Which of `failed`, oldest first, are old enough to be forgotten."""
-    if rule.failed_age_s_max == UNLIMITED:
+    age_s_max = FAILED_AGE_S_MAX if rule.failed_age_s_max is None else rule.failed_age_s_max
+    if age_s_max == UNLIMITED:
         return []
-    until = now_unix_ns - round(rule.failed_age_s_max * _NS)
+    until = now_unix_ns - round(age_s_max * _NS)
     return [candidate for candidate in failed if candidate.stamp_unix_ns <= until]
+
+
+def stays(rule: Rule, failed: Candidate) -> bool:
+    """Whether a failed sample is known until somebody deletes it: nobody else says where its damaged file went."""
+    return rule.failed_age_s_max is None and failed.error_code == Damaged.code
 
 
 def to_free(nbytes: int, oldest: Iterable[Candidate]) -> list[Candidate]:

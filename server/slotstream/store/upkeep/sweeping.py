@@ -14,7 +14,17 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from slotstream.store.catalogue.retention_sql import Candidate, Queue, Usage
-from slotstream.store.upkeep.retention import UNLIMITED, Policy, Reason, Rule, forgotten, over_limit, to_free
+from slotstream.store.upkeep.retention import (
+    FAILED_AGE_S_MAX,
+    UNLIMITED,
+    Policy,
+    Reason,
+    Rule,
+    forgotten,
+    over_limit,
+    stays,
+    to_free,
+)
 
 _log = logging.getLogger(__name__)
 _PAGE = 64  # Candidates looked at, and deleted, at a time: the length of the catalogue's transaction.
@@ -70,10 +80,11 @@ class Sweeper:
         self.policy = policy
         self._free_bytes = free_bytes
         self._budget = budget
+        self._passed: dict[str, tuple[int, int]] = {}  # By namespace: up to where only such failed samples are left that stay.
 
     def sweep(self, namespaces: Iterable[str] | None = None) -> Swept:
         """Apply the rules to these namespaces, None: to all. Raises StoreFull, StoreGone, IoError and InternalFault."""
-        sweep = _Sweep(self._stock, self.policy, self._budget or _BUDGET)
+        sweep = _Sweep(self._stock, self.policy, self._budget or _BUDGET, self._passed)
         if namespaces is None:
             self._stock.finish_deletions()
             for usage in self._stock.every_usage():
@@ -85,7 +96,7 @@ class Sweeper:
 
     def make_room(self) -> Swept:
         """While less is free than the policy's target, delete the oldest samples that may go for that. Raises as `sweep`."""
-        sweep = _Sweep(self._stock, self.policy, self._budget or _BUDGET)
+        sweep = _Sweep(self._stock, self.policy, self._budget or _BUDGET, self._passed)
         if self.policy.deletes_when_full:
             missing = self.policy.free_bytes_target - self._free_bytes()
             if missing > 0:
@@ -96,9 +107,10 @@ class Sweeper:
 class _Sweep:
     """One sweep under way."""
 
-    def __init__(self, stock: Stock, policy: Policy, budget: int) -> None:
+    def __init__(self, stock: Stock, policy: Policy, budget: int, passed: dict[str, tuple[int, int]]) -> None:
         self._stock = stock
         self._policy = policy
+        self._passed = passed
         self._budget = budget
         # The whole sweep goes by one look at the clock, from before it was judged: it may leap at any moment.
         self._now = stock.now()
@@ -109,8 +121,11 @@ class _Sweep:
         """The rule of one namespace."""
         rule = self._policy.rule_for(usage.namespace)
         if usage.failed:
-            age_s_max = min(rule.failed_age_s_max, REFUSED_AGE_S_MAX)
-            self._forget(Queue.REFUSED, replace(rule, failed_age_s_max=age_s_max), usage.namespace)
+            age_s_max = FAILED_AGE_S_MAX if rule.failed_age_s_max is None else rule.failed_age_s_max
+            refused = replace(rule, failed_age_s_max=min(age_s_max, REFUSED_AGE_S_MAX))
+            self._forget(Queue.REFUSED, refused, usage.namespace, _BEGIN)
+            after = self._passed.get(usage.namespace, _BEGIN) if rule.failed_age_s_max is None else _BEGIN
+            self._passed[usage.namespace] = self._forget(Queue.FAILED, rule, usage.namespace, after)
         if not rule.limits():
             return
         if usage.samples:
@@ -121,9 +136,6 @@ class _Sweep:
                 self._drain(Queue.READ, usage.namespace, first, Reason.READS)
             if min(rule.bytes_max, rule.samples_max, rule.age_s_max) != UNLIMITED:
                 self._trim(self._without_doubt(rule, usage), usage.namespace)
-        if usage.failed and rule.failed_age_s_max != UNLIMITED:
-            self._forget(Queue.FAILED, rule, usage.namespace)
-
     def free(self, nbytes: int) -> None:
         """The oldest samples, of all namespaces whose rule allows it together, until `nbytes` of files are gone."""
         queues = [
@@ -170,15 +182,20 @@ class _Sweep:
             self._delete([candidate for candidate, _ in due], [reason for _, reason in due])
             after = due[-1][0].position
 
-    def _forget(self, queue: Queue, rule: Rule, namespace: str) -> None:
-        after = _BEGIN
+    def _forget(self, queue: Queue, rule: Rule, namespace: str, after: tuple[int, int]) -> tuple[int, int]:
+        """Failed samples behind `after` that are old enough; up to where only such are left that stay."""
+        passed = after
         while not self._is_spent():
             page = self._stock.candidates(queue, namespace, after, _PAGE)
             due = forgotten(rule, page, self._now)
             if not due:
-                return
-            self._delete(due, [Reason.FAILED_AGE] * len(due))
+                break
+            going = [candidate for candidate in due if not stays(rule, candidate)]
+            gone = {candidate.key for candidate in self._delete(going, [Reason.FAILED_AGE] * len(going))}
+            if passed == after and gone.issuperset(candidate.key for candidate in going):
+                passed = due[-1].position
             after = due[-1].position
+        return passed
 
     def _queue(self, queue: Queue, namespace: str) -> Iterator[Candidate]:
         after = _BEGIN
