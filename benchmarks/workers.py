@@ -66,7 +66,7 @@ def started(transport: str, workers: int, work: Path) -> Iterator[Contender]:
 
 
 def measure(options: argparse.Namespace, work: Path) -> list[Pair]:
-    """All rounds. A new connection goes to a process of the kernel's choice: in each round the streams are dealt out anew."""
+    """All rounds. A new connection goes to a process of the kernel's choice: in each round the streams are dealt out again."""
     pairs: list[Pair] = []
     for transport in options.transports:
         with started(transport, 1, work) as one, started(transport, options.workers, work) as many:

@@ -160,7 +160,7 @@ def test_what_is_stored_already_is_stored(ingest: IngestClient, server: ServerPr
 def test_a_failure_of_an_earlier_run_is_not_this_ones(
     ingest: IngestClient, client: Client, server: ServerProcess, namespace: str, tmp_path: Path
 ) -> None:
-    """The engine answers before its sample is opened anew: until then the server knows of the old failure alone."""
+    """The engine answers before its sample is opened again: until then the server knows of the old failure alone."""
     ingest.fail(SyntheticSample("mine", namespace=namespace))
 
     def later(body: Mapping[str, Any]) -> str:

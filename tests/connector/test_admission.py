@@ -1,4 +1,4 @@
-"""Whether a request is captured while the server is away: as long as there is room, and not for ever."""
+"""Whether a request is captured while the server is away: as long as there is room, and no longer."""
 
 from __future__ import annotations
 

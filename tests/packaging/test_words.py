@@ -21,7 +21,9 @@ SPECIFICATIONS = sorted((ROOT / "proto").rglob("*.proto"))
 SENTENCE_WORDS_MAX = 30
 # Half of the readers are not native speakers: these are words of literature, or idioms, for which there is a plain one.
 _LITERARY = re.compile(
-    r"\b(whoever|whomever|whatever|whichever|whereof|thereof|of late|let(s|ting)? go of|(is|are|was|were) to be)\b", re.I
+    r"\b(whoever|whomever|whatever|whichever|whereof|thereof|of late|anew|for ever|nobody's|counts no more"
+    r"|of its own accord|let(s|ting)? go of|(is|are|was|were) to be)\b",
+    re.I,
 )
 
 

@@ -1,4 +1,4 @@
-"""What the catalogue keeps of samples that are not stored is little, however long their fields are, and not for ever."""
+"""What the catalogue keeps of samples that are not stored is little, however long their fields are, and goes after a time."""
 
 from __future__ import annotations
 

@@ -282,7 +282,7 @@ def test_a_file_that_no_listing_could_show_is_not_adopted(tmp_path: Path, entry:
 
 
 def test_rows_that_are_out_of_order_end_a_walk() -> None:
-    """In a damaged tree they would lead a walk over everything back to where it was, for ever."""
+    """In a damaged tree they would lead a walk over everything back to where it was, without end."""
 
     class Damaged:
         def execute(self, *_: object) -> list[tuple[object, ...]]:

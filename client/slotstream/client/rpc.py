@@ -47,7 +47,7 @@ _inherited: list[object] = []
 
 
 class Rpc:
-    """One channel to one server. Safe to use from several threads. A process that was forked connects anew when it calls."""
+    """One channel to one server, for any thread. A process that was forked makes a new connection when it calls."""
 
     def __init__(self, address: str, *, timeout_s: float, access: Access | None = None) -> None:
         """`timeout_s` bounds each call that answers once. Raises ConfigError for a malformed address, or files of `access`

@@ -46,7 +46,7 @@ def plane_for(transport: str, server: str) -> DataPlane:
     """The data plane of the connector option `transport` (auto, grpc or nixl) towards the server at an address.
 
     NIXL pays where the server can read this process's memory, on one host, or a network card can. Over plain TCP it is faster
-    than frames on many cores and slower on few (benchmarks/README.md), unencrypted, and wants more ports: who wants it says so.
+    than frames on many cores and slower on few (benchmarks/README.md), unencrypted, and wants more ports: ask for it.
     """
     if transport == "grpc":
         return Frames()

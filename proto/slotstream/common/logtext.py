@@ -8,7 +8,7 @@ _CHARS_MAX = 500
 def log_text(code: str, message: str) -> str:
     """`CODE: message`, on one line; `CODE` alone for requests that are wrong (BAD_...), whose messages quote them.
 
-    A tag can be a prompt, and its sender is told; logs go to people whom it does not concern.
+    A tag can be a prompt, and its sender is told; logs go to other people.
     """
     if code.startswith("BAD_"):
         return code

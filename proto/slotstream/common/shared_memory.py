@@ -1,6 +1,6 @@
 """Whether the kernel lets one process read another's memory: on one host, in one PID namespace, as one user (CMA).
 
-A sender shows a few random bytes and where they lie. Who can read them there can read its staging too.
+A sender shows a few random bytes and where they lie. A process that can read them there can read its staging too.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ samples/       samples are read, listed, checked and deleted
 access/        who may do what
 nixl/          rows read over NIXL, by processes of their own
 processes/     the processes of `--workers N`
-housekeeping   what the server does of its own accord
+housekeeping   what the server does by itself
 health/        who asks whether the server is well: gRPC's health service, and the probes of a pod
 
 In front of all of these:

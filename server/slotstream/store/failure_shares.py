@@ -1,4 +1,4 @@
-"""How many failed samples a peer may leave in the catalogue: opening and aborting for ever must not fill the disk."""
+"""How many failed samples a peer may leave in the catalogue: opening and aborting without end must not fill the disk."""
 
 from __future__ import annotations
 

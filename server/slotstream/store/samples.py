@@ -253,7 +253,7 @@ class SampleStore:
         return (record for record in found if not self.is_arriving(record.key))
 
     def delete(self, key: SampleKey) -> None:
-        """Remove a committed or failed sample; who is reading it reads on. Retention waits for readers, this does not.
+        """Deletes a committed or failed sample. Open reads continue. Retention waits for readers, this does not.
 
         Raises SampleNotFound, StillArriving, Leased, StoreFull, StoreGone, IoError and InternalFault.
         """

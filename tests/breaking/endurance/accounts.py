@@ -36,7 +36,7 @@ def settle(
         killed                 say a word
         nothing, and it lived  never
 
-    Nobody's sample is there, none is arriving, and all that is stored is sound.
+    No sample is there, none is arriving, and all that is stored is sound.
 
     What the server said on its streams (`tried`) is true: a sample that it said had failed was not stored by that try, and none
     failed for good that its sender had not given up itself.

@@ -194,7 +194,7 @@ class World:
         return {0} if begun else {0, -signal.SIGTERM}
 
     def forget(self) -> None:
-        """Everything is settled and deleted: ledgers begin anew."""
+        """Everything is settled and deleted: ledgers start over."""
         for path in self.work.glob("*.ledger"):
             path.unlink()
 

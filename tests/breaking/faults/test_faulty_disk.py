@@ -94,7 +94,7 @@ class Trial:
         return self._stack.enter_context(Reader(self.server.address))
 
     def send(self, names: list[str]) -> list[str]:
-        """Sends these; which of them were committed. A stream that breaks is opened anew."""
+        """Sends these; which of them were committed. A stream that breaks is opened again."""
         committed = []
         for name in names:
             sample = Sample(name, seed=len(name) + sum(map(ord, name)))

@@ -4,7 +4,7 @@ Beside a loading connector (vLLM's MultiConnector) nobody tells us of its loads,
 connector a request's local prefix hit (`get_num_new_matched_tokens`) and then its blocks (`update_state_after_alloc`).
 A request that got blocks in a step that does not run it is being loaded asynchronously, from the hit to the end of its
 blocks; in a step with `has_sync_kv_loads`, what is computed beyond the hit was loaded. Such blocks enter vLLM's prefix
-cache like all others, so it is blocks that are remembered, until vLLM gives them to somebody who computes them anew.
+cache like all others, so it is blocks that are remembered, until vLLM gives them to a request that computes them again.
 Without a loading connector there is never anything to remember. Facts about vLLM are those of 0.32 and 0.33.
 """
 

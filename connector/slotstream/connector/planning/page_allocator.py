@@ -297,7 +297,7 @@ class PageAllocator:
         return [entry for entry, page in pairs if entry in table and table[entry] == page]
 
     def _entries(self, table: Sequence[int], first: int, end: int) -> array[int]:
-        """The table's index of each of a request's pages [first, end); -1 where its block is nobody's."""
+        """The table's index of each of a request's pages [first, end); -1 where its block is free."""
         size = self._block_pages
         if size == 1:
             found = _ints(table[first:end])

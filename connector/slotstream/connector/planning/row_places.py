@@ -78,7 +78,7 @@ class RowPlaces(Protocol):
         """A plan is made: what it changes in the page table."""
 
     def reset(self) -> None:
-        """Nothing is known of the device's side any more: begin anew."""
+        """Nothing is known of the device's side any more: start over."""
 
     def gauges(self) -> Mapping[str, float]:
         """The gauges of `counters.METRICS` that this source has, now."""

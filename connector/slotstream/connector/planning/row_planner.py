@@ -220,8 +220,8 @@ class RowPlanner:
     ) -> list[CapturedRequest]:
         """Also captures half of whose output rows are there, where output rows are read at all, up to `most` captures.
 
-        One read for many costs the engine what one for each would cost. Who reads together once does so again, for all of them
-        then wait for the same number of rows.
+        One read for many costs the engine what one for each would cost. Captures that are read together
+        stay together: all of them then wait for the same number of rows.
         """
         if len(chosen) >= most or not any(capture.is_in_output for capture in chosen):
             return chosen

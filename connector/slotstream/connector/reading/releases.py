@@ -3,7 +3,7 @@
 vLLM counts the workers' reports of a request and frees its blocks at the last of them. How many it waits for,
 `get_finished_count` says: 1 where slotstream is alone, for only one worker sends rows. Under MultiConnector all siblings share
 one number, and where one of them leaves it to vLLM (None), that is every worker: then each of ours has to report too, those
-that send nothing as well, or blocks would be held for ever. Facts about vLLM are those of 0.32 and 0.33.
+that send nothing as well, or blocks would never be freed. Facts about vLLM are those of 0.32 and 0.33.
 """
 
 from __future__ import annotations

@@ -81,7 +81,7 @@ class RowPages:
         self.forget()
 
     def forget(self) -> None:
-        """Every page is nobody's, and no row counts that was written before."""
+        """Every page is free, and rows that were written before do not count."""
         self.table.fill_(-1)
         self.stamps.fill_(-1)
         self.live = 0

@@ -146,7 +146,7 @@ class WorkerHalf:
             self._sender.post(FailSample(req_id, error))
 
     def wake(self) -> None:
-        """The device's memory may have been given away meanwhile: nothing that lay there before counts."""
+        """The device's memory may have been given away meanwhile: what was there before does not count."""
         self._source.forget()
 
     def close(self) -> None:

@@ -91,7 +91,7 @@ class Reports:
         self._say(report)
 
     def written(self, report: Report, *, refused: bool) -> None:
-        """A record of it lies in the spool; or cannot (`refused`): then `put_again` writes the whole of it anew."""
+        """A record of it lies in the spool; or cannot (`refused`): then `put_again` writes all of it again."""
         if refused and report.file is not None:
             self._drop(report.file)
             report.file = None

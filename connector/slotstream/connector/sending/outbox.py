@@ -1,8 +1,8 @@
 """The outbox: every sample from its open until the server's verdict, also where the link breaks in between.
 
 What can become of a sample is a table (`phases.py`); here is what is done on each of its moves. A sample is failed on this side
-only when its rows are not to be had any more, or never were; then the server is told, now or when it is back. The server
-stores the same content once, so that sending it again is always safe.
+only when its rows are lost, or never were here; then the server is told, now or when it is back. The server stores the same
+content once, so that sending it again is always safe.
 """
 
 from __future__ import annotations
@@ -191,7 +191,7 @@ class Outbox:
         self._sink.reset()
 
     def _back_here(self, sample: SampleState, why: tuple[str, str]) -> None:
-        """What was sent of a sample counts no more: it waits for the next link, if it can be sent again."""
+        """What was sent of a sample no longer counts: it waits for the next link, if it can be sent again."""
         if sample.move(Event.LINK_DOWN) is Phase.OVER:
             self._end_untold(sample)
             return

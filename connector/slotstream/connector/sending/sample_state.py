@@ -24,7 +24,7 @@ class NotAllowed(AssertionError):
 
 @dataclass(slots=True, eq=False)
 class ChunkState:
-    """Rows [first_row, first_row + rows) of a sample: in a staging slot, in the spool, in both, or not to be had any more.
+    """Rows [first_row, first_row + rows) of a sample: in a staging slot, in the spool, in both, or lost.
 
     `ticket`: the staging slot is kept in the pool, where others may take it. `wire`: the number under which the sink has the
     rows, until their ack. `skip`: where in the data at `place` the rows begin.

@@ -24,7 +24,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class Session:
-    """A caller. Asked again and again while a stream lasts: a token that was withdrawn counts no more.
+    """A caller. Asked again and again while a stream lasts: a token that was withdrawn no longer counts.
 
     `name` is for logs. `peer` has a share of what the server has: a token; else a certificate's name; else an address. `caller`
     is that peer at one address.

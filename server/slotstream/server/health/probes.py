@@ -26,7 +26,7 @@ DISK_S = 5.0  # How long the data directory may take to answer.
 
 
 class DiskWatch:
-    """Asks the data directory once a second whether it is there, on a thread that may wait for it for ever."""
+    """Asks the data directory once a second whether it is there, on a thread that may wait for it without end."""
 
     def __init__(self, store: SampleStore, free_bytes_min: int, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._store = store

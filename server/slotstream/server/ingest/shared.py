@@ -57,7 +57,7 @@ class Shared:
 
     @property
     def is_full(self) -> bool:
-        """Whether all streams together hold as many bytes of frames as they may: then none reads on."""
+        """Whether all streams together hold as many bytes of frames as they may: then all of them wait."""
         return self._held_bytes >= self.config.ingest_bytes_max
 
     def hold(self, nbytes: int) -> None:

@@ -3,7 +3,7 @@
     free ──take──▶ being read ──────────▶ held by the server ──give──▶ free
                        └──set_aside──▶ quarantined ──give──▶ free
 
-A transfer that was given up may still write into its slot, so that slot is nobody's until the transfer is really over.
+A transfer that was given up may still write into its slot, so that slot stays out of use until the transfer is really over.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ the work of the reads is not done under the server's interpreter lock. It hashes
 processor's cache then, and would come out of memory again later.
 
 A peer is a sender's agent. It may have several streams at a time: a sender that lost its stream can be back before the server
-has noticed. A peer whose transfer failed, or took too long, gets no further one until all that it has are over; then NIXL
-forgets it, and its next chunk begins anew.
+has noticed. A peer whose transfer failed, or took too long, gets no further one until all that it has are over; then
+NIXL forgets it, and its next chunk starts over.
 """
 
 from __future__ import annotations

@@ -185,7 +185,7 @@ class Catalogue:
         return self.submit(lambda db: sql.put(db, replace(record, state=State.DELETING)), durable=True)
 
     def drop_deleting(self, keys: Sequence[SampleKey]) -> Future[None]:
-        """Forget samples whose deletion is finished; one that was committed anew meanwhile stays."""
+        """Forget samples whose deletion is finished; one that was committed again meanwhile stays."""
         return self.submit(lambda db: retention_sql.drop_deleting(db, keys))
 
     def _write_forever(self) -> None:
@@ -246,7 +246,7 @@ class Catalogue:
     # Mending.
 
     def _mend(self, damage: Exception) -> bool:
-        """Open the file again; if it is damaged still, begin anew with what is sound. Everybody waits meanwhile.
+        """Open the file again; if it is damaged still, start over with what is sound. All calls wait meanwhile.
 
         In the thread that writes. False when the disk does not let it: then the next call tries again.
         """

@@ -275,7 +275,7 @@ def mark_deleting(db: sqlite3.Connection, key: SampleKey) -> None:
 
 
 def drop_deleting(db: sqlite3.Connection, keys: Sequence[SampleKey]) -> None:
-    """Removes the rows that are still DELETING: one that was committed anew meanwhile stays."""
+    """Removes the rows that are still DELETING: one that was committed again meanwhile stays."""
     for key in keys:
         name = (key.namespace, key.sample_id)
         row = db.execute("SELECT id, state FROM samples WHERE namespace = ? AND sample_id = ?", name).fetchone()

@@ -89,7 +89,7 @@ def _recovered(files: Files, data_dir: Path, catalogue: Catalogue) -> tuple[Cata
 
 
 def open_catalogue(data_dir: Path) -> Catalogue:
-    """The directory's catalogue; one that is damaged or old is moved aside and begun anew. Raises ConfigError and OSError."""
+    """The directory's catalogue; a new one where it is damaged or old, which is moved aside. Raises ConfigError and OSError."""
     path = data_dir / FILE_NAME
     for part in (*PARTS, SUFFIX):  # SQLite would follow it, and write wherever it leads.
         if path.with_name(path.name + part).is_symlink():

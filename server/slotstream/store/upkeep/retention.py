@@ -1,6 +1,6 @@
 """Which samples may go, and when: rules read once from a file, and pure decisions over frozen data. No disk, no clock.
 
-Without a rule a stored sample stays for ever, and one that failed is known for 30 days. No rule deletes a sample that somebody
+Without a rule a stored sample stays, and one that failed is known for 30 days. No rule deletes a sample that somebody
 reads or holds a lease on.
 """
 

@@ -103,7 +103,7 @@ class Backlog:
             self._unread.clear()
 
     def link_down(self) -> None:
-        """Nothing has its turn any more, or waits for one: the next link begins anew."""
+        """Nothing has its turn any more, or waits for one: the next link starts over."""
         self._samples.clear()
         self._again.clear()
         self._turns.clear()
