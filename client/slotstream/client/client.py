@@ -130,7 +130,8 @@ class Client:
     """Reads, lists, checks and deletes samples. Made by `connect`; safe to share between threads.
 
     A process that was forked may use the client that it inherited: it makes a new connection. To end a wait in another thread,
-    close the client: the wait raises Interrupted then, or ValueError like each later call. Cancelling an asyncio task does not end it.
+    close the client: the wait raises Interrupted then, or ValueError like each later call. Cancelling an asyncio task does not
+    end it.
 
     Ids, ranges and filters are checked before anything is sent (BadSampleId, BadNamespace, BadTokenRange, BadLayers,
     BadTags, BadPage, BadParams). Any call may raise Unauthenticated (no token, or not one that the server knows),
