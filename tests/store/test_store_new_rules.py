@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -261,6 +262,30 @@ def test_a_new_store_does_not_wait(tmp_path: Path) -> None:
     rules.look()
     assert rules.in_force == policy
     world.store.close()
+
+
+def test_what_the_catalogue_did_not_take_is_remembered_once_it_does(world: World) -> None:
+    """A disk that fails for a moment, just then, makes no rules new at the next start."""
+    policy = Policy(default=Rule(samples_max=1))
+    rules = world.rules(policy)
+    with _remembering_nothing(world.store):
+        rules.look()
+        rules.accept()
+    assert rules.in_force == policy
+    assert world.store.lifetimes.remembered(new_rules._META) is None
+    assert not rules.look()
+    world.restart()
+    again = world.rules(policy)
+    again.look()
+    assert (again.wait_s, again.in_force) == (0, policy)
+
+
+@contextmanager
+def _remembering_nothing(store: SampleStore) -> Iterator[None]:
+    refuse = "CREATE TEMP TRIGGER refuse BEFORE INSERT ON main.meta BEGIN SELECT RAISE(FAIL, 'no'); END"
+    store._catalogue.submit(lambda db: db.execute(refuse).fetchone()).result()
+    yield
+    store._catalogue.submit(lambda db: db.execute("DROP TRIGGER refuse").fetchone()).result()
 
 
 def test_a_clock_in_doubt_accepts_no_rules(world: World) -> None:

@@ -335,6 +335,19 @@ class Client:
                 running().pause(self._rng.random())
                 self.stat(key)
 
+    def accept_rules(self) -> set[str]:
+        """The namespaces in which the rules were held until now."""
+        called_at = running().now
+        call = Call(self._world.server, "Samples/Retention", self._address)
+        call.send(pb.RetentionRequest(accept=True).SerializeToString())
+        held = set()
+        while (raw := call.receive(_ANSWER_S)) is not None:
+            held.add(pb.RetentionReply.FromString(raw).namespace)
+        self._check_answered(call, "an acceptance of the rules")
+        if call.status != OK:
+            self._check_error(call, called_at, "an acceptance of the rules")
+        return held
+
     def _ask(self, method: str, request: Message, kind: Any) -> Any:
         """The reply of a short call, or the code that it was refused with."""
         called_at = running().now

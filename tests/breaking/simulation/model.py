@@ -35,7 +35,7 @@ class Model:
         self._leases: defaultdict[SampleKey, list[Lease]] = defaultdict(list)
         self._lives_ended_at: list[float] = []
         self._leases_doubted_at: list[float] = []
-        self._catalogues_lost_at: list[float] = []
+        self.catalogues_lost_at: list[float] = []
 
     def note(self, key: SampleKey, operation: Operation) -> None:
         """A client's operation on an id, and how it was answered."""
@@ -66,7 +66,7 @@ class Model:
     def lost_catalogue(self, at: float) -> None:
         """With it goes what it said of files that must be removed: of deletions that nobody was told are done, and of commits
         that failed where the disk refused to remove the file."""
-        self._catalogues_lost_at.append(at)
+        self.catalogues_lost_at.append(at)
 
     def _undone(self, history: list[Operation]) -> list[Operation]:
         """What a start may bring back whose catalogue is gone."""
@@ -74,7 +74,7 @@ class Model:
         puts = [one for one in history if one.kind == "put"]
         deleted = {one.value for one in puts if one.answer in ("committed", "unknown")}
         found = []
-        for at in self._catalogues_lost_at:
+        for at in self.catalogues_lost_at:
             values = {one.value for one in puts if one.answer == "failed" and one.called_at < at}
             if begun_at < at:
                 values |= deleted

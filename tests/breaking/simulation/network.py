@@ -47,7 +47,7 @@ class Call:
             return
         self._arrived = asyncio.Event()
         self._taken = asyncio.Event()
-        self._task: asyncio.Task[None] | None = None
+        self._task: asyncio.Task[tuple[str, str]] | None = None
         server.calls[self] = None
         self._on_loop(self._begin)
 
@@ -125,14 +125,22 @@ class Call:
 
     def _begin(self) -> None:
         self._task = asyncio.get_running_loop().create_task(self._serve())
+        self._task.add_done_callback(self._over)
+
+    def _over(self, task: asyncio.Task[tuple[str, str]]) -> None:
+        """Called for a task that was cancelled before its first step too."""
+        assert self._server is not None
+        self._ended = (CANCELLED, "") if task.cancelled() else task.result()
+        self._server.calls.pop(self, None)
+        self._wake()
 
     def _cancel(self) -> None:
         if self._task is not None:
             self._task.cancel()
 
-    async def _serve(self) -> None:
+    async def _serve(self) -> tuple[str, str]:
+        """The status and the code that the service ends with."""
         assert self._server is not None
-        ended = (OK, "")
         try:
             handler = self._server.handler(SimpleNamespace(method="/slotstream.v1." + self.method, invocation_metadata=()))
             self._serializer = handler.response_serializer
@@ -144,15 +152,11 @@ class Call:
                     await self.write(reply)
         except grpc.aio.AbortError:
             assert self._said is not None
-            ended = self._said
-        except asyncio.CancelledError:
-            ended = (CANCELLED, "")
+            return self._said
         except Exception as error:
             running().fail(f"{self.method} raised {type(error).__name__}: {error}")
-            ended = ("UNKNOWN", "")
-        self._ended = ended
-        self._server.calls.pop(self, None)
-        self._wake()
+            return "UNKNOWN", ""
+        return OK, ""
 
     async def read(self) -> Any:
         while not self._requests:

@@ -169,6 +169,13 @@ def _() -> None:
     _set(Deleter, "delete_unused", forgetful)
 
 
+@_plant("rules-not-known-again")
+def _() -> None:
+    """A power cut takes back that rules are known, and they count as changed."""
+    remember = Lifetimes.remember
+    _set(Lifetimes, "remember", lambda self, name, value, durable=False: remember(self, name, value))
+
+
 @_plant("files-without-rows-are-lost")
 def _() -> None:
     """A start does not look for whole files whose rows a power cut took."""

@@ -39,6 +39,7 @@ class NewRules:
         self._until: int | None = None  # By the clock that is never set.
         self._accepted: set[str] = set()
         self._settled = False
+        self._to_remember = ""  # What the catalogue refused, until it takes it.
         self._lock = threading.Lock()
 
     @property
@@ -54,6 +55,7 @@ class NewRules:
         """
         with self._lock:
             if self._settled:
+                self._remember()
                 return False
             if self._until is None and not self._begin():
                 return self._settled
@@ -118,10 +120,19 @@ class NewRules:
         self.held = held
         self.in_force = _sparing(self.policy, held)
         self._settled = True
-        try:
-            self._lifetimes.remember(_META, json.dumps([self._digest, sorted(held)]), durable=True)
-        except SlotStreamError as error:
-            _log.warning("that these rules are known cannot be remembered: %s", error)
+        self._to_remember = json.dumps([self._digest, sorted(held)])
+        if error := self._remember():
+            _log.warning("that these rules are known cannot be remembered yet: %s", error)
+
+    def _remember(self) -> SlotStreamError | None:
+        """Otherwise the next start takes them for new ones. Why the catalogue does not take it; the next `look` tries again."""
+        if self._to_remember:
+            try:
+                self._lifetimes.remember(_META, self._to_remember, durable=True)
+            except SlotStreamError as error:
+                return error
+            self._to_remember = ""
+        return None
 
 
 def digest_of(policy: Policy) -> str:
