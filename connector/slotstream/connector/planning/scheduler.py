@@ -91,7 +91,7 @@ class SchedulerHalf:
         self._told: dict[str, float] = {}  # The gauges, as they were last told.
         self._told_at = -_GAUGES_EVERY_S
         self.tells_gauges = True  # Whether the last `take_stats` was to.
-        self._throttle = Throttle(every_s=60.0)
+        self._throttle = Throttle(60.0, clock)
         self._sessions = Sessions()
         self._typos = Typos()
         self._external_loads = ExternalLoads(group, block_size)
@@ -199,6 +199,8 @@ class SchedulerHalf:
         self.tells_gauges = now - self._told_at >= _GAUGES_EVERY_S or not self._live
         if not self.tells_gauges:
             return counts
+        for code, unsaid in self._throttle.overdue().items():
+            logger.warning("slotstream: %d more requests are not captured: %s", unsaid, code)
         gauges = dict(self._rows.gauges())
         if gauges != self._told:
             self._told, self._told_at = gauges, now
