@@ -89,6 +89,26 @@ def test_why_capture_is_off_is_why_the_next_request_would_be_refused(half: Sched
     assert said() is None
 
 
+def test_refusals_that_nobody_else_is_told_of_are_logged_within_a_minute(
+    server: _Server, caplog: pytest.LogCaptureFixture
+) -> None:
+    now = [100.0]
+    half = SchedulerHalf(config(outage_s_max=100.0), 0, 4, 1000, server.problem, clock=lambda: now[0])
+    server.away_s = 100.0
+    for req_id in "abc":
+        assert _refusal(half, req_id) == "SERVER_UNAVAILABLE"
+    half.take_stats()
+    assert [record.getMessage() for record in caplog.records] == [
+        "slotstream: request a is not captured: SERVER_UNAVAILABLE: nobody there"
+    ]
+    now[0] += 60.0
+    half.take_stats()
+    half.take_stats()
+    assert [record.getMessage() for record in caplog.records[1:]] == [
+        "slotstream: 2 more requests are not captured: SERVER_UNAVAILABLE"
+    ]
+
+
 def test_the_gauge_names_one_reason_and_clears_the_others() -> None:
     told = capture_off(SCHEDULER_REASONS, "SERVER_UNAVAILABLE")
     assert told.keys() == {f"capture_off:{reason}" for reason in SCHEDULER_REASONS}

@@ -271,6 +271,14 @@ def test_a_refused_request_is_listed_as_failed(engine: Stack, stored: Client) ->
     assert (info.sample_id, info.error_code) == ("s", "BAD_TOKEN_RANGE")
 
 
+def test_a_misspelt_key_is_said_in_the_answer(engine: Stack, stored: Client) -> None:
+    body = {"prompt": [5] * 40, "max_tokens": 2, "kv_transfer_params": {"slotstrem": {"sample_id": "mine"}}}
+    said = _said(_post(engine, "completions", body))
+    assert "the key 'slotstrem', which nobody reads" in said["warning"]
+    assert stored.get(said["sample_id"]).token_ids.tolist() == [5] * 40
+    assert (engine.work / "vllm.log").read_text().count("the key 'slotstrem', which nobody reads") == 1
+
+
 def test_n_sequences_get_a_sample_each_when_their_output_is_captured(engine: Stack, stored: Client) -> None:
     prompt = text_tokens(random.Random(7), 70)
     params = {"namespace": "n", "sample_id": "s", "include_output_tokens": True}

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.offline import capture
 from support.real_scheduler import Planned, RealScheduler, real_scheduler
+from support.waiting import wait_until
+from support.workload import LAYER_IDS, assert_rows_are_true
+
+from slotstream.client import SampleState, connect
+from slotstream.demo.processes import SMALL_ENGINE_ENV, free_port, start_server
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 
@@ -96,3 +106,68 @@ def test_rows_of_a_request_that_grew_are_never_committed(
     assert abort is not None
     assert abort.code == "ROWS_NOT_COMPUTED"
     assert vllm.said("a")["error"]["code"] == "ROWS_NOT_COMPUTED"
+
+
+_SCRIPT = """
+import asyncio, json, sys
+from vllm import SamplingParams
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.engine.protocol import StreamingInput
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.async_llm import AsyncLLM
+
+def params(sample_id, outputs):
+    asked = {"sample_id": sample_id, "include_output_tokens": outputs}
+    extra = {"kv_transfer_params": {"slotstream": asked}}
+    kind = RequestOutputKind.DELTA
+    return SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, extra_args=extra, output_kind=kind)
+
+async def chunks(turns):
+    for number, tokens in enumerate((70, 50, 90)):
+        while len(turns) < 4 * number:  # Each waits for the text of the one before.
+            await asyncio.sleep(0.01)
+        yield StreamingInput({"prompt_token_ids": [3 + i % 200 for i in range(tokens)]})
+
+async def session(engine, sample_id, outputs):
+    turns = []
+    async for output in engine.generate(chunks(turns), params(sample_id, outputs), sample_id):
+        turns += output.outputs[0].token_ids
+    return len(turns)
+
+async def main(asked):
+    engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**asked))
+    try:
+        said = [await session(engine, "prompt", False), await session(engine, "outputs", True)]
+        plain = {"prompt_token_ids": [3 + i % 200 for i in range(70)]}
+        async for output in engine.generate(plain, params("plain", True), "plain"):
+            pass
+        return said
+    finally:
+        engine.shutdown()
+
+if __name__ == "__main__":
+    print("SAID " + json.dumps(asyncio.run(main(json.loads(sys.argv[1])))), flush=True)
+"""
+
+
+@pytest.mark.extended
+@pytest.mark.timeout(600)
+def test_a_session_of_a_real_engine_goes_on_and_is_listed_as_failed(truth_models: dict[str, Path], tmp_path: Path) -> None:
+    (tmp_path / "sessions.py").write_text(_SCRIPT)
+    port = free_port()
+    engine: dict[str, Any] = {"model": str(truth_models["dense"]), "enforce_eager": True, "block_size": 32}
+    engine |= {"max_model_len": 1024, "max_num_seqs": 16, **capture(f"127.0.0.1:{port}", LAYER_IDS)}
+    with start_server(tmp_path / "data", tmp_path / "server.log", port), connect(f"127.0.0.1:{port}") as client:
+        command = [sys.executable, "sessions.py", json.dumps(engine)]
+        env = {**os.environ, **SMALL_ENGINE_ENV}
+        ended = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=400, check=False)
+        assert ended.returncode == 0, ended.stderr[-3000:]
+        said = json.loads(next(line for line in ended.stdout.splitlines() if line.startswith("SAID "))[5:])
+        assert said == [12, 12]
+        for sample_id in ("prompt", "outputs"):
+            wait_until(lambda sample_id=sample_id: client.stat(sample_id).state is SampleState.FAILED)  # type: ignore[misc]
+            assert client.stat(sample_id).error_code == "UNSUPPORTED_REQUEST"
+        assert "failed: UNSUPPORTED_REQUEST: the prompt of a streaming input session grows" in ended.stdout + ended.stderr
+        sample = client.get("plain")
+        assert len(sample.token_ids) == 73
+        assert_rows_are_true(sample)

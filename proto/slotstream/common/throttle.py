@@ -7,11 +7,11 @@ from collections.abc import Callable
 
 
 class Throttle:
-    """Admits one event a key every `every_s` seconds. `clock`: monotonic seconds."""
+    """Admits one event a key every `every_s` seconds. `clock`: monotonic seconds; None: this machine's."""
 
-    def __init__(self, every_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, every_s: float, clock: Callable[[], float] | None = None) -> None:
         self._every_s = every_s
-        self._clock = clock
+        self._clock = clock or (lambda: time.monotonic())
         self._seen: dict[str, tuple[float, int]] = {}  # key -> (when last admitted, refused since)
 
     def more(self, key: str) -> str | None:

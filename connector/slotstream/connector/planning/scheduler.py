@@ -91,7 +91,8 @@ class SchedulerHalf:
         self._told: dict[str, float] = {}  # The gauges, as they were last told.
         self._told_at = -_GAUGES_EVERY_S
         self.tells_gauges = True  # Whether the last `take_stats` was to.
-        self._throttle = Throttle(every_s=60.0)
+        self._throttle = Throttle(60.0, clock)
+        self._unsaid = 0  # Refusals that the log has not counted yet.
         self._sessions = Sessions()
         self._typos = Typos()
         self._external_loads = ExternalLoads(group, block_size)
@@ -199,6 +200,10 @@ class SchedulerHalf:
         self.tells_gauges = now - self._told_at >= _GAUGES_EVERY_S or not self._live
         if not self.tells_gauges:
             return counts
+        if self._unsaid:
+            for code, unsaid in self._throttle.overdue().items():
+                self._unsaid -= unsaid
+                logger.warning("slotstream: %d more requests are not captured: %s", unsaid, code)
         gauges = dict(self._rows.gauges())
         if gauges != self._told:
             self._told, self._told_at = gauges, now
@@ -323,7 +328,11 @@ class SchedulerHalf:
             self._pending.aborts.append(SampleAbort(req_id, error.code, str(error)))
             return
         self._counters.add("samples_failed", code=error.code)  # There is nobody to tell.
-        if (unsaid := self._throttle.admit(error.code)) is not None:
+        unsaid = self._throttle.admit(error.code)
+        if unsaid is None:
+            self._unsaid += 1
+        else:
+            self._unsaid -= unsaid
             more = f" ({unsaid} more with this code since the last such line)" if unsaid else ""
             logger.warning("slotstream: request %s is not captured: %s%s", req_id, log_text(error.code, str(error)), more)
 
