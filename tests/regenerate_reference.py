@@ -101,8 +101,8 @@ understood has only `server` and `error`. With the connector option `response_ha
 _SERVER = """\
 ## Server options
 
-`slotstream serve --help` prints the same. `--retention` takes a file of rules: [storage.md](storage.md) has its keys.
-[security.md](security.md) says what each limit protects.
+`slotstream serve --help` prints the same. BYTES and SECONDS take units too: `10GiB`, `500MB`; `30s`, `1h30m`. `--retention`
+takes a file of rules: [storage.md](storage.md) has its keys. [security.md](security.md) says what each limit protects.
 """
 _CODES = """\
 ## Error codes

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import pickle
 import stat
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -57,6 +59,23 @@ def test_a_token_is_made_with_its_entry_and_shown_nowhere(tmp_path: Path) -> Non
     assert not (tmp_path / "other").exists()
     everything = run_cli("token", "root", "--namespace", "*", "--token-file", str(tmp_path / "root.token"))
     assert 'namespaces = "*"' in everything.stdout
+
+
+def test_the_documented_way_to_a_tokens_file_is_not_warned_of(tmp_path: Path) -> None:
+    """A shell makes the file readable for everybody."""
+    page = (Path(__file__).parents[2] / "docs" / "security.md").read_text()
+    commands = [line for line in page.splitlines() if line.startswith("slotstream token ")]
+    assert len(commands) == 2
+    script = "umask 022\n" + "\n".join(commands).replace("slotstream token", f"{sys.executable} -m slotstream.cli.main token")
+    subprocess.run(["sh", "-ec", script], cwd=tmp_path, check=True)
+    with ServerProcess(tmp_path / "data", "--tokens", str(tmp_path / "tokens.toml")) as server:
+        log = server.log()
+    assert "2 tokens from" in log
+    assert "WARNING" not in log
+    shared = tmp_path / "tokens.toml"
+    shared.chmod(0o640)  # Its owner's wish.
+    subprocess.run(["sh", "-ec", script.replace(".token ", "-2.token ").replace("alice ", "bob ")], cwd=tmp_path, check=False)
+    assert stat.S_IMODE(shared.stat().st_mode) == 0o640
 
 
 @pytest.mark.parametrize(

@@ -165,3 +165,12 @@ def test_a_module_is_told_from_one_that_was_moved() -> None:
     assert _module_is_there("slotstream.sidecar.volumes")
     assert not _module_is_there("slotstream.server.cli")
     assert not _module_is_there("slotstream.client.Nothing")
+
+
+def test_the_install_page_names_the_columns_that_the_demo_prints() -> None:
+    page = " ".join((DOCS / "install.md").read_text().split())
+    told = re.search(r"It ends with a table of the samples: ([^.]*), and the time", page)
+    columns = re.search(r"for name in (\(.*\)):\n +table.add_column", (ROOT / "client/slotstream/demo/run.py").read_text())
+    assert told is not None
+    assert columns is not None
+    assert set(told[1].split(", ")) <= set(re.findall(r'"([a-z ]+)"', columns[1]))

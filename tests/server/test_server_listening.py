@@ -239,3 +239,14 @@ def test_several_processes_listen_on_several_ports(tmp_path: Path) -> None:
             with Peer(address) as peer, Reader(address) as reader:
                 peer.put(Sample(f"s{number}"), 1)
                 assert reader.read(f"s{number}")[1] == Sample().data
+
+
+@pytest.mark.parametrize(("listen", "warned"), [("0.0.0.0:0", True), ("127.0.0.1:0", False)])
+def test_a_server_that_lets_anybody_in_warns(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, listen: str, warned: bool
+) -> None:
+    with RunningServer(tmp_path / "data", listen=listen, allow_anonymous=True):
+        pass
+    told = [record for record in caplog.records if "--allow-anonymous" in record.getMessage()]
+    assert [record.levelname for record in told] == ["WARNING"] * warned
+    assert all("anybody who reaches 0.0.0.0:0 may read, store and delete" in record.getMessage() for record in told)

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from slotstream.cli import units
 from slotstream.wire.errors import SlotStreamError
 from slotstream.wire.names import DEFAULT_ADDRESS, DEFAULT_NAMESPACE
 
@@ -23,8 +24,7 @@ if TYPE_CHECKING:
 
     from slotstream.client import Client
 
-_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
-_AGO = re.compile(r"([0-9]{1,9})([smhdw])(?: ago)?")
+_AGO = re.compile(r"((?:[0-9]{1,9}[smhdw])+)(?: ago)?")
 # RFC 3339, section 5.6; fromisoformat alone would also take forms that it leaves out.
 _MOMENT = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}[Tt ][0-9]{2}:[0-9]{2}:[0-9]{2}(\.[0-9]+)?([Zz]|[+-][0-9]{2}:[0-9]{2})")
 
@@ -106,14 +106,16 @@ def open_client(arguments: argparse.Namespace, data_dir: Path | None = None) -> 
 def moment(text: str) -> int:
     """An argument such as 15m, 3d or 2026-01-31T12:00:00Z as nanoseconds since 1970 UTC."""
     if ago := _AGO.fullmatch(text.strip()):
-        return max(0, time.time_ns() - int(ago[1]) * _SECONDS[ago[2]] * 1_000_000_000)
+        return max(0, time.time_ns() - round(units.seconds(ago[1])) * 1_000_000_000)
     if _MOMENT.fullmatch(text.strip()):
         try:
             when = datetime.datetime.fromisoformat(text.strip().upper())
         except ValueError as error:
             raise argparse.ArgumentTypeError(f"{text!r} is not a moment: {error}") from None
         return round(when.timestamp() * 1e6) * 1000
-    raise argparse.ArgumentTypeError(f"{text!r} is neither like 30s, 15m, 2h, 3d, 1w nor like 2026-01-31T12:00:00Z (RFC 3339)")
+    raise argparse.ArgumentTypeError(
+        f"{text!r} is neither like 30s, 15m, 1h30m, 3d, 1w nor like 2026-01-31T12:00:00Z (RFC 3339)"
+    )
 
 
 def tag(text: str) -> tuple[str, str]:
@@ -143,8 +145,8 @@ def age_text(unix_ns: int, now_ns: int) -> str:
     """How long ago, in the largest unit that counts at least two: 90s, 15m, 30h, 3d."""
     seconds = max(0, now_ns - unix_ns) // 1_000_000_000
     for unit in ("d", "h", "m"):
-        if seconds >= 2 * _SECONDS[unit]:
-            return f"{seconds // _SECONDS[unit]}{unit}"
+        if seconds >= 2 * units.SECONDS[unit]:
+            return f"{seconds // round(units.SECONDS[unit])}{unit}"
     return f"{seconds}s"
 
 

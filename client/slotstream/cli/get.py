@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
+from slotstream.cli import units
 from slotstream.cli.common import (
     CommandFailed,
     add_access_arguments,
@@ -48,7 +49,11 @@ def add_get_arguments(parser: argparse.ArgumentParser) -> None:
         "--layers", metavar="IDS", type=layers_argument, help="layers in the order wanted, such as 1,3,final (default: all)"
     )
     parser.add_argument(
-        "--wait", metavar="SECONDS", type=float, default=30.0, help="wait for a sample still arriving (default: %(default)s)"
+        "--wait",
+        metavar="SECONDS",
+        type=units.seconds,
+        default=30.0,
+        help="wait for a sample still arriving (default: %(default)s)",
     )
     parser.add_argument(
         "--no-verify",

@@ -20,6 +20,8 @@ examples:
   slotstream serve --data samples --metrics 127.0.0.1:9464 --probes 127.0.0.1:9465
   slotstream serve --data samples --retention rules.toml --check-config
 
+BYTES and SECONDS take units too: 10GiB, 500MB; 30s, 1h30m, 250ms.
+
 SIGTERM and Ctrl-C let open samples finish for --drain-s seconds; a second one does not wait for them.
 """
 

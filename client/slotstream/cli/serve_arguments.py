@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, fields
 from pathlib import Path
 from types import NoneType
 from typing import Any, get_args, get_type_hints
 
+from slotstream.cli import units
 from slotstream.server.config import ServerConfig
 from slotstream.store.upkeep.retention import Policy
 from slotstream.wire.errors import ConfigError
@@ -44,7 +45,7 @@ def _add(parser: argparse.ArgumentParser, field: Field[Any], kind: Any) -> None:
     elif "choices" in told:
         more["choices"] = told["choices"]
     else:
-        more |= {"metavar": told["unit"], "type": _octal if "octal" in told else _parser(kind)}
+        more |= {"metavar": told["unit"], "type": _parser(told, kind)}
     if "more" in told:
         more["action"] = "append"
     shown = "" if more.get("required") else f" (default: {_default(field)})"
@@ -59,8 +60,12 @@ def _default(field: Field[Any]) -> str:
     return "none" if value is None else f"{value:04o}" if "octal" in told else str(value)
 
 
-def _parser(kind: Any) -> Callable[[str], Any]:
-    """What reads a value of type `kind`, or the file that it is made of."""
+def _parser(told: Mapping[str, Any], kind: Any) -> Callable[[str], Any]:
+    """What reads a value of type `kind` and of the unit that the field tells, or the file that it is made of."""
+    if "octal" in told:
+        return _octal
+    if told["unit"] in ("BYTES", "SECONDS"):
+        return units.size if told["unit"] == "BYTES" else units.seconds
     (kind,) = (one for one in get_args(kind) or (kind,) if one is not NoneType)
     return Path if kind is Policy else kind
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 import argparse
 import os
 import secrets
+import stat
+import sys
+from contextlib import suppress
 from pathlib import Path
 
 from slotstream.server.access.tokens import RIGHTS, digest_of, entry_of
@@ -34,7 +37,8 @@ examples:
   slotstream token vllm-a --namespace team-a --right ingest --token-file vllm-a.token >> tokens.toml
   slotstream token alice --namespace team-a --namespace team-b --right read --right delete --token-file ~/slotstream.token
 
-Only the token's SHA-256 is in the entry, so that a reader of the tokens file cannot use it.
+Only the token's SHA-256 is in the entry, so that a reader of the tokens file cannot use it. A file that the shell makes for >>
+gets the mode 0600.
 """
 
 
@@ -46,5 +50,14 @@ def run_token(arguments: argparse.Namespace) -> int:
     fd = os.open(arguments.token_file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
     with os.fdopen(fd, "w") as file:
         file.write(token + "\n")
+    _keep_to_owner()
     print(entry)
     return 0
+
+
+def _keep_to_owner() -> None:
+    """The tokens file that a shell has just made for `>>` is its owner's alone, as the server wants it; an older one stays."""
+    with suppress(OSError, ValueError):  # No file: a captured or closed stdout.
+        told = os.fstat(sys.stdout.fileno())
+        if stat.S_ISREG(told.st_mode) and not told.st_size and told.st_uid == os.geteuid():
+            os.fchmod(sys.stdout.fileno(), 0o600)

@@ -197,6 +197,8 @@ class Server:
     def _bind(self, certificates: Certificates | None) -> list[str]:
         config = self.config
         for address in config.addresses:
+            if config.allow_anonymous and not is_local(address):
+                _log.warning("anybody who reaches %s may read, store and delete all that is here (--allow-anonymous)", address)
             if config.tokens_file is not None and certificates is None and not is_local(address):
                 _log.warning(
                     "tokens travel unencrypted to %s: give --tls-cert and --tls-key, or put TLS in front of it", address

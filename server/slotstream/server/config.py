@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from slotstream.common.checks import check_number
-from slotstream.store.samples import FREE_BYTES_MIN
 from slotstream.store.upkeep.retention import Policy
 from slotstream.wire.address import DEFAULT_PORT, check_address, is_local, is_socket
 from slotstream.wire.errors import ConfigError
@@ -70,7 +69,7 @@ class ServerConfig:
         metadata=_option("--log-level", "least severe messages to show", choices=("debug", "info", "warning", "error")),
     )
     free_bytes_min: int = field(
-        default=FREE_BYTES_MIN,
+        default=1 << 30,
         metadata=_option(
             "--free-bytes-min",
             "disk space to leave free: samples that would use it are refused with STORE_FULL",

@@ -110,7 +110,7 @@ class SampleStore:
             files.confine(directory)
             lock_fd = _lock(files, directory)
             if (free := files.free_bytes(directory)) < free_bytes_min:
-                full = f"the disk of {directory} is full: less than {free_bytes_min} bytes are free"
+                full = f"the disk of {directory} is full: less than the {free_bytes_min} bytes of --free-bytes-min are free"
                 if free < _FREE_BYTES_TO_START or not (directory / FILE_NAME).exists():
                     raise ConfigError(full)
                 # What is there can still be read and deleted, which is also how room is made.

@@ -161,7 +161,8 @@ class Upload:
 
     def _check_free(self, nbytes: int) -> None:
         if self._files.free_bytes(self._data_dir) - nbytes < self._free_bytes_min:
-            raise StoreFull(f"{nbytes} bytes more would leave less than the {self._free_bytes_min} bytes kept free")
+            kept = f"the {self._free_bytes_min} bytes kept free (--free-bytes-min)"
+            raise StoreFull(f"{nbytes} bytes more would leave less than {kept}")
 
     def write_chunk(self, first_row: int, rows: int, data: Buffer, digest: int, found: int | None = None) -> None:
         """Check `data` (rows [first_row, first_row + rows), xxh3-64 `digest`) and hand it to the operating system.
