@@ -8,7 +8,7 @@ BIN = $(VENV)/bin
 SOURCES = client connector server proto/slotstream/common proto/slotstream/wire tests benchmarks
 
 .PHONY: help demo test unit lint tools packages extended kills soak histories simulation fuzz \
-	bench bench-transport bench-worker bench-workers bench-scale bench-gpu bench-online proto clean
+	bench bench-transport bench-worker bench-workers bench-scale bench-readers bench-gpu bench-online proto clean
 .NOTPARALLEL:  # Two pips at a time spoil an environment.
 
 help:  ## Say what the targets do.
@@ -132,6 +132,9 @@ bench-workers: $(VENV)/.dev  ## What `slotstream serve --workers` brings to one 
 bench-scale: $(VENV)/.bench  ## Sizes of samples, numbers of connectors, and of samples at rest.
 	$(call BENCH,scale)
 	$(call PLOT,scale)
+
+bench-readers: $(VENV)/.dev  ## What reads of samples and of rows cost beside reading their files. About three minutes.
+	$(call BENCH,readers)
 
 bench-gpu: $(VENV)/.vllm  ## What capturing costs a real vLLM: make VLLM="vllm>=0.33" bench-gpu, on a machine with a GPU.
 	$(call BENCH,gpu)

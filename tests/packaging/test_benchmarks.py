@@ -20,6 +20,7 @@ _TARGETS = {
     "worker": "bench-worker",
     "workers": "bench-workers",
     "scale": "bench-scale",
+    "readers": "bench-readers",
     "gpu": "bench-gpu",
     "online": "bench-online",
 }

@@ -25,14 +25,14 @@ def patch() -> None:
 
     trainer.get_local_rank = lambda: "cpu"
     torch.accelerator.synchronize = lambda *_: None
-    torch.accelerator.current_accelerator = lambda *_, **__: torch.device("cpu")
+    torch.accelerator.current_accelerator = lambda check_available=False: None if check_available else torch.device("cpu")
     torch.accelerator.is_available = lambda: False
     made = DataLoader.__init__
 
     def without_pinning(self: Any, *args: Any, **options: Any) -> None:
         made(self, *args, **{**options, "pin_memory": False})
 
-    setattr(DataLoader, "__init__", without_pinning)  # noqa: B010  (mypy: a method is not assigned)
+    setattr(DataLoader, "__init__", without_pinning)  # noqa: B010  (a method)
 
 
 if __name__ == "__main__":
