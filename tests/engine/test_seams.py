@@ -138,7 +138,7 @@ def test_a_start_up_plan_counts_for_the_same_row_pool_only(monkeypatch: pytest.M
     pools: list[dict[str, Any]] = [
         {"layers": [1]},
         {"layers": [1], "row_pool_bytes": 1 << 20},
-        {"layers": [1], "output_rows_per_chunk": 64},
+        {"layers": [1], "output_rows_per_chunk": 16},
     ]
     assert len({fingerprint(), *(fingerprint(**options) for options in pools)}) == 4
     assert fingerprint(**pools[0]) == fingerprint(**pools[0])
