@@ -435,7 +435,7 @@ class _Engine:
             self.over.pop(rows.req_id, None)
         waiting = [self.steps - self.over[req_id] for req_id in self.half._rows._ended]
         assert all(waited < most for waited in waiting), "the last rows of a request wait for too long"
-        assert scheduled or not waiting, "they wait for steps that may never come"
+        assert (scheduled and self.half._live) or not waiting, "they wait for steps that may never come"
         self.read_late += len(read & self.ripe.keys())
         self.read_at_once += len(read - self.ripe.keys())
         self.ripe, self.worth = ripe, worth

@@ -65,11 +65,14 @@ def test_the_last_rows_of_a_request_wait_while_others_run_and_its_sample_ends_wi
     assert rig.pages.in_use == 1  # Of the one that runs.
 
 
-def test_the_last_rows_of_a_request_are_read_at_once_where_no_other_runs() -> None:
+@pytest.mark.parametrize("others", [0, 1])
+def test_the_last_rows_of_a_request_are_read_at_once_where_no_other_is_captured(others: int) -> None:
     rig = PlanRig()
     last = rig.add(40)
     rig.step()
     rig.finish(last)
+    for _ in range(others):
+        rig.add(20, capture=False)
     plan = rig.step()
     assert rows_of(plan) == [("r0", 0, 40)]
     assert [finish.req_id for finish in plan.finishes] == ["r0"]
@@ -78,12 +81,15 @@ def test_the_last_rows_of_a_request_are_read_at_once_where_no_other_runs() -> No
 
 def test_the_last_rows_of_requests_are_read_beside_prompts_after_eight_steps_or_when_pages_are_short() -> None:
     rig = PlanRig()
+    rig.add(30)
+    for _ in range(DECODES_MAX + 2):
+        rig.step()
     rig.finish(_stepped(rig, 40))
     for _ in range(STEPS_MAX):
         rig.add(20, capture=False)
         assert not rig.step().finishes
     rig.add(20, capture=False)
-    assert [finish.req_id for finish in rig.step().finishes] == ["r0"]
+    assert [finish.req_id for finish in rig.step().finishes] == ["r1"]
     short = PlanRig(pages=8, step_pages=0)
     short.finish(_stepped(short, 5 * 16))
     short.add(2 * 16)

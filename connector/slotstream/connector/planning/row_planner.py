@@ -4,7 +4,7 @@ A step that only decodes is a CUDA graph: the engine's thread launches it and wa
 very thread. So rows that can wait stay where they are until a step without prompt tokens, and there a little longer: a read of
 many costs the thread hardly more than a read of one. They are read at once where room is short (for rows in pages, or for so
 many of them in staging), after STEPS_MAX steps, and when their request loses its blocks. A step that computes nothing reads all
-there is. The last rows of a request that ended wait as others do, while requests run that still have steps to come.
+there is. The last rows of a request that ended wait as others do, while other captures have steps to come.
 """
 
 from __future__ import annotations
@@ -51,9 +51,11 @@ class RowPlanner:
         """See `RowPlaces`."""
         return self._places.computes_all
 
-    def end_plan(self, output: SchedulerOutput) -> tuple[tuple[RowPlan, ...], tuple[SampleFinish, ...], TableUpdate | None]:
+    def end_plan(
+        self, output: SchedulerOutput, live: Live
+    ) -> tuple[tuple[RowPlan, ...], tuple[SampleFinish, ...], TableUpdate | None]:
         """The plan is made: the rows that it reads, the samples that end with it, and what it changes in the page table."""
-        if self._ended and self._reads_ended(output):
+        if self._ended and self._reads_ended(output, live):
             for rows, finish in self._ended.values():
                 self._places.put_back(rows.place)
                 self._rows.append(rows)
@@ -69,12 +71,12 @@ class RowPlanner:
         finishes, self._finishes = tuple(self._finishes), []
         return planned, finishes, table
 
-    def _reads_ended(self, output: SchedulerOutput) -> bool:
+    def _reads_ended(self, output: SchedulerOutput, live: Live) -> bool:
         """Whether this plan reads the last rows of requests that ended."""
         waited = self._step - self._ended_since
         return (
             bool(self._rows)
-            or not output.num_scheduled_tokens
+            or not (live and output.num_scheduled_tokens)  # Where vLLM runs in its caller's process, no step may follow.
             or len(self._ended) >= REQUESTS_MAX
             or waited >= STEPS_MAX
             or (waited >= DECODES_MAX and not _computes_prompts(output))

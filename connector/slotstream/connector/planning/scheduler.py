@@ -135,7 +135,7 @@ class SchedulerHalf:
         opens: list[SampleOpen] = []
         if self._live or not self._external_loads.idle:
             self._plan_step(output, opens)
-        rows, finishes, table = self._rows.end_plan(output)
+        rows, finishes, table = self._rows.end_plan(output, self._live)
         pending = self._pending
         if not (opens or rows or finishes or table or pending.opens or pending.aborts or pending.releases):
             return EMPTY_PLAN
