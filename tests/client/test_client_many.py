@@ -16,6 +16,7 @@ from support.ingest_client import IngestClient
 from support.numbered import store
 from support.server import ServerProcess
 from support.synthetic import SyntheticSample
+from support.waiting import wait_until
 
 from slotstream.client import Answer, Client, SampleNotFound, ServerUnavailable, connect
 from slotstream.v1 import samples_pb2 as pb
@@ -134,7 +135,7 @@ def test_each_sample_counts_as_read(client: Client, fill: IngestClient, namespac
     fill.store(*samples)
     names = [s.sample_id for s in samples]
     assert len(list(client.get_many([*names, "s01"], namespace=namespace))) == 6
-    assert [client.stat(name, namespace=namespace).reads for name in names] == [1, 2, 1, 1, 1]
+    wait_until(lambda: [client.stat(name, namespace=namespace).reads for name in names] == [1, 2, 1, 1, 1])
 
 
 def test_many_calls_are_one_stream(client: Client, fill: IngestClient, namespace: str) -> None:

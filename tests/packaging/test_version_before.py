@@ -114,6 +114,8 @@ def test_the_server_of_before_with_this_connector_and_client(old_server: ServerP
             sample = client.get(sample_id)
             assert (sample.columns, sample.loss_mask) == ({}, None)
         assert {verdict.damage for verdict in client.verify()} == {None}
+    with connect(old_server.address) as client:  # It counts by itself, and is not told once more: here, and in `account`.
+        assert [client.stat(sample_id).reads for sample_id in stored] == [2] * len(stored)
     engine.close()
 
 
@@ -153,6 +155,9 @@ def test_the_connector_and_client_of_before_with_this_server(before: dict[str, s
             refused = found.pop("placed")
             assert found == stored  # Without the mask, which it does not know and need not know.
             assert refused.startswith("InternalFault the sample has column 'positions'")
+        with connect(server.address) as client:
+            # Sent, and in place; what was promised also by `account`.
+            assert {name: client.stat(name).reads for name in stored} == {name: 2 + (name in promised) for name in stored}
         with connect(server.address) as client:
             mask = client.get("masked").loss_mask
             assert mask is not None

@@ -19,6 +19,7 @@ _REQUESTS: dict[str, Any] = {
     "Read": samples_pb2.ReadRequest,
     "ReadMany": samples_pb2.ReadManyRequest,
     "Stat": samples_pb2.StatRequest,
+    "CountRead": samples_pb2.CountReadRequest,
     "List": samples_pb2.ListRequest,
     "Delete": samples_pb2.DeleteRequest,
     "Verify": samples_pb2.VerifyRequest,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import builtins
 import datetime
-import functools
 import logging
 import math
 import operator
@@ -15,6 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import NoReturn, Self
 
+from slotstream.client.counting import ReadCounter
 from slotstream.client.info import (
     Forecast,
     NamespaceUsage,
@@ -145,6 +145,7 @@ class Client:
         self._said_not_in_place = False
         self._stall_timeout_s = stall_timeout_s
         self._holders: dict[int, str] = {}  # By process: one that was forked leases for itself.
+        self._counter = ReadCounter(rpc.count_read)
 
     @property
     def address(self) -> str:
@@ -166,6 +167,7 @@ class Client:
         wait_s: float = 30.0,
         verify: bool = True,
         ack: bool = False,
+        count: bool = True,
     ) -> Sample:
         """Rows [start, stop) of a sample as tensors; arguments, waiting and errors as in `read`.
 
@@ -175,7 +177,7 @@ class Client:
         """
         require_torch()
         with self.read(
-            sample_id, namespace=namespace, start=start, stop=stop, layers=layers, wait_s=wait_s, verify=verify
+            sample_id, namespace=namespace, start=start, stop=stop, layers=layers, wait_s=wait_s, verify=verify, count=count
         ) as reader:
             sample = receive_sample(reader)
         if ack:
@@ -192,6 +194,7 @@ class Client:
         layers: Sequence[int | str] | None = None,
         wait_s: float = 30.0,
         verify: bool = True,
+        count: bool = True,
     ) -> RowReader:
         """Rows [start, stop) of a sample as bytes, without torch: the facts at once, the rows by iterating the reader.
 
@@ -201,6 +204,7 @@ class Client:
         wait_s: how long to wait for a sample that is still arriving or not known yet, 0 to 3600.
         verify: have the server check the rows against their hashes, for which it reads all layers of these rows. False: it
         reads fewer than half of the layers alone, unchecked, which saves the disk most of the work where layers are many.
+        count: whether a read of every row is one that the rule delete_after_reads counts, once the last row is handed out.
 
         Raises SampleNotFound (the id did not appear within wait_s, nor within the server's own shorter grace for ids that
         nobody has opened), SampleFailed (its `reason` is the code of why), DeadlineExceeded (still arriving after wait_s),
@@ -220,19 +224,21 @@ class Client:
             unverified=not verify,
             in_place=self.data_dir is not None,
             columns=further_columns(),
+            counting=samples_pb2.READ_COUNTING_CALLED if count else samples_pb2.READ_COUNTING_NOT,
         )
         request.layer_ids.extend(_checked_layers(self._with_ids(layers, request)))
         reader = self._reader(request)
-        if self.data_dir is None:
-            return reader
-        try:
-            reader.take_from(self.data_dir, functools.partial(self._count_read, reader.info))
-        except WrongFileError as error:
-            if not self._said_not_in_place:
-                self._said_not_in_place = True
-                _log.warning("rows come from the server, not out of %s: %s", self.data_dir, error)
-            request.in_place = False
-            reader = self._reader(request)
+        if self.data_dir is not None:
+            try:
+                reader.take_from(self.data_dir)
+            except WrongFileError as error:
+                if not self._said_not_in_place:
+                    self._said_not_in_place = True
+                    _log.warning("rows come from the server, not out of %s: %s", self.data_dir, error)
+                request.in_place = False
+                reader = self._reader(request)
+        if count:
+            reader.count_with(self._counter.add)
         return reader
 
     def get_many(
@@ -318,7 +324,7 @@ class Client:
             retry_s=retry_s,
             wait_s=wait_s,
             data_dir=self.data_dir,
-            count_reads=self._count_reads,
+            count=self._counter.add,
         )
 
     def _with_ids(self, layers: Sequence[int | str] | None, request: samples_pb2.ReadRequest) -> Sequence[int | str] | None:
@@ -328,6 +334,7 @@ class Client:
         asked = samples_pb2.ReadRequest()
         asked.CopyFrom(request)
         asked.start, asked.stop, asked.in_place = 0, 0, False  # No row: only what the sample is.
+        asked.counting = samples_pb2.READ_COUNTING_NOT
         with self._reader(asked) as reader:
             info = reader.info
         return _final_in(layers, info)
@@ -339,25 +346,6 @@ class Client:
             header_limit_s=request.wait_s + self._stall_timeout_s,
             stall_limit_s=self._stall_timeout_s,
         )
-
-    def _count_read(self, info: SampleInfo) -> None:
-        """Tells the server of a read that it did not see. A failure of that call changes nothing: the rows are here."""
-        self._count_reads([info])
-
-    def _count_reads(self, infos: Sequence[SampleInfo]) -> None:
-        counted = [
-            samples_pb2.CountReadRequest(
-                namespace=info.namespace, sample_id=info.sample_id, committed_unix_ns=info.committed_unix_ns or 0
-            )
-            for info in infos
-        ]
-        first = infos[0]
-        counted[0].more.extend(counted[1:])
-        try:
-            self._rpc.count_read(counted[0])
-        except (SlotStreamError, ValueError) as error:  # ValueError: the client was closed meanwhile.
-            what = f"{first.namespace}/{first.sample_id}{' and others' if len(infos) > 1 else ''}"
-            _log.warning("the server did not count a read of %s: %s", what, error)
 
     def stat(self, sample_id: str, *, namespace: str = DEFAULT_NAMESPACE) -> SampleInfo:
         """What is known about a sample in any state; never waits. Raises SampleNotFound."""
@@ -507,7 +495,11 @@ class Client:
         self._rpc.pause(seconds)
 
     def close(self) -> None:
-        """Ends the connection, calls still under way, and what other threads wait for in them. May be called twice."""
+        """Ends the connection, calls still under way, and what other threads wait for in them. May be called twice.
+
+        First the server is told of the reads so far, for two seconds at most.
+        """
+        self._counter.close()
         self._rpc.close()
 
     def __reduce__(self) -> NoReturn:

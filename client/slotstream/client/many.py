@@ -37,7 +37,6 @@ _log = logging.getLogger(__name__)
 _CALL_BYTES_MAX = 192 << 10  # Of a request; a server takes a little more.
 _READS_IN_CALL = 256  # A server takes more; but what is asked for early may be deleted before its turn.
 _PAUSE_S, _PAUSE_S_MAX = 0.1, 2.0
-_COUNTED_TOGETHER = 256
 _HEADER_TAG, _ERROR_TAG = 0x0A, 0x1A  # What a reply begins with: ReadReply.header, ReadReply.error.
 # The connection's failures, and not a sample's: they end the stream, where trying again did not help.
 _ENDING = (ServerUnavailable, ServerDraining, Interrupted, DeadlineExceeded, ProtocolViolation, Unauthenticated)
@@ -115,7 +114,10 @@ class PatientReader:
         reader, done = self._reader, 0
         while True:
             try:
-                return reader.read_into(memory[done:])
+                reader.read_into(memory[done:])
+                if reader.start != self._reader.start:
+                    self._reader.was_taken()
+                return
             except SlotStreamError as error:
                 failed = error
             done = (reader.next_row - self._reader.start) * self._reader.row_bytes
@@ -133,16 +135,15 @@ class ManyReads:
         retry_s: float,
         wait_s: float,
         data_dir: Path | None,
-        count_reads: Callable[[list[SampleInfo]], None],
+        count: Callable[[SampleInfo, bool], None],
     ) -> None:
-        """`count_reads`: tells the server of reads that it did not see."""
+        """`count`: see `RowReader.count_with`."""
         self._rpc = rpc
         self._stall_limit_s = stall_limit_s
         self._retry_s = retry_s
         self._wait_s = wait_s
         self._data_dir = data_dir
-        self._count_reads = count_reads
-        self._counted: list[SampleInfo] = []
+        self._count = count
         self._is_served = True  # By an older server, not: then each read is a call.
         # Reads of the next call: a caller that wants a few does not make the server read hundreds, some of them deleted soon.
         self._most = 1
@@ -169,7 +170,6 @@ class ManyReads:
                 self._end_call()
         finally:
             self._end_call()
-            self._count(at_least=1)
 
     def _next_call(self, rest: Iterator[tuple[K, Read | SlotStreamError]]) -> list[tuple[K, Read | SlotStreamError]]:
         asked, nbytes = [], 0
@@ -177,6 +177,7 @@ class ManyReads:
             asked.append((key, read))
             if isinstance(read, Read):
                 read.in_place = self._data_dir is not None
+                read.counting = samples_pb2.READ_COUNTING_CALLED
                 nbytes += read.ByteSize() + 8
             if nbytes > _CALL_BYTES_MAX:
                 break
@@ -269,17 +270,15 @@ class ManyReads:
 
     def _in_place(self, reader: RowReader, number: int, start: int | None) -> RowReader:
         """With the rows out of the sample's file, where that is at hand."""
-        if self._data_dir is None:
-            return reader
-        try:
-            reader.take_from(self._data_dir, lambda: self._counted.append(reader.info))
-            self._count(at_least=_COUNTED_TOGETHER)
-            return reader
-        except WrongFileError as error:
-            _log.debug("rows come from the server, not out of %s: %s", self._data_dir, error)
-            turn, reader = self._turn, self._open_alone(number, start, 0.0, in_place=False)
-            assert turn is None or turn.is_over, "a read in place has no rows"
-            return reader
+        if self._data_dir is not None:
+            try:
+                reader.take_from(self._data_dir)
+            except WrongFileError as error:
+                _log.debug("rows come from the server, not out of %s: %s", self._data_dir, error)
+                turn, reader = self._turn, self._open_alone(number, start, 0.0, in_place=False)
+                assert turn is None or turn.is_over, "a read in place has no rows"
+        reader.count_with(self._count)
+        return reader
 
     def _wait(self, error: SlotStreamError) -> None:
         """Before the next try. Raises `error` where another would be of no use, or `retry_s` are over."""
@@ -300,9 +299,3 @@ class ManyReads:
         if self._call is not None:
             self._call.close()
         self._call = self._turn = None
-
-    def _count(self, *, at_least: int) -> None:
-        if len(self._counted) >= at_least:
-            counted, self._counted = self._counted, []
-            for together in [counted] if self._is_served else [[info] for info in counted]:
-                self._count_reads(together)

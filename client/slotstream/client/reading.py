@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from array import array
 from collections.abc import Callable, Iterable, Iterator
@@ -88,8 +89,20 @@ class RowReader:
     def nbytes(self) -> int:
         return self.num_rows * self.row_bytes
 
-    def take_from(self, data_dir: Path, taken: Callable[[], None]) -> None:
-        """Take the rows out of the sample's file below `data_dir`; `taken` is called once the last row of all was.
+    def count_with(self, count: Callable[[SampleInfo, bool], None]) -> None:
+        """Where this is a read of every row, and the server leaves it to the reader to say that it has them: call `count` once
+        the last one is handed out, with the sample, and whether the server takes many at a time. Before iterating.
+        """
+        if self.num_rows == self.info.num_tokens and (self._counted_by_call or self._file is not None):
+            self._taken = functools.partial(count, self.info, self._counted_by_call)  # Not of the reader: see `_blocks`.
+
+    def was_taken(self) -> None:
+        """All rows are handed out, by this reader or by those that went on where it broke."""
+        taken, self._taken = self._taken, lambda: None
+        taken()
+
+    def take_from(self, data_dir: Path) -> None:
+        """Take the rows out of the sample's file below `data_dir`.
 
         For a request that said `in_place`. Raises WrongFileError when the file there is not the sample's: nothing can be read
         then. A server too old to know `in_place` sends the rows, and nothing changes.
@@ -108,8 +121,6 @@ class RowReader:
             file.close()
             raise WrongFileError(f"{path} is not what the server says of the sample")
         self._file, self._file_rows = file, self._rows_of(file)
-        if self.num_rows == self.info.num_tokens:
-            self._taken = taken
 
     def read_into(self, memory: memoryview) -> None:
         """All rows, to `memory` of `nbytes` bytes; instead of iterating. Raises what iterating raises."""
@@ -138,8 +149,7 @@ class RowReader:
         self.close()
         if self._next_row != self.stop:
             raise Interrupted(f"the server ended the read at row {self._next_row}, before row {self.stop}")
-        taken, self._taken = self._taken, lambda: None
-        taken()
+        self.was_taken()
         raise StopIteration
 
     def close(self) -> None:
@@ -162,6 +172,7 @@ class RowReader:
         self.info = SampleInfo.from_wire(header.info)
         self.layer_ids = tuple(header.layer_ids)
         self.start, self.stop = header.start, header.stop
+        self._counted_by_call = header.counted_by_call
         self._header_xxh3 = header.header_xxh3 if header.HasField("header_xxh3") else None
         wanted_layers = tuple(request.layer_ids) or self.info.layer_ids
         wanted_stop = request.stop if request.HasField("stop") else self.info.num_tokens

@@ -1,5 +1,6 @@
 from slotstream.v1 import sample_pb2 as _sample_pb2
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from collections.abc import Iterable as _Iterable, Mapping as _Mapping
@@ -7,8 +8,17 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class ReadCounting(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    READ_COUNTING_SENT: _ClassVar[ReadCounting]
+    READ_COUNTING_CALLED: _ClassVar[ReadCounting]
+    READ_COUNTING_NOT: _ClassVar[ReadCounting]
+READ_COUNTING_SENT: ReadCounting
+READ_COUNTING_CALLED: ReadCounting
+READ_COUNTING_NOT: ReadCounting
+
 class ReadRequest(_message.Message):
-    __slots__ = ("namespace", "sample_id", "start", "stop", "layer_ids", "wait_s", "unverified", "in_place", "columns")
+    __slots__ = ("namespace", "sample_id", "start", "stop", "layer_ids", "wait_s", "unverified", "in_place", "columns", "counting")
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     SAMPLE_ID_FIELD_NUMBER: _ClassVar[int]
     START_FIELD_NUMBER: _ClassVar[int]
@@ -18,6 +28,7 @@ class ReadRequest(_message.Message):
     UNVERIFIED_FIELD_NUMBER: _ClassVar[int]
     IN_PLACE_FIELD_NUMBER: _ClassVar[int]
     COLUMNS_FIELD_NUMBER: _ClassVar[int]
+    COUNTING_FIELD_NUMBER: _ClassVar[int]
     namespace: str
     sample_id: str
     start: int
@@ -27,7 +38,8 @@ class ReadRequest(_message.Message):
     unverified: bool
     in_place: bool
     columns: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, namespace: _Optional[str] = ..., sample_id: _Optional[str] = ..., start: _Optional[int] = ..., stop: _Optional[int] = ..., layer_ids: _Optional[_Iterable[int]] = ..., wait_s: _Optional[float] = ..., unverified: bool = ..., in_place: bool = ..., columns: _Optional[_Iterable[str]] = ...) -> None: ...
+    counting: ReadCounting
+    def __init__(self, namespace: _Optional[str] = ..., sample_id: _Optional[str] = ..., start: _Optional[int] = ..., stop: _Optional[int] = ..., layer_ids: _Optional[_Iterable[int]] = ..., wait_s: _Optional[float] = ..., unverified: bool = ..., in_place: bool = ..., columns: _Optional[_Iterable[str]] = ..., counting: _Optional[_Union[ReadCounting, str]] = ...) -> None: ...
 
 class ReadManyRequest(_message.Message):
     __slots__ = ("reads",)
@@ -48,7 +60,7 @@ class ReadReply(_message.Message):
     def __init__(self, header: _Optional[_Union[ReadHeader, _Mapping]] = ..., rows: _Optional[_Union[RowsHeader, _Mapping]] = ..., error: _Optional[_Union[ReadError, _Mapping]] = ..., data: _Optional[bytes] = ...) -> None: ...
 
 class ReadHeader(_message.Message):
-    __slots__ = ("info", "layer_ids", "start", "stop", "token_ids", "header_xxh3", "columns")
+    __slots__ = ("info", "layer_ids", "start", "stop", "token_ids", "header_xxh3", "columns", "counted_by_call")
     INFO_FIELD_NUMBER: _ClassVar[int]
     LAYER_IDS_FIELD_NUMBER: _ClassVar[int]
     START_FIELD_NUMBER: _ClassVar[int]
@@ -56,6 +68,7 @@ class ReadHeader(_message.Message):
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     HEADER_XXH3_FIELD_NUMBER: _ClassVar[int]
     COLUMNS_FIELD_NUMBER: _ClassVar[int]
+    COUNTED_BY_CALL_FIELD_NUMBER: _ClassVar[int]
     info: _sample_pb2.SampleInfo
     layer_ids: _containers.RepeatedScalarFieldContainer[int]
     start: int
@@ -63,7 +76,8 @@ class ReadHeader(_message.Message):
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     header_xxh3: int
     columns: _containers.RepeatedCompositeFieldContainer[_sample_pb2.ColumnData]
-    def __init__(self, info: _Optional[_Union[_sample_pb2.SampleInfo, _Mapping]] = ..., layer_ids: _Optional[_Iterable[int]] = ..., start: _Optional[int] = ..., stop: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., header_xxh3: _Optional[int] = ..., columns: _Optional[_Iterable[_Union[_sample_pb2.ColumnData, _Mapping]]] = ...) -> None: ...
+    counted_by_call: bool
+    def __init__(self, info: _Optional[_Union[_sample_pb2.SampleInfo, _Mapping]] = ..., layer_ids: _Optional[_Iterable[int]] = ..., start: _Optional[int] = ..., stop: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., header_xxh3: _Optional[int] = ..., columns: _Optional[_Iterable[_Union[_sample_pb2.ColumnData, _Mapping]]] = ..., counted_by_call: bool = ...) -> None: ...
 
 class ReadError(_message.Message):
     __slots__ = ("read", "code", "message", "reason")

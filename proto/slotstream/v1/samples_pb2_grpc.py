@@ -167,8 +167,8 @@ class SamplesServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def CountRead(self, request, context):
-        """Says that a reader has taken every row of a sample out of its file (see ReadRequest.in_place): that counts like a read whose
-        rows were sent. Nothing happens where there is no such sample any more. Right: read.
+        """Says that a reader has every row of a sample, out of its file (ReadRequest.in_place) or of a read that it counts itself
+        (READ_COUNTING_CALLED): that is one read. Nothing happens where there is no such sample any more. Right: read.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from slotstream.server.access.gate import Session
 from slotstream.server.parts import ServerParts
 from slotstream.server.samples.calls import Calls, Context, key_for, parsed
-from slotstream.server.samples.reads import after, covers, opened
+from slotstream.server.samples.reads import after, counts_when_sent, opened
 from slotstream.store.records import SampleKey, SampleRecord
 from slotstream.store.samples import SampleStore
 from slotstream.v1 import samples_pb2 as pb
@@ -27,7 +27,7 @@ class _Group:
 
     frames: list[bytes] = field(default_factory=list)
     nbytes: int = 0
-    ended: list[tuple[SampleRecord, bool]] = field(default_factory=list)  # And whether every row was read.
+    ended: list[tuple[SampleRecord, bool]] = field(default_factory=list)  # And whether that is a read that counts.
 
     def add(self, frame: bytes) -> None:
         self.frames.append(frame)
@@ -42,7 +42,7 @@ class ManyReads:
     """The call ReadMany. Belongs to the event loop."""
 
     def __init__(self, parts: ServerParts[SampleStore], calls: Calls, ended: Callable[[SampleRecord, bool], None]) -> None:
-        """`ended`: told of each sample once its last reply is written, and whether every row of it was."""
+        """`ended`: told of each sample once its last reply is written, and whether that is a read that counts."""
         self._store, self._disk_threads, self._metrics, self._waiters = (
             parts.store,
             parts.disk_threads,
@@ -71,8 +71,8 @@ class ManyReads:
                 for frame in group.frames:
                     await self._calls.write(context, frame)
                     self._metrics.sent_bytes.inc(len(frame))
-                for record, was_whole in group.ended:
-                    self._ended(record, was_whole)
+                for record, counts in group.ended:
+                    self._ended(record, counts)
         finally:
             after(step, groups.close)
 
@@ -94,7 +94,7 @@ def _groups(store: SampleStore, keys: Sequence[SampleKey], reads: Sequence[pb.Re
                             yield group
                             group = _Group()
                         group.add(frame)
-                    group.ended.append((reader.record, not read.in_place and covers(read, reader)))
+                    group.ended.append((reader.record, counts_when_sent(read, reader)))
                 except SlotStreamError as error:
                     group.add(_error_frame(number, error))
                     group.ended.append((reader.record, False))

@@ -46,8 +46,12 @@ def after(step: Future[Any] | None, then: Callable[[], None]) -> None:
         step.add_done_callback(lambda _: then())
 
 
-def covers(request: pb.ReadRequest, reader: SampleReader) -> bool:
-    """Whether every row was asked for, of any layers: such a read counts for delete_after_reads."""
+def counts_when_sent(request: pb.ReadRequest, reader: SampleReader) -> bool:
+    """Whether the read counts for delete_after_reads once all of it is sent: it is of every row, of any layers, and nobody says
+    otherwise.
+    """
+    if request.in_place or request.counting != pb.READ_COUNTING_SENT:
+        return False
     rows = reader.file.header.num_tokens
     return request.start == 0 and (not request.HasField("stop") or request.stop == rows)
 
@@ -70,6 +74,7 @@ def _frames(reader: SampleReader, request: pb.ReadRequest) -> Iterator[bytes]:
             sample_pb2.ColumnData(name=name, data=bytes(reader.column(name, start, stop, positions)))
             for name in _wanted_columns(reader, request)
         ],
+        counted_by_call=request.counting == pb.READ_COUNTING_CALLED,
     )
     if request.in_place:
         header.header_xxh3 = int(reader.file.header_xxh3, 16)

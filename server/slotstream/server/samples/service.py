@@ -20,7 +20,7 @@ from slotstream.server.samples.admin import AdminCalls
 from slotstream.server.samples.calls import Calls, Context, key_for, parsed, spaces_for, stream, unary
 from slotstream.server.samples.leases import LeaseBook
 from slotstream.server.samples.many import ManyReads
-from slotstream.server.samples.reads import Opened, after, close_unwanted, covers, opened
+from slotstream.server.samples.reads import Opened, after, close_unwanted, counts_when_sent, opened
 from slotstream.store.records import SampleKey, SampleRecord
 from slotstream.store.sample.reading import SampleReader
 from slotstream.store.samples import SampleStore
@@ -89,7 +89,7 @@ class SamplesService:
             except (SampleNotFound, StillArriving):
                 reader, frames, header = await self._open_later(session, key, request)
             step: Future[bytes | None] | None = None
-            was_whole = False
+            counts = False
             try:
                 frame: bytes | None = header
                 while frame is not None:
@@ -98,18 +98,18 @@ class SamplesService:
                     await self._calls.write(context, frame)
                     self._metrics.sent_bytes.inc(len(frame))
                     frame = None if step is None else await asyncio.wrap_future(step)
-                was_whole = not request.in_place and covers(request, reader)
+                counts = counts_when_sent(request, reader)
             finally:
-                after(step, lambda: self._end_read(reader, was_whole))
+                after(step, lambda: self._end_read(reader, counts))
 
-    def _end_read(self, reader: SampleReader, was_whole: bool) -> None:
+    def _end_read(self, reader: SampleReader, counts: bool) -> None:
         """Closes the sample; now it may go, if its read was the last that its namespace's rule grants."""
         reader.close()
-        self._count(reader.record, was_whole)
+        self._count(reader.record, counts)
 
-    def _count(self, record: SampleRecord, was_whole: bool) -> None:
+    def _count(self, record: SampleRecord, counts: bool) -> None:
         namespace = record.namespace
-        if was_whole:
+        if counts:
             counted = self._store.lifetimes.count_read(record.key, record.committed_unix_ns)
             counted.add_done_callback(lambda _: self._housekeeping.touch(namespace, at_once=True))
         else:
@@ -229,8 +229,7 @@ class SamplesService:
             if len(request.more) >= READS_IN_CALL_MAX:
                 raise BadParams(f"one call counts at most {READS_IN_CALL_MAX} reads")
             counted = [(key_for(session, "read", one), one.committed_unix_ns) for one in (request, *request.more)]
-            for key, committed_unix_ns in counted:
-                await asyncio.wrap_future(self._store.lifetimes.count_read(key, committed_unix_ns))
+            await asyncio.wrap_future(self._store.lifetimes.count_reads(counted))
             for namespace in {key.namespace for key, _ in counted}:
                 self._housekeeping.touch(namespace, at_once=True)
             return pb.CountReadReply()

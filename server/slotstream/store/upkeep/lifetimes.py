@@ -66,6 +66,15 @@ class Lifetimes:
         """Every row of the sample committed then was read. Done when it is counted; a crash may lose the last counts."""
         return self._catalogue.submit(lambda db: retention_sql.count_read(db, key, committed_unix_ns))
 
+    def count_reads(self, reads: Sequence[tuple[SampleKey, int]]) -> Future[None]:
+        """Likewise of many samples, each with when it was committed."""
+
+        def count(db: sqlite3.Connection) -> None:
+            for key, committed_unix_ns in reads:
+                retention_sql.count_read(db, key, committed_unix_ns)
+
+        return self._catalogue.submit(count)
+
     # Acks and leases.
 
     def ack(self, key: SampleKey) -> None:
