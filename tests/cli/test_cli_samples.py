@@ -277,6 +277,44 @@ def test_get_leaves_no_trace_of_a_failure(stored: SyntheticSample, tmp_path: Pat
     assert list(tmp_path.iterdir()) == []
 
 
+def test_the_callers_id_finds_the_samples(
+    ingest: IngestClient, namespace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """vLLM answered `cmpl-x`, and calls the prompts and sequences of that request otherwise."""
+    several = ["cmpl-y-0-89abcdef", "1_cmpl-y-0-89abcdef"]
+    for name in ("cmpl-x-0-01234567", *several, "cmpl-xyz-0-01234567"):
+        ingest.store(SyntheticSample(name, namespace=namespace))
+    there = ["--namespace", namespace]
+    assert cli.main(["stat", "cmpl-x", *there]) == 0
+    assert re.search(r"(?m)^sample +cmpl-x-0-01234567$", capsys.readouterr().out)
+    assert cli.main(["get", "cmpl-x", *there, "-o", str(tmp_path / "x")]) == 0
+    assert len(load_file(tmp_path / "x")["token_ids"]) == 40
+    capsys.readouterr()
+    assert cli.main(["stat", "cmpl-y", *there]) == 0
+    captured = capsys.readouterr()
+    assert {line.split()[0] for line in captured.out.splitlines()[1:]} == set(several)
+    assert captured.err == "2 samples are of request cmpl-y:\n"
+    assert cli.main(["stat", "cmpl-y", *there, "--json"]) == 0
+    assert {info["sample_id"] for info in json_lines(capsys.readouterr().out)} == set(several)
+    assert cli.main(["get", "cmpl-y", *there]) == 1
+    assert all(name in capsys.readouterr().err for name in several[:1])
+    assert cli.main(["ls", "--request", "cmpl-y", *there, "--json"]) == 0
+    assert {info["sample_id"] for info in json_lines(capsys.readouterr().out)} == set(several)
+    assert cli.main(["stat", "cmpl-z", *there]) == 1
+    assert capsys.readouterr().err.endswith("(NOT_FOUND)\n")
+
+
+def test_the_last_norms_output_has_its_name_in_json(
+    ingest: IngestClient, namespace: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = {"layer_names": '["1", "2", "final"]'}
+    ingest.store(SyntheticSample("f", namespace=namespace, layer_ids=(1, 2, 7), metadata=names))
+    for words in (["stat", "f"], ["ls"]):
+        assert cli.main([*words, "--namespace", namespace, "--json"]) == 0
+        (info,) = json_lines(capsys.readouterr().out)
+        assert (info["layer_ids"], info["layer_names"]) == ([1, 2, 7], ["1", "2", "final"])
+
+
 def test_get_to_stdout_writes_bytes_there_and_remarks_to_stderr(stored: SyntheticSample, server: ServerProcess) -> None:
     command = [sys.executable, "-m", "slotstream.cli.main", "get", "one", "--namespace", stored.namespace, "-o", "-"]
     done = subprocess.run(command, capture_output=True, check=False)

@@ -29,7 +29,7 @@ from slotstream.client import (
     connect,
 )
 from slotstream.client.rpc import NotServed, WatchedStream
-from slotstream.v1 import samples_pb2
+from slotstream.v1 import sample_pb2, samples_pb2
 from slotstream.wire import errors
 from slotstream.wire.errors import BadParams, InternalFault, Interrupted, ProtocolViolation, TooLarge
 from slotstream.wire.hashing import to_hex, xxh3
@@ -479,3 +479,11 @@ def test_what_a_call_raises_otherwise_reaches_the_caller() -> None:
 
     with pytest.raises(ValueError, match="closed channel"):
         WatchedStream[bytes](Call(), "host:1").receive(10.0)
+
+
+def test_a_server_that_knows_no_requests_does_not_answer_with_everything() -> None:
+    reply = samples_pb2.ListReply(samples=[sample_pb2.SampleInfo(sample_id="other", state=sample_pb2.SAMPLE_STATE_COMMITTED)])
+    with serving(List=lambda request, context: reply) as address, connect(address) as client:
+        with pytest.raises(ProtocolViolation, match="of an earlier version"):
+            list(client.list(request="cmpl-x"))
+        assert [info.sample_id for info in client.list()] == ["other"]

@@ -23,19 +23,21 @@ from slotstream.cli.common import (
     progress_bar,
     size_text,
 )
-from slotstream.cli.samples import facts
+from slotstream.cli.namespaces import listed
+from slotstream.cli.samples import facts, samples_of_request
+from slotstream.wire.names import check_sample_id
 
 if TYPE_CHECKING:
     from rich.progress import ProgressColumn
 
-    from slotstream.client import RowReader
+    from slotstream.client import Client, RowReader
 
 
 STDOUT = Path("-")
 
 
 def add_get_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("sample_id", metavar="ID", help="the sample's id")
+    parser.add_argument("sample_id", metavar="ID", help="the sample's id, or the id that vLLM answered its request with")
     parser.add_argument(
         "-o",
         "--output",
@@ -88,7 +90,7 @@ def run_get(arguments: argparse.Namespace) -> int:
     with (
         open_client(arguments, arguments.data) as client,
         client.read(
-            arguments.sample_id,
+            _id_of(client, arguments),
             namespace=arguments.namespace,
             start=arguments.start,
             stop=arguments.stop,
@@ -111,6 +113,16 @@ def run_get(arguments: argparse.Namespace) -> int:
             _export(reader, file)
     print(f"{output}: rows {rows}")
     return 0
+
+
+def _id_of(client: Client, arguments: argparse.Namespace) -> str:
+    """The sample's id, where the name may be that of its request. Raises CommandFailed where that has several samples."""
+    name = check_sample_id(arguments.sample_id)
+    found = samples_of_request(client, name, arguments.namespace)
+    if len(found) > 1:
+        ids = listed(sorted(info.sample_id for info in found))
+        raise CommandFailed(f"{len(found)} samples are of request {name}, and get fetches one: {ids}")
+    return found[0].sample_id if found else name  # Of one that is not there yet, what is waited for.
 
 
 def _export(reader: RowReader, file: BinaryIO) -> None:

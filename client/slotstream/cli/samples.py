@@ -28,7 +28,7 @@ from slotstream.cli.common import (
     size_text,
 )
 from slotstream.cli.namespaces import check_known, naming_others
-from slotstream.wire.errors import ConfigError, SampleNotFound, SlotStreamError
+from slotstream.wire.errors import ConfigError, ProtocolViolation, SampleNotFound, SlotStreamError
 from slotstream.wire.names import DEFAULT_NAMESPACE
 
 if TYPE_CHECKING:
@@ -46,12 +46,16 @@ def add_ls_arguments(parser: argparse.ArgumentParser) -> None:
     add_filter_arguments(parser)
     parser.add_argument("--state", choices=_STATES, type=str.lower, help="only samples in this state (default: any)")
     parser.add_argument(
+        "--request", metavar="ID", help="only samples of the request that vLLM answered with this id (default: any)"
+    )
+    parser.add_argument(
         "--limit", metavar="N", type=_limit, default=100, help="at most N samples; 0: all (default: %(default)s)"
     )
     add_json_argument(parser)
     parser.epilog = """\
 examples:
   slotstream ls --since 15m --state failed
+  slotstream ls --request cmpl-8a52d3
   slotstream ls --tag run=eagle3 --tag split=train --limit 0 --json | jq -r .sample_id
 """
 
@@ -66,6 +70,7 @@ def run_ls(arguments: argparse.Namespace) -> int:
             created_from=arguments.since,
             created_until=arguments.until,
             tags=dict(arguments.tag),
+            request=arguments.request,
             limit=None if limit is None else limit + 1,  # One more, to know whether there is more.
         )
         within_limit = itertools.islice(listed, limit)
@@ -102,7 +107,9 @@ def _why_nothing(client: Client, arguments: argparse.Namespace) -> str:
 
 
 def add_stat_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("sample_id", metavar="ID", nargs="*", help="sample ids (default: none, show what the server holds)")
+    parser.add_argument(
+        "sample_id", metavar="ID", nargs="*", help="ids of samples, or of requests (default: none, show what the server holds)"
+    )
     add_server_argument(parser)
     add_access_arguments(parser)
     add_namespace_argument(parser, any_by_default=True, may_name_one=True)
@@ -124,17 +131,34 @@ def run_stat(arguments: argparse.Namespace) -> int:
     with open_client(arguments) as client:
         for number, sample_id in enumerate(arguments.sample_id):
             try:
-                info = client.stat(sample_id, namespace=namespace)
+                infos = _known_as(client, sample_id, namespace)
             except SlotStreamError as error:
                 _raise_where_pointless(error)
                 complain_about("stat", sample_id, error)
                 failures += 1
                 continue
             if arguments.json:
-                print_json(_plain(info))
+                for info in infos:
+                    print_json(_plain(info))
+                continue
+            print("\n" * (number > 0), end="", flush=True)
+            if len(infos) > 1:
+                note(f"{len(infos)} samples are of request {shown(sample_id)}:")
+                _print_table(infos)
             else:
-                print("\n" * (number > 0) + "\n".join(facts(info)))
+                print("\n".join(facts(infos[0])))
     return 1 if failures else 0
+
+
+def _known_as(client: Client, name: str, namespace: str) -> list[SampleInfo]:
+    """The sample of this id, else those of the request that vLLM answered with it. Raises SampleNotFound."""
+    try:
+        return [client.stat(name, namespace=namespace)]
+    except SampleNotFound:
+        found = samples_of_request(client, name, namespace)
+        if not found:
+            raise
+    return [client.stat(found[0].sample_id, namespace=namespace)] if len(found) == 1 else found
 
 
 def add_rm_arguments(parser: argparse.ArgumentParser) -> None:
@@ -172,6 +196,14 @@ def run_rm(arguments: argparse.Namespace) -> int:
             else:
                 print(f"deleted {arguments.namespace}/{sample_id}", flush=True)
     return 1 if failures else 0
+
+
+def samples_of_request(client: Client, request_id: str, namespace: str) -> list[SampleInfo]:
+    """None of them where the server is too old to know."""
+    try:
+        return list(client.list(request=request_id, namespace=namespace))
+    except ProtocolViolation:
+        return []
 
 
 def facts(info: SampleInfo) -> list[str]:
@@ -227,7 +259,7 @@ def _print_table(samples: Sequence[SampleInfo]) -> bool:
 
 
 def _plain(info: SampleInfo) -> dict[str, Any]:
-    return dataclasses.asdict(info)
+    return {**dataclasses.asdict(info), "layer_names": info.layer_names}
 
 
 def _raise_where_pointless(error: SlotStreamError) -> None:

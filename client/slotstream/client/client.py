@@ -29,7 +29,7 @@ from slotstream.client.info import (
 from slotstream.client.local_file import WrongFileError
 from slotstream.client.many import ManyReads
 from slotstream.client.reading import RowReader
-from slotstream.client.rpc import Rpc
+from slotstream.client.rpc import NotServed, Rpc
 from slotstream.client.tensors import Answer, Sample, receive_sample, require_torch
 from slotstream.v1 import samples_pb2
 from slotstream.wire.access import Access, token_from_environment
@@ -361,6 +361,7 @@ class Client:
         created_from: datetime.datetime | int | None = None,
         created_until: datetime.datetime | int | None = None,
         tags: Mapping[str, str] | None = None,
+        request: str | None = None,
         limit: int | None = None,
         page_size: int = 200,
     ) -> Iterator[SampleInfo]:
@@ -368,6 +369,8 @@ class Client:
 
         state: a SampleState or its name. created_from (inclusive), created_until (exclusive): datetimes with a timezone, or
         nanoseconds since 1970 UTC. tags: at most 8, all of which must be equal. limit: the most samples to return.
+        request: the id that vLLM answered a request with: its samples, whose ids are made of it. Where a sample has that very
+        id, only that one. Raises ProtocolViolation where the server is too old for it.
         """
         if not 0 < page_size <= PAGE_SIZE_MAX:
             raise BadPage(f"page_size {page_size} is not between 1 and {PAGE_SIZE_MAX}")
@@ -375,15 +378,16 @@ class Client:
             raise BadPage(f"limit {limit} is negative")
         if tags and len(tags) > TAG_FILTERS_MAX:
             raise BadTags(f"a list filters by at most {TAG_FILTERS_MAX} tags, not {len(tags)}")
-        request = samples_pb2.ListRequest(
+        asked = samples_pb2.ListRequest(
             namespace="" if namespace is None else check_namespace(namespace),
             model=model or "",
             state=wire_state(state),
             created_from_unix_ns=unix_ns(created_from),
             created_until_unix_ns=unix_ns(created_until),
             tags=check_tags(tags or {}),
+            request_id=request or "",
         )
-        return self._pages(request, page_size, limit)
+        return self._pages(asked, page_size, limit)
 
     def moment(self, *, namespace: str | None = None) -> int:
         """Now, by the server's clock, in Unix ns: up to then nothing commits any more. An epoch of `rows` is counted by it.
@@ -518,6 +522,8 @@ class Client:
         while left is None or left > 0:
             request.page_size = page_size if left is None else min(page_size, left)
             reply = self._rpc.list(request)
+            if request.request_id and not reply.of_request:
+                raise NotServed(f"the server at {self.address} is of an earlier version, and finds no sample by its request")
             yield from map(SampleInfo.from_wire, reply.samples[:left])
             if not reply.next_page_token:
                 return

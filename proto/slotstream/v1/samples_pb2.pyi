@@ -108,7 +108,7 @@ class StatRequest(_message.Message):
     def __init__(self, namespace: _Optional[str] = ..., sample_id: _Optional[str] = ...) -> None: ...
 
 class ListRequest(_message.Message):
-    __slots__ = ("namespace", "model", "state", "created_from_unix_ns", "created_until_unix_ns", "tags", "page_size", "page_token", "settle")
+    __slots__ = ("namespace", "model", "state", "created_from_unix_ns", "created_until_unix_ns", "tags", "page_size", "page_token", "request_id", "settle")
     class TagsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -124,6 +124,7 @@ class ListRequest(_message.Message):
     TAGS_FIELD_NUMBER: _ClassVar[int]
     PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
     PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     SETTLE_FIELD_NUMBER: _ClassVar[int]
     namespace: str
     model: str
@@ -133,18 +134,21 @@ class ListRequest(_message.Message):
     tags: _containers.ScalarMap[str, str]
     page_size: int
     page_token: str
+    request_id: str
     settle: bool
-    def __init__(self, namespace: _Optional[str] = ..., model: _Optional[str] = ..., state: _Optional[_Union[_sample_pb2.SampleState, str]] = ..., created_from_unix_ns: _Optional[int] = ..., created_until_unix_ns: _Optional[int] = ..., tags: _Optional[_Mapping[str, str]] = ..., page_size: _Optional[int] = ..., page_token: _Optional[str] = ..., settle: bool = ...) -> None: ...
+    def __init__(self, namespace: _Optional[str] = ..., model: _Optional[str] = ..., state: _Optional[_Union[_sample_pb2.SampleState, str]] = ..., created_from_unix_ns: _Optional[int] = ..., created_until_unix_ns: _Optional[int] = ..., tags: _Optional[_Mapping[str, str]] = ..., page_size: _Optional[int] = ..., page_token: _Optional[str] = ..., request_id: _Optional[str] = ..., settle: bool = ...) -> None: ...
 
 class ListReply(_message.Message):
-    __slots__ = ("samples", "next_page_token", "as_of_unix_ns")
+    __slots__ = ("samples", "next_page_token", "as_of_unix_ns", "of_request")
     SAMPLES_FIELD_NUMBER: _ClassVar[int]
     NEXT_PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
     AS_OF_UNIX_NS_FIELD_NUMBER: _ClassVar[int]
+    OF_REQUEST_FIELD_NUMBER: _ClassVar[int]
     samples: _containers.RepeatedCompositeFieldContainer[_sample_pb2.SampleInfo]
     next_page_token: str
     as_of_unix_ns: int
-    def __init__(self, samples: _Optional[_Iterable[_Union[_sample_pb2.SampleInfo, _Mapping]]] = ..., next_page_token: _Optional[str] = ..., as_of_unix_ns: _Optional[int] = ...) -> None: ...
+    of_request: bool
+    def __init__(self, samples: _Optional[_Iterable[_Union[_sample_pb2.SampleInfo, _Mapping]]] = ..., next_page_token: _Optional[str] = ..., as_of_unix_ns: _Optional[int] = ..., of_request: bool = ...) -> None: ...
 
 class DeleteRequest(_message.Message):
     __slots__ = ("namespace", "sample_id")

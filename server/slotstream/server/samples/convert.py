@@ -81,6 +81,7 @@ def query_of(request: samples_pb2.ListRequest, spaces: tuple[str, ...] | None) -
         tags=dict(request.tags),
         page_size=request.page_size or PAGE_SIZE_DEFAULT,
         page_token=request.page_token,
+        request_id=request.request_id,
     )
 
 

@@ -200,7 +200,9 @@ class SamplesService:
         query = convert.query_of(request, spaces)
         while True:
             records, token = self._store.list_page(query)
-            reply = pb.ListReply(samples=map(convert.info_of, records), next_page_token=token)
+            reply = pb.ListReply(
+                samples=map(convert.info_of, records), next_page_token=token, of_request=bool(query.request_id)
+            )
             # Somebody's samples with all the tags and metadata that they may have must not make a page that cannot be sent.
             if reply.ByteSize() <= _PAGE_BYTES_MAX or query.page_size == 1:
                 return reply

@@ -11,6 +11,7 @@ What retention needs beside these is in `retention_sql`, the checksums of rows i
 from __future__ import annotations
 
 import json
+import re
 import secrets
 import sqlite3
 from collections.abc import Mapping
@@ -24,6 +25,10 @@ from slotstream.wire.errors import BadNamespace, BadParams, BadSampleId
 from slotstream.wire.hashing import xxh3
 from slotstream.wire.names import PAGE_SIZE_MAX, TAG_FILTERS_MAX
 
+SEQUENCES_MAX = 128  # Of one prompt, that are looked for.
+_OF_REQUEST_MAX = 10_000
+_REQUEST_CHARS_MAX = 104  # So much of a longer one the connector keeps in an id.
+_NOT_IN_IDS = re.compile(r"[^A-Za-z0-9._-]")
 _TAG_SAMPLE = 1000  # Rows looked at to guess which of several tags is the rarest.
 
 SCHEMA = """
@@ -104,6 +109,7 @@ class ListQuery:
     tags: Mapping[str, str] = field(default_factory=dict)
     page_size: int = 100
     page_token: str = ""
+    request_id: str = ""  # As vLLM answered it: samples whose ids are made of it.
 
     def __post_init__(self) -> None:
         if not 1 <= self.page_size <= PAGE_SIZE_MAX:
@@ -121,6 +127,7 @@ class ListQuery:
             self.created_until_unix_ns,
             dict(self.tags),
             self.namespaces,
+            *([self.request_id] if self.request_id else []),
         ]
         return xxh3(compact_json(filters).encode()) & 0xFFFFFFFF
 
@@ -252,6 +259,29 @@ def list_page(db: sqlite3.Connection, query: ListQuery) -> tuple[list[SampleReco
     return [record_from_row(row[2:]) for row in page], token
 
 
+def request_rows(db: sqlite3.Connection, namespace: str, request_id: str) -> list[int]:
+    """The rows of a request's samples, by what vLLM calls it; "" is every namespace. Each is found along the ids' own index.
+
+    vLLM calls the prompts of request ID `ID-0-...`, a chat `ID-...`, and their sequences `0_ID-...`, `1_ID-...`.
+    """
+    spaces = "(SELECT ? AS namespace)" if namespace else "(SELECT namespace FROM namespaces WHERE ? = '')"
+    exact = f"SELECT s.id FROM {spaces} AS n CROSS JOIN samples AS s ON s.namespace = n.namespace AND s.sample_id = ?"
+    if found := db.execute(exact, (namespace, request_id)).fetchall():
+        return [row_id for (row_id,) in found]
+    begins = _NOT_IN_IDS.sub("-", request_id).lstrip("._-")[:_REQUEST_CHARS_MAX]
+    if not begins:
+        return []
+    lows = [f"{begins}-", *(f"{sequence}_{begins}-" for sequence in range(SEQUENCES_MAX))]
+    # Up to the next character after "-".
+    ranges = [bound for low in lows for bound in (low, f"{low[:-1]}.")]
+    query = (
+        f"WITH ranges (low, high) AS (VALUES {', '.join(['(?, ?)'] * len(lows))}) SELECT s.id FROM {spaces} AS n "
+        "CROSS JOIN ranges CROSS JOIN samples AS s "
+        "ON s.namespace = n.namespace AND s.sample_id >= ranges.low AND s.sample_id < ranges.high LIMIT ?"
+    )
+    return [row_id for (row_id,) in db.execute(query, (*ranges, namespace, _OF_REQUEST_MAX))]
+
+
 def totals(db: sqlite3.Connection) -> dict[State, tuple[int, int]]:
     """State -> (samples, bytes)."""
     rows = db.execute("SELECT state, samples, bytes FROM totals").fetchall()
@@ -279,15 +309,21 @@ def _list_sql(db: sqlite3.Connection, query: ListQuery, before: tuple[int, int] 
     tags = _rarest_first(db, query.tags)
     where: list[str] = []
     values: list[object] = []
-    if tags:
+    if query.request_id:
+        found = request_rows(db, query.namespace, query.request_id)
+        source = "samples AS s NOT INDEXED"  # By their numbers: they are few.
+        created, row_id = "s.created_unix_ns", "s.id"
+        where.append(f"s.id IN ({', '.join('?' * len(found))})")
+        values += found
+    elif tags:
         source = "tags AS t CROSS JOIN samples AS s ON s.id = t.sample"
         created, row_id = "t.created_unix_ns", "t.sample"
         where.append("t.key = ? AND t.value = ?")
-        values += tags[0]
+        values += tags.pop(0)
     else:
         source = f"samples AS s INDEXED BY {_index(query)}"
         created, row_id = "s.created_unix_ns", "s.id"
-    for key, value in tags[1:]:
+    for key, value in tags:
         where.append(
             f"EXISTS (SELECT 1 FROM tags AS o WHERE o.key = ? AND o.value = ? AND o.created_unix_ns = {created} "
             f"AND o.sample = {row_id})"
@@ -295,7 +331,7 @@ def _list_sql(db: sqlite3.Connection, query: ListQuery, before: tuple[int, int] 
         values += [key, value]
     if query.state is not None:
         where.append(f"s.state = '{query.state}'")
-        if _index(query) == "samples_unfinished":
+        if _index(query) == "samples_unfinished" and not query.request_id:
             where.append("s.state <> 'committed'")  # SQLite uses a partial index only when its condition stands here.
     filters: tuple[tuple[str, str | int], ...] = (
         ("s.namespace = ?", query.namespace),
