@@ -361,3 +361,23 @@ def test_in_a_process_of_its_own(stored: SyntheticSample) -> None:
     done = run_cli("ls", "--namespace", stored.namespace, "--json")
     assert (done.returncode, done.stderr) == (0, "")
     assert len(json_lines(done.stdout)) == 3
+
+
+def test_json_escapes_what_would_steer_a_terminal_and_leaves_other_text(
+    ingest: IngestClient,
+    server: ServerProcess,
+    namespace: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    controls = "".join(map(chr, [*range(0x20), *range(0x7F, 0xA0)]))
+    marks = "\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
+    other = "äß文字עברית \N{SNAIL}\u200d\N{SNAIL}\u00ad"
+    ingest.store(SyntheticSample("s", namespace=namespace, metadata={"steers": controls + marks, "is": other}))
+    monkeypatch.setenv("SLOTSTREAM_SERVER", server.address)
+    for words in (["ls"], ["stat", "s"]):
+        assert cli.main([*words, "--namespace", namespace, "--json"]) == 0
+        (line,) = capsys.readouterr().out.splitlines()
+        assert not set(line) & {*controls, *marks}
+        assert other in line
+        assert json.loads(line)["metadata"].items() >= {"steers": controls + marks, "is": other}.items()

@@ -6,6 +6,7 @@ import os
 import random
 import stat
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
@@ -161,3 +162,28 @@ def test_a_link_is_no_file_of_ours(tmp_path: Path, owned: OwnedDir) -> None:
     assert secret.read_text() == "secret"
     os.close(owned.lock_fd)
     assert [files for _, files in spool_files.adopt_dirs(owned.path.parent)] == [[]]
+
+
+@pytest.mark.parametrize("lock", ["a link", "a directory", "no lock that may be read"])
+def test_a_lock_that_is_none_stops_no_other_owner(tmp_path: Path, lock: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The names sort before, between and after."""
+    base = tmp_path / "spool"
+    names = iter("123")
+    monkeypatch.setattr("slotstream.connector.sending.spool.files.uuid.uuid4", lambda: SimpleNamespace(hex=next(names) * 32))
+    for _ in range(3):
+        owned = spool_files.create_dir(base)
+        _write(owned)
+        os.close(owned.lock_fd)
+    bad = base / ("2" * 32) / "lock"
+    bad.unlink()
+    if lock == "a link":
+        bad.symlink_to(tmp_path)
+    elif lock == "a directory":
+        bad.mkdir()
+    else:
+        bad.symlink_to(bad)
+    skipped: list[Path] = []
+    adopted = list(spool_files.adopt_dirs(base, lambda path, error: skipped.append(path)))
+    assert [owned.path.name[0] for owned, _ in adopted] == ["1", "3"]
+    assert skipped == [bad.parent]
+    assert list(bad.parent.glob("*.spool"))  # For a later look.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -12,7 +13,7 @@ import pytest
 from server.server_kit import COMMITTED, Peer, Reader, RunningServer, Sample
 from support.waiting import wait_until
 
-from slotstream.server.lines import Lines
+from slotstream.server.lines import Lines, NarrowLines
 from slotstream.store.disk.files import Files
 from slotstream.store.samples import SampleStore
 from slotstream.v1 import samples_pb2
@@ -37,6 +38,7 @@ class _HangingFiles(Files):
     def __init__(self) -> None:
         self.works = threading.Event()
         self.works.set()
+        self.hangs_below = ""
         self.hanging = 0
         self.opens: list[str] = []
 
@@ -46,7 +48,7 @@ class _HangingFiles(Files):
         return super().create(path)
 
     def open_read(self, path: Path) -> int:
-        if path.suffix == ".safetensors" and not self.works.is_set():
+        if path.suffix == ".safetensors" and self.hangs_below in str(path) and not self.works.is_set():
             self.hanging += 1
             assert self.works.wait(WAIT_S)
         return super().open_read(path)
@@ -94,3 +96,56 @@ def test_reads_that_hang_hold_no_stat_up(running: RunningServer, files: _Hanging
         files.works.set()
         for frames in hanging:
             assert list(frames)
+
+
+def test_no_line_has_more_than_its_threads_and_nothing_is_left_behind() -> None:
+    with ThreadPoolExecutor(4) as pool:
+        lines, goes_on, begun = NarrowLines(pool, 2), threading.Event(), list[str]()
+
+        def hang(name: str) -> str:
+            begun.append(name)
+            assert goes_on.wait(WAIT_S)
+            return name
+
+        hanging = [lines.submit("a", hang, f"a{number}") for number in range(9)]
+        assert lines.submit("b", len, "four").result(WAIT_S) == 4
+        assert sorted(begun) == ["a0", "a1"]
+        assert hanging[8].cancel()
+        goes_on.set()
+        assert [future.result(WAIT_S) for future in hanging[:8]] == [f"a{number}" for number in range(8)]
+        failed = lines.submit("a", int, "none")
+        assert isinstance(failed.exception(WAIT_S), ValueError)
+    with ThreadPoolExecutor(1) as pool:  # A pool that ends does what waits in the lines, too.
+        lines = NarrowLines(pool, 1)
+        last = [lines.submit("a", time.sleep, 0.01) for _ in range(5)]
+    assert all(future.done() for future in last)
+
+
+@pytest.mark.parametrize("call", ["Read", "ReadMany"])
+def test_reads_of_one_namespace_that_hang_leave_threads_to_another(
+    running: RunningServer, files: _HangingFiles, call: str
+) -> None:
+    with ExitStack() as stack:
+        peer, reader = stack.enter_context(Peer(running.address)), stack.enter_context(Reader(running.address))
+        stack.callback(files.works.set)
+        for number in range(1, 41):
+            peer.put(Sample(f"s{number}", namespace="hangs"), number)
+        for number, name in enumerate(("sound", "first"), 100):
+            peer.put(Sample(name, namespace="sound"), number)
+        files.hangs_below = "/hangs/"
+        files.works.clear()
+        asked = []
+        for number in range(1, 41):
+            one = stack.enter_context(Reader(running.address))
+            names = [("sound", "first"), ("hangs", f"s{number}")]  # What hangs comes second: then its threads are its own too.
+            reads = [samples_pb2.ReadRequest(namespace=space, sample_id=name) for space, name in names]
+            if call == "Read":
+                asked.append(one.frames(namespace="hangs", sample_id=f"s{number}"))
+            else:
+                asked.append(one.read_many(samples_pb2.ReadManyRequest(reads=reads), timeout=WAIT_S))
+        wait_until(lambda: files.hanging >= 8)
+        assert reader.read("sound", namespace="sound")[1] == Sample("sound", namespace="sound").data
+        assert files.hanging == 8
+        files.works.set()
+        for replies in asked:
+            assert list(replies)

@@ -8,6 +8,7 @@ import json
 import re
 import sys
 import time
+import unicodedata
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -157,8 +158,14 @@ def layers_text(layers: Sequence[str], *, at_most: int = 4) -> str:
     return f"{layers[0]},{layers[1]}…{layers[-1]} ({len(layers)})"
 
 
+# Marks that turn the direction of the text behind them.
+_BIDI = frozenset("\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
+
+
 def print_json(value: dict[str, Any]) -> None:
-    print(json.dumps(value, ensure_ascii=False), flush=True)
+    """On one line. Controls, and marks that turn the direction of text, are escaped as JSON can; other text stays."""
+    text = json.dumps(value, ensure_ascii=False)
+    print("".join(f"\\u{ord(c):04x}" if unicodedata.category(c) == "Cc" or c in _BIDI else c for c in text), flush=True)
 
 
 def note(text: str) -> None:

@@ -13,10 +13,11 @@ from dataclasses import dataclass, field
 
 from slotstream.common.cores import for_cores
 from slotstream.common.throttle import Throttle
-from slotstream.server.lines import Lines
+from slotstream.server.lines import Lines, NarrowLines
 from slotstream.server.pulse import Pulse
 
 _CHUNK_THREADS_MAX = 4
+_OF_A_NAMESPACE = 8  # Threads that wait for reads, or checks, of one namespace at most.
 _SLOW_S = 0.05  # 2 MiB take the page cache under 1 ms; a disk that is written to at its own speed takes this and more.
 _SLOW_FOR_S = 5.0
 
@@ -46,17 +47,20 @@ class DiskThreads:
     cache, and more threads would only take the processor from the loop. On many, several threads check and write all chunks:
     that needs no Python, and a core does 6 GB/s of the one and 4 of the other at best. Commits and reads wait for the disk
     itself; so do checks, deletions and all that the catalogue writes. Lookups ask the catalogue alone, and have threads that no
-    sample's disk holds up. Of chunks and commits each stream has a line of its own.
+    sample's disk holds up. Of chunks and commits each stream has a line of its own. Of reads and of checks no namespace has
+    more than half of the threads: the files of one may hang.
     """
 
     chunk_threads: int = field(default_factory=lambda: for_cores(_CHUNK_THREADS_MAX))
     chunks: ThreadPoolExecutor = field(init=False)
     commits: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(8, "commit"))
-    reads: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(8, "read"))
-    checks: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(8, "check"))
+    reads: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(2 * _OF_A_NAMESPACE, "read"))
+    checks: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(2 * _OF_A_NAMESPACE, "check"))
     lookups: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(4, "lookup"))
     chunk_lines: Lines = field(init=False)
     commit_lines: Lines = field(init=False)
+    read_lines: NarrowLines = field(init=False)
+    check_lines: NarrowLines = field(init=False)
     disk_speed: DiskSpeed = field(default_factory=DiskSpeed)
     faults: Throttle = field(default_factory=lambda: Throttle(every_s=60.0))  # In the log, by class: one may meet every sample.
     loop: Pulse = field(default_factory=lambda: Pulse("event loop"))  # Excused while it writes chunks itself.
@@ -64,6 +68,8 @@ class DiskThreads:
     def __post_init__(self) -> None:
         self.chunks = ThreadPoolExecutor(self.chunk_threads, "chunk")
         self.chunk_lines, self.commit_lines = Lines(self.chunks), Lines(self.commits)
+        self.read_lines = NarrowLines(self.reads, _OF_A_NAMESPACE)
+        self.check_lines = NarrowLines(self.checks, _OF_A_NAMESPACE)
 
     @property
     def checks_ahead(self) -> bool:

@@ -44,7 +44,9 @@ class AdminCalls:
     async def _usage(self, gate: Gate, context: Context) -> pb.UsageReply:
         async with self._calls.answering("Usage", gate, context) as (session, raw):
             request = parsed(pb.UsageRequest, raw)
-            return await self._calls.check(self._usage_of, request, spaces_for(session, "read", request.namespace))
+            return await self._calls.check(
+                request.namespace, self._usage_of, request, spaces_for(session, "read", request.namespace)
+            )
 
     def _usage_of(self, request: pb.UsageRequest, spaces: tuple[str, ...] | None) -> pb.UsageReply:
         """Of the namespaces that the caller may read. The disk, the quarantine and the clock only for one who may read all."""
@@ -74,10 +76,10 @@ class AdminCalls:
             request = parsed(pb.VerifyRequest, raw)
             verdicts = self._verdicts(session, request)
             with self._verify_shares.one(session.peer):
-                while (verdict := await self._calls.check(next, verdicts, None)) is not None:
+                while (verdict := await self._calls.check(request.namespace, next, verdicts, None)) is not None:
                     done = None
                     if request.quarantine:
-                        done = await self._calls.check(self._store.lifetimes.quarantine, verdict)
+                        done = await self._calls.check(request.namespace, self._store.lifetimes.quarantine, verdict)
                     await self._calls.write(context, convert.reply_of(verdict, quarantined=done is not None))
 
     async def _restore(self, gate: Gate, context: Context) -> None:
@@ -91,7 +93,7 @@ class AdminCalls:
                 namespaces = (request.namespace,) if spaces is None else spaces
                 done = itertools.chain.from_iterable(self._store.restore(namespace) for namespace in namespaces)
             with self._verify_shares.one(session.peer):
-                while (one := await self._calls.check(next, done, None)) is not None:
+                while (one := await self._calls.check(request.namespace, next, done, None)) is not None:
                     if not one.kept:
                         self._waiters.notify(one.key)
                     await self._calls.write(context, convert.restored_of(one))
@@ -101,7 +103,8 @@ class AdminCalls:
             request = parsed(pb.RetentionRequest, raw)
             spaces = spaces_for(session, "admin", request.namespace)
             with self._verify_shares.one(session.peer):
-                for reply in await self._calls.check(self._accepted if request.accept else self._foreseen, request, spaces):
+                asked = self._accepted if request.accept else self._foreseen
+                for reply in await self._calls.check(request.namespace, asked, request, spaces):
                     await self._calls.write(context, reply)
 
     def _foreseen(self, request: pb.RetentionRequest, spaces: tuple[str, ...] | None) -> list[pb.RetentionReply]:

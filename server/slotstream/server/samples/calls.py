@@ -84,9 +84,9 @@ class Calls:
         """What asks the catalogue alone."""
         return await asyncio.get_running_loop().run_in_executor(self._disk_threads.lookups, call, *arguments)
 
-    async def check(self, call: Callable[..., _T], *arguments: Any) -> _T:
-        """What waits for the disks of samples."""
-        return await asyncio.get_running_loop().run_in_executor(self._disk_threads.checks, call, *arguments)
+    async def check(self, namespace: str, call: Callable[..., _T], *arguments: Any) -> _T:
+        """What waits for the disks of samples, of one namespace; or of all ("")."""
+        return await asyncio.wrap_future(self._disk_threads.check_lines.submit(namespace, call, *arguments))
 
     async def write(self, context: Context, message: Any) -> None:
         """Raises TooSlow when the reader takes nothing for too long: what it holds is a thread's time and an open file."""

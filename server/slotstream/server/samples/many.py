@@ -27,6 +27,7 @@ class _Group:
 
     frames: list[bytes] = field(default_factory=list)
     nbytes: int = 0
+    then: str = ""  # The namespace that the next group is of: threads are shared out by it.
     ended: list[tuple[SampleRecord, bool]] = field(default_factory=list)  # And whether that is a read that counts.
 
     def add(self, frame: bytes) -> None:
@@ -62,12 +63,13 @@ class ManyReads:
             raise BadParams("a call for many samples waits for none: leave wait_s out")
         self._waiters.check_open()
         groups = _groups(self._store, keys, reads)
-        step: Future[_Group | None] = self._disk_threads.reads.submit(next, groups, None)
+        lines = self._disk_threads.read_lines
+        step: Future[_Group | None] = lines.submit(keys[0].namespace if keys else "", next, groups, None)
         try:
             while (group := await asyncio.wrap_future(step)) is not None:
                 self._waiters.check_open()  # A server that is to stop waits for reads: more of them is the next one's work.
                 # One group ahead of the peer; a slow reader holds two.
-                step = self._disk_threads.reads.submit(next, groups, None)
+                step = lines.submit(group.then, next, groups, None)
                 for frame in group.frames:
                     await self._calls.write(context, frame)
                     self._metrics.sent_bytes.inc(len(frame))
@@ -81,6 +83,7 @@ def _groups(store: SampleStore, keys: Sequence[SampleKey], reads: Sequence[pb.Re
     """The replies to all reads, made as they are asked for. One sample is open at a time, and closed with the generator."""
     group = _Group()
     for number, (key, read) in enumerate(zip(keys, reads, strict=True)):
+        group.then = key.namespace
         try:
             reader, frames, header = opened(store, key, read)
         except SlotStreamError as error:
@@ -92,13 +95,14 @@ def _groups(store: SampleStore, keys: Sequence[SampleKey], reads: Sequence[pb.Re
                     for frame in frames:
                         if group.is_full:
                             yield group
-                            group = _Group()
+                            group = _Group(then=key.namespace)
                         group.add(frame)
                     group.ended.append((reader.record, counts_when_sent(read, reader)))
                 except SlotStreamError as error:
                     group.add(_error_frame(number, error))
                     group.ended.append((reader.record, False))
-        if group.is_full:
+        group.then = keys[number + 1].namespace if number + 1 < len(keys) else ""
+        if group.is_full or group.then != key.namespace:
             yield group
             group = _Group()
     if group.frames:

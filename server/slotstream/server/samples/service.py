@@ -94,7 +94,7 @@ class SamplesService:
                 frame: bytes | None = header
                 while frame is not None:
                     # One block ahead of the peer, so that disk and network overlap; a slow reader holds two blocks.
-                    step = None if request.in_place else self._disk_threads.reads.submit(next, frames, None)
+                    step = None if request.in_place else self._disk_threads.read_lines.submit(key.namespace, next, frames, None)
                     await self._calls.write(context, frame)
                     self._metrics.sent_bytes.inc(len(frame))
                     frame = None if step is None else await asyncio.wrap_future(step)
@@ -143,7 +143,7 @@ class SamplesService:
 
     async def _open(self, key: SampleKey, request: pb.ReadRequest) -> Opened:
         """A committed sample, its replies to come, and the first of them. Raises what the read is answered with."""
-        opening = self._disk_threads.reads.submit(opened, self._store, key, request)
+        opening = self._disk_threads.read_lines.submit(key.namespace, opened, self._store, key, request)
         try:
             return await asyncio.wrap_future(opening)
         except asyncio.CancelledError:
@@ -191,7 +191,7 @@ class SamplesService:
         async with self._calls.answering("List", gate, context) as (session, raw):
             request = parsed(pb.ListRequest, raw)
             spaces = spaces_for(session, "read", request.namespace)
-            as_of = await self._calls.check(self._store.settled) if request.settle else 0
+            as_of = await self._calls.check("", self._store.settled) if request.settle else 0
             reply = await self._calls.look_up(self._list_page, request, spaces)
             reply.as_of_unix_ns = as_of
             return reply
@@ -211,7 +211,7 @@ class SamplesService:
     async def _delete(self, gate: Gate, context: Context) -> pb.DeleteReply:
         async with self._calls.answering("Delete", gate, context) as (session, raw):
             key = key_for(session, "delete", parsed(pb.DeleteRequest, raw))
-            await self._calls.check(self._store.delete, key)
+            await self._calls.check(key.namespace, self._store.delete, key)
             self._metrics.deleted_samples.labels(str(Reason.REQUEST)).inc()
             return pb.DeleteReply()
 
@@ -221,7 +221,7 @@ class SamplesService:
             key = key_for(session, "read", request)
             if self._housekeeping.policy.rule_for(key.namespace).delete_on_ack:
                 session.principal().check("delete", key.namespace)
-            await self._calls.check(self._store.lifetimes.ack, key)
+            await self._calls.check(key.namespace, self._store.lifetimes.ack, key)
             self._housekeeping.touch(key.namespace, at_once=True)
             return pb.AckReply()
 
@@ -248,7 +248,7 @@ class SamplesService:
         if is_one:
             self._leases.take(session.peer, key, request.holder, request.seconds)
         try:
-            until = await self._calls.check(self._store.lifetimes.lease, key, request.holder, request.seconds)
+            until = await self._calls.check(key.namespace, self._store.lifetimes.lease, key, request.holder, request.seconds)
         except SlotStreamError:
             self._leases.give_back(session.peer, key, request.holder)
             raise

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
 import sqlite3
+import stat
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -17,6 +19,7 @@ from slotstream.wire.errors import ConfigError
 
 _log = logging.getLogger(__name__)
 READERS = 4
+_MODE = 0o640  # As that of samples.
 _BUSY_TIMEOUT_S = 10.0  # A person's `sqlite3` shell may hold the write lock for a moment.
 _LOG_PAGES = 512  # 2 MiB: what samples leave free has room for the log, and for more.
 # What stands between a sound file and its opening. Anything else that goes wrong then is damage of the file.
@@ -55,6 +58,7 @@ class Opened:
 def open_database(path: Path) -> Opened:
     """Open or create the catalogue at `path`. Raises CatalogueCorrupt, CatalogueOld and ConfigError."""
     with ExitStack() as opened, _explained(path):
+        _keep_from_others(path)
         told = seal.read(path)
         sealed = told is not None and told.matches(path)
         _check_header(path)
@@ -68,6 +72,25 @@ def open_database(path: Path) -> Opened:
         readers = tuple(_connect_reader(path, opened) for _ in range(READERS))
         opened.pop_all()
     return Opened(writer, readers, following, sealed, cut)
+
+
+def _keep_from_others(path: Path) -> None:
+    """Create the file with the mode that SQLite gives its log too, and take rights from those that earlier versions made.
+
+    Before SQLite has the file open: to close another descriptor of it would end its locks.
+    """
+    try:
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, _MODE))
+        for part in path.parent.glob(f"{path.name}*"):
+            fd = os.open(part, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+            try:
+                mode = stat.S_IMODE(os.fstat(fd).st_mode)
+                if mode & ~_MODE:
+                    os.fchmod(fd, mode & _MODE)
+            finally:
+                os.close(fd)
+    except OSError as error:  # Another's files, or a disk that cannot: what needs them says more.
+        _log.warning("who may read the catalogue %s stays as it is: %s", path, error.strerror or error)
 
 
 @contextmanager
