@@ -210,8 +210,8 @@ class SamplesService:
 
     async def _delete(self, gate: Gate, context: Context) -> pb.DeleteReply:
         async with self._calls.answering("Delete", gate, context) as (session, raw):
-            key = key_for(session, "delete", parsed(pb.DeleteRequest, raw))
-            await self._calls.check(self._store.delete, key)
+            request = parsed(pb.DeleteRequest, raw)
+            await self._calls.check(self._store.delete, key_for(session, "delete", request), request.created_unix_ns)
             self._metrics.deleted_samples.labels(str(Reason.REQUEST)).inc()
             return pb.DeleteReply()
 
