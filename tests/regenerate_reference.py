@@ -108,7 +108,8 @@ _CODES = """\
 ## Error codes
 
 A code never changes its meaning. *Retry* says whether the same request can succeed later without a change. The last column is
-the gRPC status that the code travels as.
+the gRPC status that the code travels as. With `--log-format json`, the server's lines about failures have the code as a field,
+and `event`, `namespace`, `sample_id`, `peer`, `engine`, `bytes` and `ms`.
 """
 _CONNECTOR_METRICS = """\
 ## Connector metrics

@@ -18,7 +18,7 @@ from slotstream.cli import common
 from slotstream.cli import main as cli
 from slotstream.wire.errors import ConfigError, StoreFull
 
-COMMANDS = ["serve", "ls", "stat", "get", "export", "rm", "verify", "retention", "token", "demo"]
+COMMANDS = ["serve", "ls", "stat", "get", "export", "rm", "ack", "lease", "verify", "flags", "retention", "token", "demo"]
 
 
 def test_help_lists_every_command_and_the_exit_codes() -> None:
@@ -67,8 +67,8 @@ def test_help_imports_nothing_heavy() -> None:
     [
         [],
         ["nonsense"],
-        ["--nonsense"],
         ["rm"],
+        ["--nonsense"],
         ["get"],
         ["get", "a", "b"],
         ["get", "a", "--layers", "1,x"],
@@ -124,7 +124,7 @@ def test_an_option_has_no_short_form(words: list[str], capsys: pytest.CaptureFix
     ("words", "usage", "sentence"),
     [
         (["ls", "--tags", "a=b"], "slotstream ls ", "unknown option '--tags'; did you mean --tag?"),
-        (["get", "a", "b"], "slotstream get ", "unexpected argument: b"),
+        (["get", "a", "b"], "slotstream get ", "get fetches one sample; slotstream export writes many"),
         (["serve", "--dta", "x"], "slotstream serve ", "unknown option '--dta'; did you mean --data?"),
         (["ls", "--xyzzy"], "slotstream ls ", "unknown option '--xyzzy'"),
         (["ls", "-x"], "slotstream ls ", "unexpected argument: -x"),

@@ -56,10 +56,10 @@ def test_ls_is_a_table_without_cut_or_wrapped_ids(stored: SyntheticSample, capsy
     assert cli.main(["ls", "--namespace", stored.namespace]) == 0
     captured = capsys.readouterr()
     header, *rows = captured.out.splitlines()
-    assert header.split() == ["SAMPLE", "NAMESPACE", "STATE", "TOKENS", "LAYERS", "SIZE", "AGE", "MODEL"]
+    assert header.split() == ["SAMPLE", "NAMESPACE", "STATE", "TOKENS", "LAYERS", "SIZE", "AGE", "MODEL", "TAGS"]
     assert [row.split()[0] for row in rows] == ["broken", "one", LONG_ID]
     assert "failed SLOT_MISMATCH" in rows[0]
-    assert re.search(r"committed\s+40\s+1,2,4\s+[0-9.]+ KiB\s+[0-9]+s\s+test/model$", rows[1])
+    assert re.search(r"committed\s+40\s+1,2,4\s+[0-9.]+ KiB\s+[0-9]+s\s+test/model\s+split=train$", rows[1])
     assert "0,1…8 (9)" in rows[2]
     assert "m\\x1b[2J" in rows[2]
     assert "\x1b" not in captured.out

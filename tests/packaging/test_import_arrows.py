@@ -27,7 +27,7 @@ ARROWS = {
     "demo": {"client", "truth"},
     "capture": {"client", "demo", "wire"},
     "integrations": {"client", "wire", "common"},
-    "cli": {"server", "store", "client", "capture", "demo", "wire", "v1"},
+    "cli": {"server", "store", "client", "connector", "capture", "demo", "wire", "v1"},
     "server": {"store", "wire", "v1", "common"},
     "store": {"wire", "common"},
     "wire": {"v1"},

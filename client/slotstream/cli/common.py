@@ -85,7 +85,8 @@ def add_filter_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_json_argument(parser: argparse.ArgumentParser) -> None:
+def add_json_argument(parser: Any) -> None:
+    """`--json`, to a parser or a group of exclusive options."""
     parser.add_argument("--json", action="store_true", help="print one JSON object a line (default: text for people)")
 
 

@@ -24,6 +24,7 @@ from slotstream.cli.common import (
     size_text,
 )
 from slotstream.cli.namespaces import listed
+from slotstream.cli.parser import Parser
 from slotstream.cli.samples import facts, samples_of_request
 from slotstream.wire.names import check_sample_id
 
@@ -37,6 +38,8 @@ STDOUT = Path("-")
 
 
 def add_get_arguments(parser: argparse.ArgumentParser) -> None:
+    if isinstance(parser, Parser):
+        parser.more = "get fetches one sample; slotstream export writes many"
     parser.add_argument("sample_id", metavar="ID", help="the sample's id, or the id that vLLM answered its request with")
     parser.add_argument(
         "-o",

@@ -26,11 +26,15 @@ class Parser(argparse.ArgumentParser):
         options = {"formatter_class": _Formatter, **options, "allow_abbrev": False}
         super().__init__(*arguments, **options)
 
+    more = ""  # What to say where a command got more arguments than it takes.
+
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
         """Never leaves anything over: exits with 2 where it would."""
         self._refuse_unknown_options(args or ())
         parsed, unknown = super().parse_known_args(args, namespace)
         if unknown:
+            if self.more and not unknown[0].startswith("-"):
+                self.error(self.more)
             self.error(f"unexpected {'argument' if len(unknown) == 1 else 'arguments'}: {' '.join(unknown)}")
         return parsed, unknown
 

@@ -1,4 +1,4 @@
-"""`slotstream ls`, `stat` and `rm`: what is stored, and its removal."""
+"""`slotstream ls` and `stat`: what is stored."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import argparse
 import dataclasses
 import datetime
 import itertools
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -28,7 +27,7 @@ from slotstream.cli.common import (
     size_text,
 )
 from slotstream.cli.namespaces import check_known, naming_others
-from slotstream.wire.errors import ConfigError, ProtocolViolation, SampleNotFound, SlotStreamError
+from slotstream.wire.errors import ProtocolViolation, SampleNotFound, SlotStreamError
 from slotstream.wire.names import DEFAULT_NAMESPACE
 
 if TYPE_CHECKING:
@@ -36,7 +35,7 @@ if TYPE_CHECKING:
 
 _STATES = ("arriving", "committed", "failed")
 _LATEST_S = 253_402_300_799  # The end of the year 9999, the last that a datetime can be in.
-_COLUMNS = ("SAMPLE", "NAMESPACE", "STATE", "TOKENS", "LAYERS", "SIZE", "AGE", "MODEL")
+_COLUMNS = ("SAMPLE", "NAMESPACE", "STATE", "TOKENS", "LAYERS", "SIZE", "AGE", "MODEL", "TAGS")
 _STATE_STYLES = {"arriving": "yellow", "committed": "green", "failed": "red"}
 
 
@@ -51,7 +50,9 @@ def add_ls_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--limit", metavar="N", type=_limit, default=100, help="at most N samples; 0: all (default: %(default)s)"
     )
-    add_json_argument(parser)
+    shape = parser.add_mutually_exclusive_group()
+    shape.add_argument("-q", "--quiet", action="store_true", help="print the ids alone, one a line (default: a table)")
+    add_json_argument(shape)
     parser.epilog = """\
 examples:
   slotstream ls --since 15m --state failed
@@ -74,7 +75,7 @@ def run_ls(arguments: argparse.Namespace) -> int:
             limit=None if limit is None else limit + 1,  # One more, to know whether there is more.
         )
         within_limit = itertools.islice(listed, limit)
-        shown_any = _print_listed(within_limit, as_json=arguments.json)
+        shown_any = _print_listed(within_limit, as_json=arguments.json, quiet=arguments.quiet)
         if not shown_any:
             note(_why_nothing(client, arguments))
         if limit is not None and next(listed, None) is not None:
@@ -82,14 +83,17 @@ def run_ls(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _print_listed(samples: Iterator[SampleInfo], *, as_json: bool) -> bool:
+def _print_listed(samples: Iterator[SampleInfo], *, as_json: bool, quiet: bool) -> bool:
     """Whether there was any."""
-    if not as_json:
+    if not as_json and not quiet:
         return _print_table(list(samples))
     found = False
     for info in samples:
         found = True
-        print_json(_plain(info))
+        if quiet:
+            print(info.sample_id, flush=True)
+        else:
+            print_json(_plain(info))
     return found
 
 
@@ -133,7 +137,7 @@ def run_stat(arguments: argparse.Namespace) -> int:
             try:
                 infos = _known_as(client, sample_id, namespace)
             except SlotStreamError as error:
-                _raise_where_pointless(error)
+                raise_where_pointless(error)
                 complain_about("stat", sample_id, error)
                 failures += 1
                 continue
@@ -159,43 +163,6 @@ def _known_as(client: Client, name: str, namespace: str) -> list[SampleInfo]:
         if not found:
             raise
     return [client.stat(found[0].sample_id, namespace=namespace)] if len(found) == 1 else found
-
-
-def add_rm_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("sample_id", metavar="ID", nargs="+", help="sample ids")
-    add_server_argument(parser)
-    add_access_arguments(parser)
-    add_namespace_argument(parser)
-    parser.add_argument(
-        "--yes",
-        action="store_true",
-        help="do not ask (default: ask; where stdin is no terminal, delete nothing and exit with 2)",
-    )
-    parser.epilog = """\
-Samples that are still arriving cannot be deleted.
-
-example:
-  slotstream ls --state failed --limit 0 --json | jq -r .sample_id | xargs -r slotstream rm --yes
-"""
-
-
-def run_rm(arguments: argparse.Namespace) -> int:
-    ids = arguments.sample_id
-    if not arguments.yes and not _confirmed(ids, arguments.namespace):
-        note("Nothing was deleted.")
-        return 1
-    failures = 0
-    with open_client(arguments) as client:
-        for sample_id in ids:
-            try:
-                client.delete(sample_id, namespace=arguments.namespace)
-            except SlotStreamError as error:
-                _raise_where_pointless(error)
-                complain_about("rm", sample_id, error)
-                failures += 1
-            else:
-                print(f"deleted {arguments.namespace}/{sample_id}", flush=True)
-    return 1 if failures else 0
 
 
 def samples_of_request(client: Client, request_id: str, namespace: str) -> list[SampleInfo]:
@@ -251,6 +218,7 @@ def _print_table(samples: Sequence[SampleInfo]) -> bool:
             "-" if info.file_bytes is None else size_text(info.file_bytes),
             age_text(info.created_unix_ns, now_ns),
             shown(info.model),
+            shown(" ".join(f"{key}={value}" for key, value in sorted(info.tags.items()))) or "-",
         )
         for info in samples
     ]
@@ -262,19 +230,10 @@ def _plain(info: SampleInfo) -> dict[str, Any]:
     return {**dataclasses.asdict(info), "layer_names": info.layer_names}
 
 
-def _raise_where_pointless(error: SlotStreamError) -> None:
+def raise_where_pointless(error: SlotStreamError) -> None:
     """With no server, or a token that it does not know, there is no use in asking about the other samples."""
     if error.status in ("UNAVAILABLE", "UNAUTHENTICATED"):
         raise error
-
-
-def _confirmed(ids: Sequence[str], namespace: str) -> bool:
-    """Raises ConfigError where nobody can be asked: what a pipe holds is no answer to this question."""
-    if sys.stdin is None or not sys.stdin.isatty():
-        raise ConfigError("nothing was deleted: stdin is no terminal, so nobody can be asked; say --yes")
-    what = f"sample {namespace}/{ids[0]}" if len(ids) == 1 else f"{len(ids)} samples of namespace {namespace}"
-    print(f"Delete {shown(what)} for good? [y/N] ", end="", file=sys.stderr, flush=True)
-    return sys.stdin.readline().strip().lower() in ("y", "yes")
 
 
 def _time_text(unix_ns: int) -> str:

@@ -403,9 +403,18 @@ class Client:
         arriving = (info.created_unix_ns - 1 for info in self.list(namespace=namespace, state="ARRIVING"))
         return min([*(info.created_unix_ns for info in reply.samples), *arriving], default=0)
 
-    def delete(self, sample_id: str, *, namespace: str = DEFAULT_NAMESPACE) -> None:
-        """Removes a committed or failed sample, file and catalogue row. Raises SampleNotFound, StillArriving, Leased."""
-        self._rpc.delete(samples_pb2.DeleteRequest(namespace=check_namespace(namespace), sample_id=check_sample_id(sample_id)))
+    def delete(self, sample_id: str, *, namespace: str = DEFAULT_NAMESPACE, created_unix_ns: int | None = None) -> None:
+        """Removes a committed or failed sample, file and catalogue row. Raises SampleNotFound, StillArriving, Leased.
+
+        created_unix_ns: only the sample that was opened then, as `list` told; one that took its id meanwhile stays. A server of
+        an earlier version does not look at it.
+        """
+        request = samples_pb2.DeleteRequest(
+            namespace=check_namespace(namespace),
+            sample_id=check_sample_id(sample_id),
+            created_unix_ns=created_unix_ns or 0,
+        )
+        self._rpc.delete(request)
 
     def ack(self, sample_id: str, *, namespace: str = DEFAULT_NAMESPACE) -> None:
         """Says that this reader is done with a committed sample. Raises SampleNotFound.

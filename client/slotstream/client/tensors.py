@@ -6,7 +6,7 @@ import ctypes
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from slotstream.client.reading import RowReader
 from slotstream.common.memory import map_memory
@@ -14,6 +14,7 @@ from slotstream.wire.columns import LOSS_MASK
 from slotstream.wire.errors import SlotStreamError
 
 if TYPE_CHECKING:
+    import numpy
     import torch
 
 _HUGE_BYTES = 4 << 20  # From here on in memory of its own.
@@ -23,7 +24,7 @@ _TORCH_NAMES = {
 }
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Sample:
     """Rows of one stored sample, in memory that is the caller's own."""
 
@@ -43,6 +44,23 @@ class Sample:
         """Bool [tokens], true where a trainer's loss counts the token; None where the sample was stored without."""
         stored = self.columns.get(LOSS_MASK)
         return None if stored is None else stored != 0
+
+    def numpy(self) -> dict[str, numpy.ndarray[Any, Any]]:
+        """All columns as numpy arrays: `hidden_states` float32 [tokens, layers, hidden], `token_ids` int64 [tokens], others.
+
+        Rows are copied where numpy has no such dtype, as of bfloat16; else the arrays share the tensors' memory.
+        """
+        rows = self.hidden_states if self.hidden_states.dtype.itemsize == 4 else self.hidden_states.float()
+        arrays = {"hidden_states": rows.numpy(), "token_ids": self.token_ids.numpy()}
+        return arrays | {name: column.numpy() for name, column in self.columns.items()}
+
+    def __repr__(self) -> str:
+        """One line, without the rows."""
+        tokens, _, hidden = self.hidden_states.shape
+        layers = ",".join(self.layer_names or map(str, self.layer_ids))
+        dtype = str(self.hidden_states.dtype).removeprefix("torch.")
+        first = f" from row {self.start}" if self.start else ""
+        return f"<Sample {self.namespace}/{self.sample_id}: {tokens} tokens{first}, layers {layers}, hidden {hidden}, {dtype}>"
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from slotstream.v1 import sample_pb2 as slotstream_dot_v1_dot_sample__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bslotstream/v1/samples.proto\x12\rslotstream.v1\x1a\x1aslotstream/v1/sample.proto\"\xe7\x01\n\x0bReadRequest\x12\x11\n\tnamespace\x18\x01 \x01(\t\x12\x11\n\tsample_id\x18\x02 \x01(\t\x12\r\n\x05start\x18\x03 \x01(\x04\x12\x11\n\x04stop\x18\x04 \x01(\x04H\x00\x88\x01\x01\x12\x11\n\tlayer_ids\x18\x05 \x03(\r\x12\x0e\n\x06wait_s\x18\x06 \x01(\x01\x12\x12\n\nunverified\x18\x07 \x01(\x08\x12\x10\n\x08in_place\x18\x08 \x01(\x08\x12\x0f\n\x07\x63olumns\x18\t \x03(\t\x12-\n\x08\x63ounting\x18\n \x01(\x0e\x32\x1b.slotstream.v1.ReadCountingB\x07\n\x05_stop\"<\n\x0fReadManyRequest\x12)\n\x05reads\x18\x01 \x03(\x0b\x32\x1a.slotstream.v1.ReadRequest\"\xa4\x01\n\tReadReply\x12+\n\x06header\x18\x01 \x01(\x0b\x32\x19.slotstream.v1.ReadHeaderH\x00\x12)\n\x04rows\x18\x02 \x01(\x0b\x32\x19.slotstream.v1.RowsHeaderH\x00\x12)\n\x05\x65rror\x18\x03 \x01(\x0b\x32\x18.slotstream.v1.ReadErrorH\x00\x12\x0c\n\x04\x64\x61ta\x18\x0f \x01(\x0c\x42\x06\n\x04kind\"\xe7\x01\n\nReadHeader\x12\'\n\x04info\x18\x01 \x01(\x0b\x32\x19.slotstream.v1.SampleInfo\x12\x11\n\tlayer_ids\x18\x02 \x03(\r\x12\r\n\x05start\x18\x03 \x01(\x04\x12\x0c\n\x04stop\x18\x04 \x01(\x04\x12\x11\n\ttoken_ids\x18\x05 \x03(\x04\x12\x18\n\x0bheader_xxh3\x18\x06 \x01(\x06H\x00\x88\x01\x01\x12*\n\x07\x63olumns\x18\x07 \x03(\x0b\x32\x19.slotstream.v1.ColumnData\x12\x17\n\x0f\x63ounted_by_call\x18\x08 \x01(\x08\x42\x0e\n\x0c_header_xxh3\"H\n\tReadError\x12\x0c\n\x04read\x18\x01 \x01(\r\x12\x0c\n\x04\x63ode\x18\x02 \x01(\t\x12\x0f\n\x07message\x18\x03 \x01(\t\x12\x0e\n\x06reason\x18\x04 \x01(\t\"-\n\nRowsHeader\x12\x11\n\tfirst_row\x18\x01 \x01(\x06\x12\x0c\n\x04rows\x18\x02 \x01(\x07\"3\n\x0bStatRequest\x12\x11\n\tnamespace\x18\x01 \x01(\t\x12\x11\n\tsample_id\x18\x02 \x01(\t\"\xc3\x02\n\x0bListRequest\x12\x11\n\tnamespace\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12)\n\x05state\x18\x03 \x01(\x0e\x32\x1a.slotstream.v1.SampleState\x12\x1c\n\x14\x63reated_from_unix_ns\x18\x04 \x01(\x03\x12\x1d\n\x15\x63reated_until_unix_ns\x18\x05 \x01(\x03\x12\x32\n\x04tags\x18\x06 \x03(\x0b\x32$.slotstream.v1.ListRequest.TagsEntry\x12\x11\n\tpage_size\x18\x07 \x01(\r\x12\x12\n\npage_token\x18\x08 \x01(\t\x12\x12\n\nrequest_id\x18\n \x01(\t\x12\x0e\n\x06settle\x18\t \x01(\x08\x1a+\n\tTagsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"{\n\tListReply\x12*\n\x07samples\x18\x01 \x03(\x0b\x32\x19.slotstream.v1.SampleInfo\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\x12\x15\n\ras_of_unix_ns\x18\x03 \x01(\x03\x12\x12\n\nof_request\x18\x04 \x01(\x08\"5\n\rDeleteRequest\x12\x11\n\tnamespace\x18\x01 \x01(\t\x12\x11\n\tsample_id\x18\x02 \x01(\t\"\r\n\x0b\x44\x65leteReply\"I\n\rVerifyRequest\x12\x11\n\tnamespace\x18\x01 \x01(\t\x12\x11\n\tsample_id\x18\x02 \x01(\t\x12\x12\n\nquarantine\x18\x03 \x01(\x08\"x\n\x0bVerifyReply\x12\x11\n\tnamespace\x18\x01 \x01(\t\x12\x11\n\tsample_id\x18\x02 \x01(\t\x12\x0e\n\x06\x64\x61mage\x18\x03 \x01(\t\x12\x0f\n\x07message\x18\x04 \x01(\t\x12\r\n\x05\x62ytes\x18\x05 \x01(\x04\x12\x13\n\x0bquarantined\x18\x06 \x01(\x08\"6\n\x0eRestoreRequest\x12\x11\n\tnamespace\x18\x01 \x01(\t\x12\x11\n\tsample_id\x18\x02 \x01(\t\"\x84\x01\n\x0cRestoreReply\x12\x11\n\tnamespace\x18\x01 \x01(\t\x12\x11\n\tsample_id\x18\x02 \x01(\t\x12\x0c\n\x04\x66ile\x18\x03 \x01(\t\x12\x10\n\x08restored\x18\x04 \x01(\x08\x12\x0e\n\x06\x64\x61mage\x18\x05 \x01(\t\x12\x0f\n\x07message\x18\x06 \x01(\t\x12\r\n\x05\x62ytes\x18\x07 \x01(\x04\"2\n\nAckRequest\x12\x11\n\tnamespace\x18\x01 \x01(\t\x12\x11\n\tsample_id\x18\x02 \x01(\t\"\n\n\x08\x41\x63kReply\"\x82\x01\n\x10\x43ountReadRequest\x12\x11\n\tnamespace\x18\x01 \x01(\t\x12\x11\n\tsample_id\x18\x02 \x01(\t\x12\x19\n\x11\x63ommitted_unix_ns\x18\x03 \x01(\x03\x12-\n\x04more\x18\x04 \x03(\x0b\x32\x1f.slotstream.v1.CountReadRequest\"\x10\n\x0e\x43ountReadReply\"U\n\x0cLeaseRequest\x12\x11\n\tnamespace\x18\x01 \x01(\t\x12\x11\n\tsample_id\x18\x02 \x01(\t\x12\x0e\n\x06holder\x18\x03 \x01(\t\x12\x0f\n\x07seconds\x18\x04 \x01(\x01\"*\n\nLeaseReply\x12\x1c\n\x14leased_until_unix_ns\x18\x01 \x01(\x03\"5\n\x0cUsageRequest\x12\x11\n\tnamespace\x18\x01 \x01(\t\x12\x12\n\npage_token\x18\x02 \x01(\t\"S\n\x10RetentionRequest\x12\x11\n\tnamespace\x18\x01 \x01(\t\x12\x12\n\x05rules\x18\x02 \x01(\tH\x00\x88\x01\x01\x12\x0e\n\x06\x61\x63\x63\x65pt\x18\x03 \x01(\x08\x42\x08\n\x06_rules\"\x80\x01\n\x0eRetentionReply\x12\x11\n\tnamespace\x18\x01 \x01(\t\x12\x0b\n\x03key\x18\x02 \x01(\t\x12\x0f\n\x07samples\x18\x03 \x01(\x04\x12\r\n\x05\x62ytes\x18\x04 \x01(\x04\x12\x0e\n\x06stored\x18\x05 \x01(\x04\x12\x0c\n\x04held\x18\x06 \x01(\x08\x12\x10\n\x08\x61ge_held\x18\x07 \x01(\x08\"\xbd\x01\n\x0eNamespaceUsage\x12\x11\n\tnamespace\x18\x01 \x01(\t\x12\x0f\n\x07samples\x18\x02 \x01(\x04\x12\r\n\x05\x62ytes\x18\x03 \x01(\x04\x12\x0e\n\x06\x66\x61iled\x18\x04 \x01(\x04\x12\x39\n\x06limits\x18\x05 \x03(\x0b\x32).slotstream.v1.NamespaceUsage.LimitsEntry\x1a-\n\x0bLimitsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"p\n\rScrubProgress\x12\x0f\n\x07\x65very_s\x18\x01 \x01(\x01\x12\x15\n\rbegun_unix_ns\x18\x02 \x01(\x03\x12\x15\n\rended_unix_ns\x18\x03 \x01(\x03\x12\x0f\n\x07samples\x18\x04 \x01(\x04\x12\x0f\n\x07\x64\x61maged\x18\x05 \x01(\x04\"\xc4\x02\n\nUsageReply\x12\x31\n\nnamespaces\x18\x01 \x03(\x0b\x32\x1d.slotstream.v1.NamespaceUsage\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\x12\x12\n\nfree_bytes\x18\x03 \x01(\x04\x12\x19\n\x11\x66ree_bytes_target\x18\x04 \x01(\x04\x12\x19\n\x11quarantined_files\x18\x05 \x01(\x04\x12\x19\n\x11quarantined_bytes\x18\x06 \x01(\x04\x12+\n\x05scrub\x18\x07 \x01(\x0b\x32\x1c.slotstream.v1.ScrubProgress\x12\r\n\x05\x63lock\x18\x08 \x01(\t\x12\x10\n\x08\x61ge_held\x18\t \x03(\t\x12\x12\n\nrules_held\x18\n \x03(\t\x12\r\n\x05whole\x18\x0c \x01(\x08\x12\x14\n\x0crules_wait_s\x18\x0b \x01(\x01*W\n\x0cReadCounting\x12\x16\n\x12READ_COUNTING_SENT\x10\x00\x12\x18\n\x14READ_COUNTING_CALLED\x10\x01\x12\x15\n\x11READ_COUNTING_NOT\x10\x02\x32\xba\x06\n\x07Samples\x12>\n\x04Read\x12\x1a.slotstream.v1.ReadRequest\x1a\x18.slotstream.v1.ReadReply0\x01\x12\x46\n\x08ReadMany\x12\x1e.slotstream.v1.ReadManyRequest\x1a\x18.slotstream.v1.ReadReply0\x01\x12=\n\x04Stat\x12\x1a.slotstream.v1.StatRequest\x1a\x19.slotstream.v1.SampleInfo\x12<\n\x04List\x12\x1a.slotstream.v1.ListRequest\x1a\x18.slotstream.v1.ListReply\x12\x42\n\x06\x44\x65lete\x12\x1c.slotstream.v1.DeleteRequest\x1a\x1a.slotstream.v1.DeleteReply\x12\x44\n\x06Verify\x12\x1c.slotstream.v1.VerifyRequest\x1a\x1a.slotstream.v1.VerifyReply0\x01\x12G\n\x07Restore\x12\x1d.slotstream.v1.RestoreRequest\x1a\x1b.slotstream.v1.RestoreReply0\x01\x12\x39\n\x03\x41\x63k\x12\x19.slotstream.v1.AckRequest\x1a\x17.slotstream.v1.AckReply\x12K\n\tCountRead\x12\x1f.slotstream.v1.CountReadRequest\x1a\x1d.slotstream.v1.CountReadReply\x12?\n\x05Lease\x12\x1b.slotstream.v1.LeaseRequest\x1a\x19.slotstream.v1.LeaseReply\x12?\n\x05Usage\x12\x1b.slotstream.v1.UsageRequest\x1a\x19.slotstream.v1.UsageReply\x12M\n\tRetention\x12\x1f.slotstream.v1.RetentionRequest\x1a\x1d.slotstream.v1.RetentionReply0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bslotstream/v1/samples.proto\x12\rslotstream.v1\x1a\x1aslotstream/v1/sample.proto\"\xe7\x01\n\x0bReadRequest\x12\x11\n\tnamespace\x18\x01 \x01(\t\x12\x11\n\tsample_id\x18\x02 \x01(\t\x12\r\n\x05start\x18\x03 \x01(\x04\x12\x11\n\x04stop\x18\x04 \x01(\x04H\x00\x88\x01\x01\x12\x11\n\tlayer_ids\x18\x05 \x03(\r\x12\x0e\n\x06wait_s\x18\x06 \x01(\x01\x12\x12\n\nunverified\x18\x07 \x01(\x08\x12\x10\n\x08in_place\x18\x08 \x01(\x08\x12\x0f\n\x07\x63olumns\x18\t \x03(\t\x12-\n\x08\x63ounting\x18\n \x01(\x0e\x32\x1b.slotstream.v1.ReadCountingB\x07\n\x05_stop\"<\n\x0fReadManyRequest\x12)\n\x05reads\x18\x01 \x03(\x0b\x32\x1a.slotstream.v1.ReadRequest\"\xa4\x01\n\tReadReply\x12+\n\x06header\x18\x01 \x01(\x0b\x32\x19.slotstream.v1.ReadHeaderH\x00\x12)\n\x04rows\x18\x02 \x01(\x0b\x32\x19.slotstream.v1.RowsHeaderH\x00\x12)\n\x05\x65rror\x18\x03 \x01(\x0b\x32\x18.slotstream.v1.ReadErrorH\x00\x12\x0c\n\x04\x64\x61ta\x18\x0f \x01(\x0c\x42\x06\n\x04kind\"\xe7\x01\n\nReadHeader\x12\'\n\x04info\x18\x01 \x01(\x0b\x32\x19.slotstream.v1.SampleInfo\x12\x11\n\tlayer_ids\x18\x02 \x03(\r\x12\r\n\x05start\x18\x03 \x01(\x04\x12\x0c\n\x04stop\x18\x04 \x01(\x04\x12\x11\n\ttoken_ids\x18\x05 \x03(\x04\x12\x18\n\x0bheader_xxh3\x18\x06 \x01(\x06H\x00\x88\x01\x01\x12*\n\x07\x63olumns\x18\x07 \x03(\x0b\x32\x19.slotstream.v1.ColumnData\x12\x17\n\x0f\x63ounted_by_call\x18\x08 \x01(\x08\x42\x0e\n\x0c_header_xxh3\"H\n\tReadError\x12\x0c\n\x04read\x18\x01 \x01(\r\x12\x0c\n\x04\x63ode\x18\x02 \x01(\t\x12\x0f\n\x07message\x18\x03 \x01(\t\x12\x0e\n\x06reason\x18\x04 \x01(\t\"-\n\nRowsHeader\x12\x11\n\tfirst_row\x18\x01 \x01(\x06\x12\x0c\n\x04rows\x18\x02 \x01(\x07\"3\n\x0bStatRequest\x12\x11\n\tnamespace\x18\x01 \x01(\t\x12\x11\n\tsample_id\x18\x02 \x01(\t\"\xc3\x02\n\x0bListRequest\x12\x11\n\tnamespace\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12)\n\x05state\x18\x03 \x01(\x0e\x32\x1a.slotstream.v1.SampleState\x12\x1c\n\x14\x63reated_from_unix_ns\x18\x04 \x01(\x03\x12\x1d\n\x15\x63reated_until_unix_ns\x18\x05 \x01(\x03\x12\x32\n\x04tags\x18\x06 \x03(\x0b\x32$.slotstream.v1.ListRequest.TagsEntry\x12\x11\n\tpage_size\x18\x07 \x01(\r\x12\x12\n\npage_token\x18\x08 \x01(\t\x12\x12\n\nrequest_id\x18\n \x01(\t\x12\x0e\n\x06settle\x18\t \x01(\x08\x1a+\n\tTagsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"{\n\tListReply\x12*\n\x07samples\x18\x01 \x03(\x0b\x32\x19.slotstream.v1.SampleInfo\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\x12\x15\n\ras_of_unix_ns\x18\x03 \x01(\x03\x12\x12\n\nof_request\x18\x04 \x01(\x08\"N\n\rDeleteRequest\x12\x11\n\tnamespace\x18\x01 \x01(\t\x12\x11\n\tsample_id\x18\x02 \x01(\t\x12\x17\n\x0f\x63reated_unix_ns\x18\x03 \x01(\x03\"\r\n\x0b\x44\x65leteReply\"I\n\rVerifyRequest\x12\x11\n\tnamespace\x18\x01 \x01(\t\x12\x11\n\tsample_id\x18\x02 \x01(\t\x12\x12\n\nquarantine\x18\x03 \x01(\x08\"x\n\x0bVerifyReply\x12\x11\n\tnamespace\x18\x01 \x01(\t\x12\x11\n\tsample_id\x18\x02 \x01(\t\x12\x0e\n\x06\x64\x61mage\x18\x03 \x01(\t\x12\x0f\n\x07message\x18\x04 \x01(\t\x12\r\n\x05\x62ytes\x18\x05 \x01(\x04\x12\x13\n\x0bquarantined\x18\x06 \x01(\x08\"6\n\x0eRestoreRequest\x12\x11\n\tnamespace\x18\x01 \x01(\t\x12\x11\n\tsample_id\x18\x02 \x01(\t\"\x84\x01\n\x0cRestoreReply\x12\x11\n\tnamespace\x18\x01 \x01(\t\x12\x11\n\tsample_id\x18\x02 \x01(\t\x12\x0c\n\x04\x66ile\x18\x03 \x01(\t\x12\x10\n\x08restored\x18\x04 \x01(\x08\x12\x0e\n\x06\x64\x61mage\x18\x05 \x01(\t\x12\x0f\n\x07message\x18\x06 \x01(\t\x12\r\n\x05\x62ytes\x18\x07 \x01(\x04\"2\n\nAckRequest\x12\x11\n\tnamespace\x18\x01 \x01(\t\x12\x11\n\tsample_id\x18\x02 \x01(\t\"\n\n\x08\x41\x63kReply\"\x82\x01\n\x10\x43ountReadRequest\x12\x11\n\tnamespace\x18\x01 \x01(\t\x12\x11\n\tsample_id\x18\x02 \x01(\t\x12\x19\n\x11\x63ommitted_unix_ns\x18\x03 \x01(\x03\x12-\n\x04more\x18\x04 \x03(\x0b\x32\x1f.slotstream.v1.CountReadRequest\"\x10\n\x0e\x43ountReadReply\"U\n\x0cLeaseRequest\x12\x11\n\tnamespace\x18\x01 \x01(\t\x12\x11\n\tsample_id\x18\x02 \x01(\t\x12\x0e\n\x06holder\x18\x03 \x01(\t\x12\x0f\n\x07seconds\x18\x04 \x01(\x01\"*\n\nLeaseReply\x12\x1c\n\x14leased_until_unix_ns\x18\x01 \x01(\x03\"5\n\x0cUsageRequest\x12\x11\n\tnamespace\x18\x01 \x01(\t\x12\x12\n\npage_token\x18\x02 \x01(\t\"S\n\x10RetentionRequest\x12\x11\n\tnamespace\x18\x01 \x01(\t\x12\x12\n\x05rules\x18\x02 \x01(\tH\x00\x88\x01\x01\x12\x0e\n\x06\x61\x63\x63\x65pt\x18\x03 \x01(\x08\x42\x08\n\x06_rules\"\x80\x01\n\x0eRetentionReply\x12\x11\n\tnamespace\x18\x01 \x01(\t\x12\x0b\n\x03key\x18\x02 \x01(\t\x12\x0f\n\x07samples\x18\x03 \x01(\x04\x12\r\n\x05\x62ytes\x18\x04 \x01(\x04\x12\x0e\n\x06stored\x18\x05 \x01(\x04\x12\x0c\n\x04held\x18\x06 \x01(\x08\x12\x10\n\x08\x61ge_held\x18\x07 \x01(\x08\"\xbd\x01\n\x0eNamespaceUsage\x12\x11\n\tnamespace\x18\x01 \x01(\t\x12\x0f\n\x07samples\x18\x02 \x01(\x04\x12\r\n\x05\x62ytes\x18\x03 \x01(\x04\x12\x0e\n\x06\x66\x61iled\x18\x04 \x01(\x04\x12\x39\n\x06limits\x18\x05 \x03(\x0b\x32).slotstream.v1.NamespaceUsage.LimitsEntry\x1a-\n\x0bLimitsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"p\n\rScrubProgress\x12\x0f\n\x07\x65very_s\x18\x01 \x01(\x01\x12\x15\n\rbegun_unix_ns\x18\x02 \x01(\x03\x12\x15\n\rended_unix_ns\x18\x03 \x01(\x03\x12\x0f\n\x07samples\x18\x04 \x01(\x04\x12\x0f\n\x07\x64\x61maged\x18\x05 \x01(\x04\"\xc4\x02\n\nUsageReply\x12\x31\n\nnamespaces\x18\x01 \x03(\x0b\x32\x1d.slotstream.v1.NamespaceUsage\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\x12\x12\n\nfree_bytes\x18\x03 \x01(\x04\x12\x19\n\x11\x66ree_bytes_target\x18\x04 \x01(\x04\x12\x19\n\x11quarantined_files\x18\x05 \x01(\x04\x12\x19\n\x11quarantined_bytes\x18\x06 \x01(\x04\x12+\n\x05scrub\x18\x07 \x01(\x0b\x32\x1c.slotstream.v1.ScrubProgress\x12\r\n\x05\x63lock\x18\x08 \x01(\t\x12\x10\n\x08\x61ge_held\x18\t \x03(\t\x12\x12\n\nrules_held\x18\n \x03(\t\x12\r\n\x05whole\x18\x0c \x01(\x08\x12\x14\n\x0crules_wait_s\x18\x0b \x01(\x01*W\n\x0cReadCounting\x12\x16\n\x12READ_COUNTING_SENT\x10\x00\x12\x18\n\x14READ_COUNTING_CALLED\x10\x01\x12\x15\n\x11READ_COUNTING_NOT\x10\x02\x32\xba\x06\n\x07Samples\x12>\n\x04Read\x12\x1a.slotstream.v1.ReadRequest\x1a\x18.slotstream.v1.ReadReply0\x01\x12\x46\n\x08ReadMany\x12\x1e.slotstream.v1.ReadManyRequest\x1a\x18.slotstream.v1.ReadReply0\x01\x12=\n\x04Stat\x12\x1a.slotstream.v1.StatRequest\x1a\x19.slotstream.v1.SampleInfo\x12<\n\x04List\x12\x1a.slotstream.v1.ListRequest\x1a\x18.slotstream.v1.ListReply\x12\x42\n\x06\x44\x65lete\x12\x1c.slotstream.v1.DeleteRequest\x1a\x1a.slotstream.v1.DeleteReply\x12\x44\n\x06Verify\x12\x1c.slotstream.v1.VerifyRequest\x1a\x1a.slotstream.v1.VerifyReply0\x01\x12G\n\x07Restore\x12\x1d.slotstream.v1.RestoreRequest\x1a\x1b.slotstream.v1.RestoreReply0\x01\x12\x39\n\x03\x41\x63k\x12\x19.slotstream.v1.AckRequest\x1a\x17.slotstream.v1.AckReply\x12K\n\tCountRead\x12\x1f.slotstream.v1.CountReadRequest\x1a\x1d.slotstream.v1.CountReadReply\x12?\n\x05Lease\x12\x1b.slotstream.v1.LeaseRequest\x1a\x19.slotstream.v1.LeaseReply\x12?\n\x05Usage\x12\x1b.slotstream.v1.UsageRequest\x1a\x19.slotstream.v1.UsageReply\x12M\n\tRetention\x12\x1f.slotstream.v1.RetentionRequest\x1a\x1d.slotstream.v1.RetentionReply0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,8 +36,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_LISTREQUEST_TAGSENTRY']._serialized_options = b'8\001'
   _globals['_NAMESPACEUSAGE_LIMITSENTRY']._loaded_options = None
   _globals['_NAMESPACEUSAGE_LIMITSENTRY']._serialized_options = b'8\001'
-  _globals['_READCOUNTING']._serialized_start=3104
-  _globals['_READCOUNTING']._serialized_end=3191
+  _globals['_READCOUNTING']._serialized_start=3129
+  _globals['_READCOUNTING']._serialized_end=3216
   _globals['_READREQUEST']._serialized_start=75
   _globals['_READREQUEST']._serialized_end=306
   _globals['_READMANYREQUEST']._serialized_start=308
@@ -59,43 +59,43 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_LISTREPLY']._serialized_start=1271
   _globals['_LISTREPLY']._serialized_end=1394
   _globals['_DELETEREQUEST']._serialized_start=1396
-  _globals['_DELETEREQUEST']._serialized_end=1449
-  _globals['_DELETEREPLY']._serialized_start=1451
-  _globals['_DELETEREPLY']._serialized_end=1464
-  _globals['_VERIFYREQUEST']._serialized_start=1466
-  _globals['_VERIFYREQUEST']._serialized_end=1539
-  _globals['_VERIFYREPLY']._serialized_start=1541
-  _globals['_VERIFYREPLY']._serialized_end=1661
-  _globals['_RESTOREREQUEST']._serialized_start=1663
-  _globals['_RESTOREREQUEST']._serialized_end=1717
-  _globals['_RESTOREREPLY']._serialized_start=1720
-  _globals['_RESTOREREPLY']._serialized_end=1852
-  _globals['_ACKREQUEST']._serialized_start=1854
-  _globals['_ACKREQUEST']._serialized_end=1904
-  _globals['_ACKREPLY']._serialized_start=1906
-  _globals['_ACKREPLY']._serialized_end=1916
-  _globals['_COUNTREADREQUEST']._serialized_start=1919
-  _globals['_COUNTREADREQUEST']._serialized_end=2049
-  _globals['_COUNTREADREPLY']._serialized_start=2051
-  _globals['_COUNTREADREPLY']._serialized_end=2067
-  _globals['_LEASEREQUEST']._serialized_start=2069
-  _globals['_LEASEREQUEST']._serialized_end=2154
-  _globals['_LEASEREPLY']._serialized_start=2156
-  _globals['_LEASEREPLY']._serialized_end=2198
-  _globals['_USAGEREQUEST']._serialized_start=2200
-  _globals['_USAGEREQUEST']._serialized_end=2253
-  _globals['_RETENTIONREQUEST']._serialized_start=2255
-  _globals['_RETENTIONREQUEST']._serialized_end=2338
-  _globals['_RETENTIONREPLY']._serialized_start=2341
-  _globals['_RETENTIONREPLY']._serialized_end=2469
-  _globals['_NAMESPACEUSAGE']._serialized_start=2472
-  _globals['_NAMESPACEUSAGE']._serialized_end=2661
-  _globals['_NAMESPACEUSAGE_LIMITSENTRY']._serialized_start=2616
-  _globals['_NAMESPACEUSAGE_LIMITSENTRY']._serialized_end=2661
-  _globals['_SCRUBPROGRESS']._serialized_start=2663
-  _globals['_SCRUBPROGRESS']._serialized_end=2775
-  _globals['_USAGEREPLY']._serialized_start=2778
-  _globals['_USAGEREPLY']._serialized_end=3102
-  _globals['_SAMPLES']._serialized_start=3194
-  _globals['_SAMPLES']._serialized_end=4020
+  _globals['_DELETEREQUEST']._serialized_end=1474
+  _globals['_DELETEREPLY']._serialized_start=1476
+  _globals['_DELETEREPLY']._serialized_end=1489
+  _globals['_VERIFYREQUEST']._serialized_start=1491
+  _globals['_VERIFYREQUEST']._serialized_end=1564
+  _globals['_VERIFYREPLY']._serialized_start=1566
+  _globals['_VERIFYREPLY']._serialized_end=1686
+  _globals['_RESTOREREQUEST']._serialized_start=1688
+  _globals['_RESTOREREQUEST']._serialized_end=1742
+  _globals['_RESTOREREPLY']._serialized_start=1745
+  _globals['_RESTOREREPLY']._serialized_end=1877
+  _globals['_ACKREQUEST']._serialized_start=1879
+  _globals['_ACKREQUEST']._serialized_end=1929
+  _globals['_ACKREPLY']._serialized_start=1931
+  _globals['_ACKREPLY']._serialized_end=1941
+  _globals['_COUNTREADREQUEST']._serialized_start=1944
+  _globals['_COUNTREADREQUEST']._serialized_end=2074
+  _globals['_COUNTREADREPLY']._serialized_start=2076
+  _globals['_COUNTREADREPLY']._serialized_end=2092
+  _globals['_LEASEREQUEST']._serialized_start=2094
+  _globals['_LEASEREQUEST']._serialized_end=2179
+  _globals['_LEASEREPLY']._serialized_start=2181
+  _globals['_LEASEREPLY']._serialized_end=2223
+  _globals['_USAGEREQUEST']._serialized_start=2225
+  _globals['_USAGEREQUEST']._serialized_end=2278
+  _globals['_RETENTIONREQUEST']._serialized_start=2280
+  _globals['_RETENTIONREQUEST']._serialized_end=2363
+  _globals['_RETENTIONREPLY']._serialized_start=2366
+  _globals['_RETENTIONREPLY']._serialized_end=2494
+  _globals['_NAMESPACEUSAGE']._serialized_start=2497
+  _globals['_NAMESPACEUSAGE']._serialized_end=2686
+  _globals['_NAMESPACEUSAGE_LIMITSENTRY']._serialized_start=2641
+  _globals['_NAMESPACEUSAGE_LIMITSENTRY']._serialized_end=2686
+  _globals['_SCRUBPROGRESS']._serialized_start=2688
+  _globals['_SCRUBPROGRESS']._serialized_end=2800
+  _globals['_USAGEREPLY']._serialized_start=2803
+  _globals['_USAGEREPLY']._serialized_end=3127
+  _globals['_SAMPLES']._serialized_start=3219
+  _globals['_SAMPLES']._serialized_end=4045
 # @@protoc_insertion_point(module_scope)

@@ -151,12 +151,14 @@ class ListReply(_message.Message):
     def __init__(self, samples: _Optional[_Iterable[_Union[_sample_pb2.SampleInfo, _Mapping]]] = ..., next_page_token: _Optional[str] = ..., as_of_unix_ns: _Optional[int] = ..., of_request: bool = ...) -> None: ...
 
 class DeleteRequest(_message.Message):
-    __slots__ = ("namespace", "sample_id")
+    __slots__ = ("namespace", "sample_id", "created_unix_ns")
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     SAMPLE_ID_FIELD_NUMBER: _ClassVar[int]
+    CREATED_UNIX_NS_FIELD_NUMBER: _ClassVar[int]
     namespace: str
     sample_id: str
-    def __init__(self, namespace: _Optional[str] = ..., sample_id: _Optional[str] = ...) -> None: ...
+    created_unix_ns: int
+    def __init__(self, namespace: _Optional[str] = ..., sample_id: _Optional[str] = ..., created_unix_ns: _Optional[int] = ...) -> None: ...
 
 class DeleteReply(_message.Message):
     __slots__ = ()

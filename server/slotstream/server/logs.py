@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from typing import Any
 
 from pythonjsonlogger.json import JsonFormatter
 
@@ -23,6 +24,15 @@ def configure_logging(config: ServerConfig) -> None:
     root.handlers[:] = [handler]
     root.setLevel(config.log_level_number)
     logging.getLogger("grpc._cython.cygrpc").addFilter(_is_worth_a_line)
+
+
+def failure_fields(event: str, code: str, **more: str | int | float | None) -> dict[str, Any]:
+    """What a log collector can search for in the line of a failure: the `extra` of a call of `logging`.
+
+    `event` is a stable word; `more` are of namespace, sample_id, peer, engine, bytes and ms. What is None is left out.
+    """
+    told = {"event": event, "code": code, **more}
+    return {name: value for name, value in told.items() if value is not None}
 
 
 def _is_worth_a_line(record: logging.LogRecord) -> bool:

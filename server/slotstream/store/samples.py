@@ -252,9 +252,10 @@ class SampleStore:
         found = whole_files(self._files, self.data_dir, known)
         return (record for record in found if not self.is_arriving(record.key))
 
-    def delete(self, key: SampleKey) -> None:
+    def delete(self, key: SampleKey, created_unix_ns: int = 0) -> None:
         """Deletes a committed or failed sample. Open reads continue. Retention waits for readers, this does not.
 
+        `created_unix_ns`: only the one that was opened then; 0: the one that has the id.
         Raises SampleNotFound, StillArriving, Leased, StoreFull, StoreGone, IoError and InternalFault.
         """
         with self._id_lock(key):
@@ -262,9 +263,11 @@ class SampleStore:
             if (record is None or record.state is not State.COMMITTED) and self.is_arriving(key):
                 raise StillArriving(f"{key} is still arriving")
             with self._uploads_lock:
-                refused = self._refused.pop(key, None)
-            if record is None and refused is None:
-                raise SampleNotFound(f"there is no sample {key}")
+                refused = self._refused.get(key)
+                known = record or refused
+                if known is None or created_unix_ns not in (0, known.created_unix_ns):
+                    raise SampleNotFound(f"there is no sample {key}" + (" that was opened then" if known else ""))
+                self._refused.pop(key, None)
             if record is not None:
                 self.lifetimes.delete(record)
 

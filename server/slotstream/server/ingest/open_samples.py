@@ -73,6 +73,7 @@ class OpenSamples:
         self._due: dict[int, float] = {}
         self._announced = Announced(shared.readers, self._wake)
         self._said_all = False
+        self.engine = ""  # As its Hello named it; for logs.
         self._connected = True
 
     @property
@@ -379,7 +380,7 @@ class OpenSamples:
             self._shared.open_shares.give_back(self._session.peer)
         for _, nbytes in self._announced.forget(writer.number):
             self._let_go(nbytes)
-        self._shared.ended(writer, ended)
+        self._shared.ended(writer, ended, self.engine)
         self._acks.send()  # The verdict comes after the acks of the sample's chunks.
         failure = ended.failure
         if failure is not None and not ended.is_known:  # It may be stored: a Failed would be a lie, and a final one a loss.

@@ -19,6 +19,7 @@ from functools import partial
 from typing import Protocol
 
 from slotstream.server.disk_threads import DiskThreads
+from slotstream.server.logs import failure_fields
 from slotstream.server.nixl.reader import PoolSlot
 from slotstream.store.records import Failure, SampleKey, SampleRecord, SampleSpec
 from slotstream.store.sample.upload import Upload, VerdictUnknown
@@ -125,7 +126,8 @@ class SampleWriter:
         self._disk_threads = disk_threads
         self._post = post
         self._line = line
-        self._peer = peer
+        self.peer = peer
+        self.nbytes = 0  # Of the rows that came.
         self._opened_at = time.monotonic()
         self._items: deque[tuple[Item, int]] = deque()
         self._lock = threading.Lock()  # Guards the items, and who has the turn.
@@ -134,8 +136,15 @@ class SampleWriter:
         self._abandoned = False
         self._upload: Upload | None = None  # Set once, by the thread whose turn it is.
 
+    @property
+    def age_s(self) -> float:
+        """Seconds since it was opened."""
+        return time.monotonic() - self._opened_at
+
     def push(self, item: Item, nbytes: int = 0) -> None:
         """Do `item` after those pushed before. `nbytes` of memory are held until its Done."""
+        if isinstance(item, Chunk):
+            self.nbytes += len(item.data)
         if isinstance(item, Chunk) and item.found is None and self._disk_threads.checks_ahead:
             item = replace(item, found=self._disk_threads.chunks.submit(xxh3, item.data))
         with self._lock:
@@ -194,7 +203,9 @@ class SampleWriter:
                 ended = Ended(Failure.of(Interrupted(str(error))), is_known=False)
             except Exception as error:
                 if (more := self._disk_threads.faults.more(type(error).__name__)) is not None:
-                    _log.exception("a fault in the server failed sample %s%s", self.key, more)
+                    named = {} if self.key is None else {"namespace": self.key.namespace, "sample_id": self.key.sample_id}
+                    fields = failure_fields("fault", InternalFault.code, peer=self.peer, **named)
+                    _log.exception("a fault in the server failed sample %s%s", self.key, more, extra=fields)
                 failure = Failure.of(InternalFault("the server failed; its log says how"))
                 self._give_up(failure)
                 ended = Ended(failure)
@@ -210,13 +221,13 @@ class SampleWriter:
                     self._write(self._upload, item)
                 return None
             case Open():
-                self._upload = self._store.open_upload(item.spec, self._peer)
+                self._upload = self._store.open_upload(item.spec, self.peer)
                 return None
             case Commit():
                 return None if self._abandoned or self._upload is None else self._commit(self._upload, item)
             case Refuse():
                 if item.record is not None:
-                    self._store.record_failed(item.record, item.failure, self._peer)
+                    self._store.record_failed(item.record, item.failure, self.peer)
                 return Ended(item.failure)
             case Abort():
                 if self._upload is not None:

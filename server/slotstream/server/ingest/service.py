@@ -19,6 +19,7 @@ from slotstream.server.access.limits import INGEST_STREAMS
 from slotstream.server.ingest.sample_writer import IngestStore
 from slotstream.server.ingest.shared import Shared
 from slotstream.server.ingest.stream import Context, Stream
+from slotstream.server.logs import failure_fields
 from slotstream.server.nixl.readers import NixlReaders
 from slotstream.server.parts import ServerParts
 from slotstream.server.status import abort
@@ -63,13 +64,16 @@ class IngestService:
             else:
                 self._metrics.refused_streams.labels(error.code).inc()
             if (more := self._endings.more(error.code)) is not None:
-                _log.warning("ending the stream of %s: %s%s", context.peer(), log_text(error.code, str(error)), more)
+                fields = failure_fields("stream_ended", error.code, peer=context.peer())
+                said = log_text(error.code, str(error))
+                _log.warning("ending the stream of %s: %s%s", context.peer(), said, more, extra=fields)
             await abort(context, error)
         except Exception as error:
             fault = InternalFault("the server failed; its log says how")
             self._metrics.refused_streams.labels(fault.code).inc()
             if (more := self._endings.more(type(error).__name__)) is not None:
-                _log.exception("a fault in the server ended the stream of %s%s", context.peer(), more)
+                fields = failure_fields("fault", fault.code, peer=context.peer())
+                _log.exception("a fault in the server ended the stream of %s%s", context.peer(), more, extra=fields)
             await abort(context, fault)
 
     async def _serve(self, stream: Stream) -> None:

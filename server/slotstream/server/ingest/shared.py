@@ -12,9 +12,11 @@ from slotstream.common.throttle import Throttle
 from slotstream.server.access.bodies import Bodies
 from slotstream.server.access.limits import OPEN_SAMPLES
 from slotstream.server.ingest.sample_writer import Ended, IngestStore, SampleWriter
+from slotstream.server.logs import failure_fields
 from slotstream.server.metrics import code_label
 from slotstream.server.nixl.readers import NixlReaders
 from slotstream.server.parts import ServerParts
+from slotstream.store.records import Failure
 from slotstream.wire.errors import HashMismatch
 from slotstream.wire.names import CONTROL_BYTES_MAX
 
@@ -83,8 +85,8 @@ class Shared:
         self._idle.clear()
         self.metrics.open_samples.set(self._open)
 
-    def ended(self, writer: SampleWriter, ended: Ended) -> None:
-        """A sample ended: counts it, and wakes who waits for it."""
+    def ended(self, writer: SampleWriter, ended: Ended, engine: str) -> None:
+        """A sample of this engine ended: counts it, and wakes who waits for it."""
         self._open -= 1
         self.metrics.open_samples.set(self._open)
         if not self._open:
@@ -102,9 +104,22 @@ class Shared:
             if ended.failure.code == HashMismatch.code:
                 self.metrics.hash_mismatches.inc()
             if (more := self._failures.more(label)) is not None:
-                _log.info("sample %s failed: %s%s", writer.key, log_text(ended.failure.code, ended.failure.message), more)
+                self._log_failure(writer, ended.failure, engine, more)
         if writer.key is not None:
             self.waiters.notify(writer.key)
+
+    def _log_failure(self, writer: SampleWriter, failure: Failure, engine: str, more: str) -> None:
+        fields = failure_fields(
+            "sample_failed",
+            failure.code,
+            namespace=None if writer.key is None else writer.key.namespace,
+            sample_id=None if writer.key is None else writer.key.sample_id,
+            peer=writer.peer,
+            engine=engine,
+            bytes=writer.nbytes,
+            ms=round(writer.age_s * 1000, 1),
+        )
+        _log.warning("sample %s failed: %s%s", writer.key, log_text(failure.code, failure.message), more, extra=fields)
 
     async def idle(self) -> None:
         """Returns once no sample is open."""

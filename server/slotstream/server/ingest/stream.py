@@ -120,6 +120,7 @@ class Stream:
         if hello.protocol != PROTOCOL_VERSION:
             raise ProtocolViolation(f"this server speaks protocol {PROTOCOL_VERSION}, not {hello.protocol}")
         _log.info("stream of %s: engine %.64r, rank %d", self._peer, hello.engine_id, hello.worker_rank)
+        self._samples.engine = "".join(c for c in hello.engine_id[:64] if c.isprintable())
         nixl = hello.HasField("nixl") and await self._samples.accept_nixl(hello.nixl)
         welcome = pb.Welcome(
             protocol=PROTOCOL_VERSION,

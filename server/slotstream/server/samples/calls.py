@@ -16,6 +16,7 @@ from slotstream.common.throttle import Throttle
 from slotstream.server.access.bodies import BODY_S, Bodies
 from slotstream.server.access.gate import Gate, Session
 from slotstream.server.access.limits import READS, REQUESTS
+from slotstream.server.logs import failure_fields
 from slotstream.server.parts import ServerParts
 from slotstream.server.samples import convert
 from slotstream.server.status import abort
@@ -77,7 +78,8 @@ class Calls:
         except Exception as error:
             count(InternalFault.code)
             if (more := self._faults.more(f"{method} {type(error).__name__}")) is not None:
-                _log.exception("a fault in the server failed a %s%s", method, more)
+                fields = failure_fields("fault", InternalFault.code, peer=context.peer())
+                _log.exception("a fault in the server failed a %s%s", method, more, extra=fields)
             await abort(context, InternalFault("the server failed; its log says how"))
 
     async def look_up(self, call: Callable[..., _T], *arguments: Any) -> _T:

@@ -210,8 +210,9 @@ class SamplesService:
 
     async def _delete(self, gate: Gate, context: Context) -> pb.DeleteReply:
         async with self._calls.answering("Delete", gate, context) as (session, raw):
-            key = key_for(session, "delete", parsed(pb.DeleteRequest, raw))
-            await self._calls.check(key.namespace, self._store.delete, key)
+            request = parsed(pb.DeleteRequest, raw)
+            key = key_for(session, "delete", request)
+            await self._calls.check(key.namespace, self._store.delete, key, request.created_unix_ns)
             self._metrics.deleted_samples.labels(str(Reason.REQUEST)).inc()
             return pb.DeleteReply()
 

@@ -187,7 +187,8 @@ class Lifetimes:
         self._catalogue.put_damaged(record, message).result()
         with self._readers_lock:
             self.quarantined += 1
-        _log.error("sample %s is damaged: %s", record.key, message)
+        fields = {"event": "damaged", "code": verdict.damage, "namespace": record.namespace, "sample_id": record.sample_id}
+        _log.error("sample %s is damaged: %s", record.key, message, extra=fields)
         return done
 
     def quarantine_totals(self) -> tuple[int, int]:
