@@ -2,7 +2,7 @@
 
     python examples/probe.py
 
-The embedding (layer 0) knows its own token alone, so its probe can only guess. What the layers above it know, attention brought.
+The embedding (layer 0) knows its own token alone, so its probe can only guess. What the layers above know, attention brought.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def train(address: str) -> dict[int, float]:
             loss_of = torch.nn.BCEWithLogitsLoss(pos_weight=(1 - wanted).sum() / wanted.sum().clamp(min=1))
             loss = torch.stack([loss_of(probe(held[layer])[:, 0], wanted) for layer, probe in probes.items()]).sum()
             optimizer.zero_grad()
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]
             optimizer.step()
     right, of = {layer: torch.zeros(2) for layer in LAYERS}, torch.zeros(2)
     for held, wanted in batches(address, "test"):
@@ -59,9 +59,12 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=200, help="of Python's documentation (default: %(default)s)")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory(prefix="slotstream-probe-") as folder:
-        with store(Path(folder), ",".join(map(str, LAYERS)), arguments.prompts) as address:
-            scores = train(address)
+    layers = ",".join(map(str, LAYERS))
+    with (
+        tempfile.TemporaryDirectory(prefix="slotstream-probe-") as folder,
+        store(Path(folder), layers, arguments.prompts) as to,
+    ):
+        scores = train(to)
     for layer, score in scores.items():
         print(f"layer {layer}: {score:.3f} of both kinds told rightly (0.5 is chance)")
 
