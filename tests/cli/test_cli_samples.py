@@ -159,6 +159,19 @@ def test_stat_shows_all_facts(stored: SyntheticSample, capsys: pytest.CaptureFix
         assert re.search(f"(?m)^{line}$", out), line
 
 
+def test_stat_says_how_many_others_failed_under_a_committed_id(
+    stored: SyntheticSample, ingest: IngestClient, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = SyntheticSample("one", namespace=stored.namespace)
+    ingest.fail(other, "BAD_PARAMS", "a typo")
+    ingest.fail(other, "ROWS_NOT_COMPUTED", "loaded")
+    ingest.fail(other, "ROWS_NOT_COMPUTED", "loaded")
+    assert cli.main(["stat", "one", "--namespace", stored.namespace]) == 0
+    assert re.search(r"^refused +1 BAD_PARAMS, 2 ROWS_NOT_COMPUTED$", capsys.readouterr().out, re.MULTILINE)
+    assert cli.main(["stat", "one", "--namespace", stored.namespace, "--json"]) == 0
+    assert json_lines(capsys.readouterr().out)[0]["refused"] == {"BAD_PARAMS": 1, "ROWS_NOT_COMPUTED": 2}
+
+
 def test_stat_goes_on_after_one_that_is_not_there(stored: SyntheticSample, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["stat", "never", "one", "--namespace", stored.namespace, "--json"]) == 1
     captured = capsys.readouterr()

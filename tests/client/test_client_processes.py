@@ -90,6 +90,24 @@ def test_what_was_under_way_is_the_parents(own: ServerProcess) -> None:
         assert client.stat("s").num_tokens == 4000
 
 
+def test_a_read_is_counted_once_though_its_client_was_inherited_meanwhile(own: ServerProcess) -> None:
+    """A client tells the server of its reads a moment later: what waits to be told at the fork is the parent's."""
+    with IngestClient(own.address) as ingest:
+        ingest.store(SyntheticSample("s", num_tokens=3), SyntheticSample("t", num_tokens=3))
+    client = connect(own.address)
+
+    def read() -> str:
+        client.get("t")
+        client.close()
+        return "read"
+
+    client.get("s")
+    assert _in_a_fork(read) == "read"
+    client.close()
+    with connect(own.address) as other:
+        assert [other.stat(sample_id).reads for sample_id in ("s", "t")] == [1, 1]
+
+
 def test_a_closed_client_stays_closed_in_a_fork(own: ServerProcess) -> None:
     client = connect(own.address)
     client.close()

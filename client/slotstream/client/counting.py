@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -25,6 +26,10 @@ class ReadCounter:
 
     def __init__(self, call: Callable[[samples_pb2.CountReadRequest], None]) -> None:
         self._call = call
+        self._begin()
+
+    def _begin(self) -> None:
+        self._pid = os.getpid()
         self._reads: deque[tuple[SampleInfo, bool]] = deque()
         self._lock = threading.Lock()  # Guards whether there is a thread.
         self._thread: threading.Thread | None = None
@@ -32,14 +37,18 @@ class ReadCounter:
 
     def add(self, info: SampleInfo, together: bool) -> None:
         """A reader has every row of a sample. `together`: the server takes several reads in a call."""
+        if self._pid != os.getpid():
+            self._begin()  # In a process that was forked. What waited then is its parent's to tell.
         self._reads.append((info, together))
         with self._lock:
-            if self._thread is None or not self._thread.is_alive():  # Also in a process that was forked meanwhile.
+            if self._thread is None or not self._thread.is_alive():
                 self._thread = threading.Thread(target=self._run, name="slotstream-count-reads")
                 self._thread.start()
 
     def close(self) -> None:
         """Tell what is left, for two seconds at most."""
+        if self._pid != os.getpid():
+            return
         self._hurry.set()
         thread = self._thread
         if thread is not None and thread is not threading.current_thread():
