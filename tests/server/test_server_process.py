@@ -259,7 +259,7 @@ def test_json_logs(tmp_path: Path) -> None:
         assert server.wait() == 0
     logged = [json.loads(line) for line in server.lines]
     assert {"time", "level", "logger", "message"} <= logged[0].keys()
-    assert any(line["level"] == "INFO" and "default/bad failed: BAD_PARAMS" in line["message"] for line in logged)
+    assert any(line["level"] == "WARNING" and "default/bad failed: BAD_PARAMS" in line["message"] for line in logged)
 
 
 def test_a_peer_that_left_is_no_fault_of_ours(tmp_path: Path) -> None:
