@@ -16,6 +16,7 @@ from slotstream.server.app import Server
 from slotstream.server.config import ServerConfig
 from slotstream.store.records import Failure
 from slotstream.store.samples import SampleStore
+from slotstream.wire.columns import NO_COLUMNS, LateColumns
 from slotstream.wire.errors import HashMismatch, MissingRows
 from slotstream.wire.hashing import Buffer, xxh3
 
@@ -31,7 +32,13 @@ class NullUpload:
             raise HashMismatch(f"rows [{first_row}, {first_row + rows}) do not match the hash they were sent with")
         self._rows += rows
 
-    def commit(self, row_count: int, token_ids: Sequence[int], metadata: Mapping[str, str] | None = None) -> bool:
+    def commit(
+        self,
+        row_count: int,
+        token_ids: Sequence[int],
+        metadata: Mapping[str, str] | None = None,
+        columns: LateColumns = NO_COLUMNS,
+    ) -> bool:
         if self._rows != row_count:
             raise MissingRows(f"{self._rows} of {row_count} rows arrived")
         return False
