@@ -351,7 +351,7 @@ def test_a_lease_that_is_granted_while_a_deletion_begins_holds(store: SampleStor
 
 
 def test_leases_have_a_limit_and_those_that_ended_do_not_count(store: SampleStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("slotstream.store.upkeep.lifetimes.LEASES_MAX", 4)
+    monkeypatch.setattr("slotstream.store.upkeep.lifetimes.LEASES_MAX", 2)
     _put(store, "a")
     until = [store.lifetimes.lease(Sample("a").key, holder, 60) for holder in ("one", "two", "one")]
     with pytest.raises(StoreFull):

@@ -429,7 +429,6 @@ class Client:
 
         A later call replaces this client's lease on it, and 0 seconds give it back (0 is returned). `holder`: in whose
         name, by default this client's own; with a fixed name a restarted reader replaces the lease of its past life.
-        With the right `admin`, holder "" and 0 seconds end the leases of all holders.
         An open read needs no lease: it is never deleted under its reader. Raises SampleNotFound, BadParams and, where too
         many leases are held, StoreFull.
         """
@@ -438,7 +437,7 @@ class Client:
         request = samples_pb2.LeaseRequest(
             namespace=check_namespace(namespace),
             sample_id=check_sample_id(sample_id),
-            holder=self._holder() if holder is None else "" if not holder and not seconds else check_holder(holder),
+            holder=self._holder() if holder is None else check_holder(holder),
             seconds=seconds,
         )
         return self._rpc.lease(request).leased_until_unix_ns

@@ -176,7 +176,6 @@ class SamplesServicer(object):
 
     def Lease(self, request, context):
         """Keeps a committed sample from being deleted for some time. NOT_FOUND; RESOURCE_EXHAUSTED (STORE_FULL): too many are held.
-        Right: read; to end the leases of all holders, admin too.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -55,7 +55,7 @@ class DiskThreads:
     chunks: ThreadPoolExecutor = field(init=False)
     commits: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(8, "commit"))
     reads: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(2 * _OF_A_NAMESPACE, "read"))
-    checks: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(3 * _OF_A_NAMESPACE, "check"))
+    checks: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(2 * _OF_A_NAMESPACE, "check"))
     lookups: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(4, "lookup"))
     chunk_lines: Lines = field(init=False)
     commit_lines: Lines = field(init=False)

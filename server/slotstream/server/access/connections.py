@@ -1,8 +1,7 @@
 """Keeps one address from having all the connections: gRPC knows how many there are, and not whose.
 
 Its own limit closes every new connection, also of a peer that has no other. So this looks at the process's sockets now and
-then, and hangs up on what an address has beyond its share: first on connections that never asked for anything. Of those
-it hangs up on more where all addresses together have so many that newcomers would find no room.
+then, and hangs up on what an address has beyond its share: first on connections that never asked for anything.
 
 And it hangs up on the connections of calls whose messages do not end while the process grows: see bodies.py.
 """
@@ -20,7 +19,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from slotstream.common.throttle import Throttle
-from slotstream.server.access.gate import PEERS_ASSUMED, Context, host_of, network_of, plain_host
+from slotstream.server.access.gate import Context, host_of, network_of, plain_host
 from slotstream.server.access.limits import CONNECTIONS
 from slotstream.server.config import ServerConfig
 
@@ -37,7 +36,6 @@ class Connections:
 
     def __init__(self, config: ServerConfig) -> None:
         self._of_address = CONNECTIONS.of_peer(config)
-        self._room_from = CONNECTIONS.total(config) - CONNECTIONS.total(config) // PEERS_ASSUMED
         self._known_max = 2 * CONNECTIONS.total(config)
         self._known: OrderedDict[_Peer, None] = OrderedDict()  # Those that asked for something. For the event loop.
         self._ports: set[int] = set()
@@ -95,11 +93,9 @@ class Connections:
         found = list(self._accepted(descriptors))
         of_address = Counter(network_of(peer[0]) for _, peer in found)
         greedy = {address: count - self._of_address for address, count in of_address.items() if count > self._of_address}
-        known = set(self._known.copy())
         if not greedy:
-            if len(found) > self._room_from:
-                self._make_room([one for one in found if one[1] not in known], len(found) - self._room_from)
             return
+        known = set(self._known.copy())
         for descriptor, peer in sorted(found, key=lambda one: one[1] in known):
             address = network_of(peer[0])
             if greedy.get(address, 0) > 0 and _hang_up(descriptor, peer):
@@ -107,17 +103,6 @@ class Connections:
         if (unsaid := self._said.admit("share")) is not None:
             more = f" ({unsaid} times more)" if unsaid else ""
             _log.warning("some connections are closed: one address had more than its %d%s", self._of_address, more)
-
-    def _make_room(self, silent: list[tuple[int, _Peer]], beyond: int) -> None:
-        """Hang up on so many connections that never asked for anything, of the addresses that have the most of them."""
-        of_address: dict[str, list[tuple[int, _Peer]]] = {}
-        for one in silent:
-            of_address.setdefault(network_of(one[1][0]), []).append(one)
-        # The highest numbers first: as if the largest heap lost one at a time.
-        in_order = sorted(((number, one) for its in of_address.values() for number, one in enumerate(its)), reverse=True)
-        closed = sum(_hang_up(*one) for _, one in in_order[:beyond])
-        if closed and (more := self._said.more("room")) is not None:
-            _log.warning("%d connections that never asked for anything are closed: there were too many%s", closed, more)
 
     def _accepted(self, descriptors: list[int]) -> Iterator[tuple[int, _Peer]]:
         for descriptor in descriptors:

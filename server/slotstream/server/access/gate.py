@@ -138,15 +138,11 @@ def _metadata(context: Context, key: str) -> str | bytes | None:
 
 
 class Shares:
-    """How much of something is in use, in all and by each peer. Both have a limit, so that no peer can use up all of it.
-
-    The last quarter of all is for peers that have nothing of it, so that several together cannot use up all of it either.
-    """
+    """How much of something is in use, in all and by each peer. Both have a limit, so that no peer can use up all of it."""
 
     def __init__(self, what: str, total_max: int, peer_max: int) -> None:
         self._what = what
         self._total_max = total_max
-        self._newcomers_from = total_max - total_max // PEERS_ASSUMED
         self._peer_max = peer_max
         self._total = 0
         self._by_peer: Counter[str] = Counter()
@@ -155,8 +151,8 @@ class Shares:
         """Raises TooMany. The message tells the limits and not who else is there."""
         if self._by_peer[peer] >= self._peer_max:
             raise TooMany(f"{self._peer_max} {self._what} at a time are as many as this server allows one peer")
-        if self._total >= (self._newcomers_from if self._by_peer[peer] else self._total_max):
-            raise TooMany(f"{self._total_max} {self._what} at a time are as many as this server allows, the last for newcomers")
+        if self._total >= self._total_max:
+            raise TooMany(f"{self._total_max} {self._what} at a time are as many as this server allows")
         self._total += 1
         self._by_peer[peer] += 1
 

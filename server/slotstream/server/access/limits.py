@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from slotstream.server.access.gate import PEERS_ASSUMED, Shares
 from slotstream.server.config import ServerConfig
-from slotstream.store.samples import open_samples_max
-from slotstream.store.upkeep.lifetimes import LEASES_MAX
 
 _WAITING_SHARE = 0.75  # Of reads: whoever waits for samples that never come must not keep others from those that are there.
 
@@ -26,7 +25,7 @@ class Limit:
 
 
 INGEST_STREAMS = Limit("ingest streams", lambda c: c.streams_max, lambda c: c.peer_streams_max)
-OPEN_SAMPLES = Limit("open samples", lambda c: open_samples_max(), lambda c: c.peer_open_samples_max)
+OPEN_SAMPLES = Limit("open samples", lambda c: sys.maxsize, lambda c: c.peer_open_samples_max)  # The store limits all of them.
 READS = Limit("reads", lambda c: c.reads_max, lambda c: c.peer_reads_max)
 WAITING_READS = Limit(
     "reads that wait for samples",
@@ -35,8 +34,8 @@ WAITING_READS = Limit(
 )
 REQUESTS = Limit("requests", lambda c: PEERS_ASSUMED * c.requests_max, lambda c: c.requests_max)
 # Each keeps a thread and the disk busy for as long as it lasts.
-VERIFICATIONS = Limit("verifications", lambda c: 16, lambda c: 2)
-LEASES = Limit("leases", lambda c: LEASES_MAX, lambda c: 2500)
+VERIFICATIONS = Limit("verifications", lambda c: 4, lambda c: 2)
+LEASES = Limit("leases", lambda c: sys.maxsize, lambda c: 2500)  # The store limits all of them.
 HEALTH_WATCHES = Limit("health watches", lambda c: 4096, lambda c: 2048)  # Each connector has one.
 HEALTH_CHECKS = Limit("health checks", lambda c: 1024, lambda c: 256)
 CONNECTIONS = Limit(

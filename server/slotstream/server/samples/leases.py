@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 
-from slotstream.server.access.gate import PEERS_ASSUMED
 from slotstream.server.access.limits import LEASES
 from slotstream.server.config import ServerConfig
 from slotstream.store.records import SampleKey
@@ -17,7 +16,6 @@ class LeaseBook:
 
     def __init__(self, config: ServerConfig) -> None:
         self._of_peer = LEASES.of_peer(config)
-        self._newcomers_from = LEASES.total(config) - LEASES.total(config) // PEERS_ASSUMED
         self._ends: defaultdict[str, dict[tuple[SampleKey, str], float]] = defaultdict(dict)
 
     def take(self, peer: str, key: SampleKey, holder: str, seconds: float) -> None:
@@ -28,26 +26,7 @@ class LeaseBook:
             held = self._ends[peer] = {name: ends for name, ends in held.items() if ends > now}
             if len(held) >= self._of_peer:
                 raise TooMany(f"{self._of_peer} {LEASES.what} at a time are as many as this server allows one peer")
-        if held and (key, holder) not in held and sum(map(len, self._ends.values())) >= self._newcomers_from:
-            self._forget_ended(now)
-            if sum(map(len, self._ends.values())) >= self._newcomers_from:
-                raise TooMany(f"the last quarter of all {LEASES.what} is for peers that have none")
-            held = self._ends[peer]
         held[key, holder] = now + seconds
-
-    def _forget_ended(self, now: float) -> None:
-        for peer, held in list(self._ends.items()):
-            left = {name: ends for name, ends in held.items() if ends > now}
-            if left:
-                self._ends[peer] = left
-            else:
-                del self._ends[peer]
-
-    def release(self, key: SampleKey) -> None:
-        """All leases of a sample were ended."""
-        for peer, held in list(self._ends.items()):
-            for name in [name for name in held if name[0] == key]:
-                self.give_back(peer, *name)
 
     def give_back(self, peer: str, key: SampleKey, holder: str) -> None:
         """It was given back, or not given at all."""

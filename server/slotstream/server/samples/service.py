@@ -241,11 +241,6 @@ class SamplesService:
         async with self._calls.answering("Lease", gate, context) as (session, raw):
             request = parsed(pb.LeaseRequest, raw)
             key = key_for(session, "read", request)
-            if not request.seconds and not request.holder:
-                session.principal().check("admin", key.namespace)
-                await self._calls.check(key.namespace, self._store.lifetimes.release, key)
-                self._leases.release(key)
-                return pb.LeaseReply()
             until = await self._lease_of(session, key, request)
             return pb.LeaseReply(leased_until_unix_ns=until)
 

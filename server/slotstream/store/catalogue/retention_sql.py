@@ -235,17 +235,11 @@ def leased_until(db: sqlite3.Connection, key: SampleKey, now_unix_ns: int) -> in
 
 
 def lease(db: sqlite3.Connection, key: SampleKey, holder: str, until_unix_ns: int, leases_max: int) -> bool:
-    """Give `holder` a committed sample until then, in place of a lease of its own.
-
-    False when `leases_max` are held, or half as many in its namespace.
-    """
+    """Give `holder` a committed sample until then, in place of a lease of its own. False when `leases_max` are held."""
     name = (key.namespace, key.sample_id, holder)
     known = db.execute("SELECT 1 FROM leases WHERE namespace = ? AND sample_id = ? AND holder = ?", name).fetchone()
-    if known is None:
-        (held,) = db.execute("SELECT count(*) FROM leases").fetchone()
-        (in_namespace,) = db.execute("SELECT count(*) FROM leases WHERE namespace = ?", (key.namespace,)).fetchone()
-        if held >= leases_max or in_namespace >= leases_max // 2:
-            return False
+    if known is None and db.execute("SELECT count(*) FROM leases").fetchone()[0] >= leases_max:
+        return False
     values = (*name, until_unix_ns)
     db.execute("INSERT OR REPLACE INTO leases VALUES (?, ?, ?, ?, ?)", (*values, row_sum(values)))
     return True
@@ -255,11 +249,6 @@ def release(db: sqlite3.Connection, key: SampleKey, holder: str) -> None:
     db.execute(
         "DELETE FROM leases WHERE namespace = ? AND sample_id = ? AND holder = ?", (key.namespace, key.sample_id, holder)
     )
-
-
-def release_all(db: sqlite3.Connection, key: SampleKey) -> None:
-    """End the leases of all holders."""
-    db.execute("DELETE FROM leases WHERE namespace = ? AND sample_id = ?", (key.namespace, key.sample_id))
 
 
 def shorten_leases(db: sqlite3.Connection, until_unix_ns: int) -> None:

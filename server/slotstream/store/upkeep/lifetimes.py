@@ -87,8 +87,7 @@ class Lifetimes:
         """Keep a committed sample for `holder` for so long from now, at most LEASE_S_MAX; the Unix ns when that ends.
 
         A holder's next lease takes the place of its last; 0 seconds give it back. Leases survive restarts, but not the loss
-        of the catalogue. Raises SampleNotFound, BadParams and, when LEASES_MAX leases are held, or half of them in its
-        namespace, StoreFull.
+        of the catalogue. Raises SampleNotFound, BadParams and, when LEASES_MAX leases are held, StoreFull.
         """
         check_holder(holder)
         if not 0 <= seconds <= LEASE_S_MAX:
@@ -107,17 +106,13 @@ class Lifetimes:
                 return 0
             retention_sql.forget_leases(db, now)
             if not retention_sql.lease(db, key, holder, until, LEASES_MAX):
-                return StoreFull(f"{LEASES_MAX} leases, or half as many in one namespace, are as many as this server allows")
+                return StoreFull(f"{LEASES_MAX} leases are held already, as many as this server allows")
             return until
 
         ends = self._catalogue.submit(take).result()
         if isinstance(ends, SlotStreamError):
             raise ends
         return ends
-
-    def release(self, key: SampleKey) -> None:
-        """End the leases of all holders of a sample."""
-        self._catalogue.submit(lambda db: retention_sql.release_all(db, key)).result()
 
     def accept_clock(self) -> None:
         """The clock is right. A lease that lasts longer than one may was given while it ran ahead: it ends when one may."""
