@@ -174,6 +174,17 @@ def test_each_call_needs_its_right(house: House, call: str, right: str) -> None:
     assert reader.refused(lambda: CALLS[call](reader, "a")) == DENIED
 
 
+def test_leases_of_every_holder_end_for_an_admin_only(house: House) -> None:
+    house.peer("all-a").put(Sample(namespace="a"), 1)
+    reader, root = house.reader("reader-a"), house.reader("root")
+    reader.lease(read_pb.LeaseRequest(namespace="a", sample_id="s", holder="nobody-knows", seconds=600))
+    everybodys = read_pb.LeaseRequest(namespace="a", sample_id="s")
+    assert reader.refused(lambda: reader.lease(everybodys)) == DENIED
+    assert root.refused(lambda: root.delete(read_pb.DeleteRequest(namespace="a", sample_id="s")))[1] == "LEASED"
+    assert root.lease(everybodys).leased_until_unix_ns == 0
+    root.delete(read_pb.DeleteRequest(namespace="a", sample_id="s"))
+
+
 def _fill(house: House, *spaces: str, count: int = 7) -> None:
     with Peer(house.server.address, metadata=bearer("root")) as peer:
         for number in range(count):

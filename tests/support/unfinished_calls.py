@@ -31,6 +31,7 @@ class UnfinishedCalls:
 
     def __init__(self, address: str, method: str, calls: int, source: str = "127.0.0.2") -> None:
         host, _, port = address.rpartition(":")
+        self.source = source
         self._socket = socket.create_connection((host, int(port)), source_address=(source, 0))
         self._socket.setblocking(False)
         self._decoder = hpack.Decoder()
@@ -52,6 +53,18 @@ class UnfinishedCalls:
             self._taken[stream], self._left[stream] = 0, MESSAGE_BYTES - 1
             self._data(stream, _PREFIX)
         self.open = set(self._left)
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether the server has not closed the connection. Drops what it said meanwhile."""
+        try:
+            while self._socket.recv(1 << 20):
+                pass
+        except BlockingIOError:
+            return True
+        except ConnectionError:
+            pass
+        return False
 
     def push(self, quiet_s: float, limit_s: float) -> None:
         """Sends until the server lets nothing more through for `quiet_s`, or ended every call, but no longer than `limit_s`."""

@@ -429,15 +429,16 @@ class Client:
 
         A later call replaces this client's lease on it, and 0 seconds give it back (0 is returned). `holder`: in whose
         name, by default this client's own; with a fixed name a restarted reader replaces the lease of its past life.
-        An open read needs no lease: it is never deleted under its reader. Raises SampleNotFound, BadParams and, where too
-        many leases are held, StoreFull.
+        With the right `admin`, `holder=""` and 0 seconds end the leases of everybody on it. An open read needs no lease: it
+        is never deleted under its reader. Raises SampleNotFound, BadParams and, where too many leases are held, StoreFull
+        or TooMany.
         """
         if not 0 <= seconds <= LEASE_S_MAX:
             raise BadParams(f"a lease lasts 0 to {LEASE_S_MAX:g} seconds, not {seconds}")
         request = samples_pb2.LeaseRequest(
             namespace=check_namespace(namespace),
             sample_id=check_sample_id(sample_id),
-            holder=self._holder() if holder is None else check_holder(holder),
+            holder=self._holder() if holder is None else "" if not holder and not seconds else check_holder(holder),
             seconds=seconds,
         )
         return self._rpc.lease(request).leased_until_unix_ns

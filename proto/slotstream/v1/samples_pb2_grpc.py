@@ -175,7 +175,8 @@ class SamplesServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Lease(self, request, context):
-        """Keeps a committed sample from being deleted for some time. NOT_FOUND; RESOURCE_EXHAUSTED (STORE_FULL): too many are held.
+        """Keeps a committed sample from being deleted for some time. NOT_FOUND; RESOURCE_EXHAUSTED (STORE_FULL, TOO_MANY): too many are
+        held. Right: read; to end leases of every holder, admin, which also ends one by its name.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -102,7 +102,7 @@ class SampleStore:
         """
         files = files or Files()
         directory = Path(data_dir).absolute()
-        limit = _uploads_max() if uploads_max is None else uploads_max
+        limit = descriptors_allow() if uploads_max is None else uploads_max
         lock_fd = -1
         catalogue = None
         try:
@@ -438,8 +438,8 @@ def _lock(files: Files, directory: Path) -> int:
         raise ConfigError(f"another server is using {directory}") from error
 
 
-def _uploads_max() -> int:
-    """Each arriving sample holds a descriptor."""
+def descriptors_allow() -> int:
+    """How many samples may be arriving: each holds a descriptor."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     allowed = 1 << 16 if soft == resource.RLIM_INFINITY else soft - _DESCRIPTORS_SPARE
     return max(64, min(allowed, 1 << 16))

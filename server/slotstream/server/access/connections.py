@@ -1,7 +1,9 @@
-"""Keeps one address from having all the connections: gRPC knows how many there are, and not whose.
+"""Keeps few addresses from having all the connections: gRPC knows how many there are, and not whose.
 
 Its own limit closes every new connection, also of a peer that has no other. So this looks at the process's sockets now and
-then, and hangs up on what an address has beyond its share: first on connections that never asked for anything.
+then, and hangs up on what an address has beyond its share, and on what all have beyond three quarters of the limit: first on
+connections that never asked for anything, then on others, and first on those of the address that has most. The last quarter
+is for addresses that have one.
 
 And it hangs up on the connections of calls whose messages do not end while the process grows: see bodies.py.
 """
@@ -13,18 +15,19 @@ import os
 import socket
 import sys
 import threading
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from slotstream.common.throttle import Throttle
-from slotstream.server.access.gate import Context, host_of, network_of, plain_host
+from slotstream.server.access.gate import Context, beyond_first, host_of, network_of, plain_host
 from slotstream.server.access.limits import CONNECTIONS
 from slotstream.server.config import ServerConfig
 
 _log = logging.getLogger(__name__)
 _EVERY_S = 0.5
+_AGAIN_S = 0.05  # After a look that closed some: who opens them without end must not fill the last quarter meanwhile.
 _MUCH_BYTES = 2 << 20  # Requests are small: a connection that brought so much, and no message, is not that of a busy caller.
 _TCP_INFO_BYTES_RECEIVED = (128, 136)  # Where `struct tcp_info` of <linux/tcp.h> has it.
 _DESCRIPTORS = Path("/proc/self/fd")
@@ -36,8 +39,11 @@ class Connections:
 
     def __init__(self, config: ServerConfig) -> None:
         self._of_address = CONNECTIONS.of_peer(config)
+        self._of_all = beyond_first(CONNECTIONS.total(config))
+        self._silent: set[_Peer] = set()  # At the last look, if there were too many.
         self._known_max = 2 * CONNECTIONS.total(config)
-        self._known: OrderedDict[_Peer, None] = OrderedDict()  # Those that asked for something. For the event loop.
+        self._known: set[_Peer] = set()  # Those that asked for something. The event loop adds, the thread forgets.
+        self._is_shown = _DESCRIPTORS.is_dir()
         self._ports: set[int] = set()
         self._stopping = threading.Event()
         self._said = Throttle(every_s=60.0)
@@ -46,7 +52,7 @@ class Connections:
     def start(self, addresses: Iterable[str]) -> None:
         """The server listens on these, real ports included."""
         self._ports = {int(address.rpartition(":")[2]) for address in addresses if not address.startswith("unix:")}
-        if self._ports and _DESCRIPTORS.is_dir():
+        if self._ports and self._is_shown:
             self._thread.start()
 
     def stop(self) -> None:
@@ -57,11 +63,8 @@ class Connections:
     def note(self, context: Context) -> None:
         """A call came over it."""
         peer = host_of(context.peer())
-        if peer is not None:
-            self._known[peer] = None
-            self._known.move_to_end(peer)
-            if len(self._known) > self._known_max:
-                self._known.popitem(last=False)
+        if peer is not None and self._is_shown:
+            self._known.add(peer)
 
     def hang_up(self, peers: Iterable[str]) -> None:
         """On these, as gRPC names them, where they sent much. For the event loop; looks at every descriptor."""
@@ -79,30 +82,47 @@ class Connections:
             _log.warning("a connection of %s is closed: messages that did not end made memory grow%s", host, more)
 
     def _run(self) -> None:
-        while not self._stopping.wait(_EVERY_S):
+        pause_s = _EVERY_S
+        while not self._stopping.wait(pause_s):
+            pause_s = _EVERY_S
             try:
-                self._look()
+                if self._look():
+                    pause_s = min(_AGAIN_S, _EVERY_S)
             except OSError as error:
                 if self._said.admit("error") is not None:
                     _log.warning("connections cannot be counted: %s", error)
 
-    def _look(self) -> None:
+    def _look(self) -> bool:
+        """Whether some were closed. Raises OSError."""
         descriptors = [int(path.name) for path in _DESCRIPTORS.iterdir()]
-        if len(descriptors) <= self._of_address:
-            return
+        known = self._known.copy()
+        if len(descriptors) <= min(self._of_address, self._of_all) and len(known) <= self._known_max:
+            return False
         found = list(self._accepted(descriptors))
-        of_address = Counter(network_of(peer[0]) for _, peer in found)
-        greedy = {address: count - self._of_address for address, count in of_address.items() if count > self._of_address}
-        if not greedy:
-            return
-        known = set(self._known.copy())
-        for descriptor, peer in sorted(found, key=lambda one: one[1] in known):
-            address = network_of(peer[0])
-            if greedy.get(address, 0) > 0 and _hang_up(descriptor, peer):
-                greedy[address] -= 1
-        if (unsaid := self._said.admit("share")) is not None:
+        self._known -= known - {peer for _, peer in found}
+        closed = sum(_hang_up(descriptor, peer) for descriptor, peer in self._unwanted(found, self._known.copy()))
+        if closed and (unsaid := self._said.admit("share")) is not None:
             more = f" ({unsaid} times more)" if unsaid else ""
-            _log.warning("some connections are closed: one address had more than its %d%s", self._of_address, more)
+            _log.warning("%d connections are closed: there were more than addresses may have, or all of them%s", closed, more)
+        return closed > 0
+
+    def _unwanted(self, found: list[tuple[int, _Peer]], known: set[_Peer]) -> list[tuple[int, _Peer]]:
+        """Those to hang up on, of all that there are; `known` asked for something."""
+        excess = len(found) - self._of_all
+        silent_before, self._silent = self._silent, {peer for _, peer in found} - known if excess > 0 else set()
+        of_address: Counter[str] = Counter()
+        order: list[tuple[bool, int, int, _Peer]] = []
+        # Each has a rank at its address: the first is the last to go. One that is alone may go if it was silent for a while.
+        for descriptor, peer in sorted(found, key=lambda one: one[1] not in known):
+            address = network_of(peer[0])
+            rank = of_address[address]
+            of_address[address] += 1
+            if rank or (peer in silent_before and peer not in known):
+                order.append((peer in known, -rank, descriptor, peer))
+        order.sort()
+        over = [one for one in order if -one[1] >= self._of_address]
+        rest = [one for one in order if -one[1] < self._of_address]
+        return [(descriptor, peer) for _, _, descriptor, peer in over + rest[: max(0, excess - len(over))]]
 
     def _accepted(self, descriptors: list[int]) -> Iterator[tuple[int, _Peer]]:
         for descriptor in descriptors:

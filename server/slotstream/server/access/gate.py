@@ -137,8 +137,16 @@ def _metadata(context: Context, key: str) -> str | bytes | None:
     return next((value for name, value in context.invocation_metadata() or () if name == key), None)
 
 
+def beyond_first(total: int) -> int:
+    """How many of `total` there may be before only peers get one that hold none: all but the last quarter."""
+    return total + -total // PEERS_ASSUMED
+
+
 class Shares:
-    """How much of something is in use, in all and by each peer. Both have a limit, so that no peer can use up all of it."""
+    """How much of something is in use, in all and by each peer. Both have a limit, so that no peer can use up all of it.
+
+    Nor can a few peers together: the last quarter goes to peers that hold none, one each.
+    """
 
     def __init__(self, what: str, total_max: int, peer_max: int) -> None:
         self._what = what
@@ -153,6 +161,8 @@ class Shares:
             raise TooMany(f"{self._peer_max} {self._what} at a time are as many as this server allows one peer")
         if self._total >= self._total_max:
             raise TooMany(f"{self._total_max} {self._what} at a time are as many as this server allows")
+        if self._by_peer[peer] and self._total >= beyond_first(self._total_max):
+            raise TooMany(f"the last of the {self._total_max} {self._what} at a time are for peers that have none")
         self._total += 1
         self._by_peer[peer] += 1
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc
 
@@ -22,6 +23,8 @@ from slotstream.wire.errors import BadParams, ConfigError
 from slotstream.wire.names import check_namespace
 
 USAGE_PAGE = 1000
+_T = TypeVar("_T")
+_VERIFYING = 4  # At a time: each step keeps a thread and the disk busy, and others need threads too.
 
 
 class AdminCalls:
@@ -32,6 +35,7 @@ class AdminCalls:
         self._housekeeping = housekeeping
         self._config, self._store, self._waiters = parts.config, parts.store, parts.waiters
         self._verify_shares = VERIFICATIONS.shares(parts.config)
+        self._verify_turns = asyncio.Semaphore(_VERIFYING)
 
     def handlers(self, gate: Gate) -> dict[str, grpc.RpcMethodHandler[Any, Any]]:
         return {
@@ -76,7 +80,7 @@ class AdminCalls:
             request = parsed(pb.VerifyRequest, raw)
             verdicts = self._verdicts(session, request)
             with self._verify_shares.one(session.peer):
-                while (verdict := await self._calls.check(request.namespace, next, verdicts, None)) is not None:
+                while (verdict := await self._step(request.namespace, next, verdicts, None)) is not None:
                     done = None
                     if request.quarantine:
                         done = await self._calls.check(request.namespace, self._store.lifetimes.quarantine, verdict)
@@ -93,7 +97,7 @@ class AdminCalls:
                 namespaces = (request.namespace,) if spaces is None else spaces
                 done = itertools.chain.from_iterable(self._store.restore(namespace) for namespace in namespaces)
             with self._verify_shares.one(session.peer):
-                while (one := await self._calls.check(request.namespace, next, done, None)) is not None:
+                while (one := await self._step(request.namespace, next, done, None)) is not None:
                     if not one.kept:
                         self._waiters.notify(one.key)
                     await self._calls.write(context, convert.restored_of(one))
@@ -104,8 +108,13 @@ class AdminCalls:
             spaces = spaces_for(session, "admin", request.namespace)
             with self._verify_shares.one(session.peer):
                 asked = self._accepted if request.accept else self._foreseen
-                for reply in await self._calls.check(request.namespace, asked, request, spaces):
+                for reply in await self._step(request.namespace, asked, request, spaces):
                     await self._calls.write(context, reply)
+
+    async def _step(self, namespace: str, call: Callable[..., _T], *arguments: Any) -> _T:
+        """One sample of a verification, or all of a forecast, when it is its turn."""
+        async with self._verify_turns:
+            return await self._calls.check(namespace, call, *arguments)
 
     def _foreseen(self, request: pb.RetentionRequest, spaces: tuple[str, ...] | None) -> list[pb.RetentionReply]:
         rules = self._housekeeping.rules

@@ -240,19 +240,20 @@ class SamplesService:
     async def _lease(self, gate: Gate, context: Context) -> pb.LeaseReply:
         async with self._calls.answering("Lease", gate, context) as (session, raw):
             request = parsed(pb.LeaseRequest, raw)
-            key = key_for(session, "read", request)
+            ends_any = request.seconds == 0 and (not request.holder or "admin" in session.principal().rights)
+            key = key_for(session, "admin" if ends_any else "read", request)
             until = await self._lease_of(session, key, request)
             return pb.LeaseReply(leased_until_unix_ns=until)
 
     async def _lease_of(self, session: Session, key: SampleKey, request: pb.LeaseRequest) -> int:
-        is_one = request.seconds > 0
-        if is_one:
-            self._leases.take(session.peer, key, request.holder, request.seconds)
+        lifetimes, holder = self._store.lifetimes, request.holder
+        if request.seconds == 0:
+            await self._calls.check(key.namespace, lifetimes.end_leases, key, holder or None)
+            self._leases.end(key, holder)
+            return 0
+        most = self._leases.take(session.peer, key, holder, request.seconds)
         try:
-            until = await self._calls.check(key.namespace, self._store.lifetimes.lease, key, request.holder, request.seconds)
+            return await self._calls.check(key.namespace, lifetimes.lease, key, holder, request.seconds, *most)
         except SlotStreamError:
-            self._leases.give_back(session.peer, key, request.holder)
+            self._leases.take_back(session.peer, key, holder)
             raise
-        if not is_one:
-            self._leases.give_back(session.peer, key, request.holder)
-        return until

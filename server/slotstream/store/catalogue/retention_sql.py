@@ -234,21 +234,29 @@ def leased_until(db: sqlite3.Connection, key: SampleKey, now_unix_ns: int) -> in
     return max((until for until in ends if until > now_unix_ns), default=0)
 
 
-def lease(db: sqlite3.Connection, key: SampleKey, holder: str, until_unix_ns: int, leases_max: int) -> bool:
-    """Give `holder` a committed sample until then, in place of a lease of its own. False when `leases_max` are held."""
+def lease(db: sqlite3.Connection, key: SampleKey, holder: str, until_unix_ns: int, leases_max: int, namespace_max: int) -> bool:
+    """Give `holder` a committed sample until then, in place of a lease of its own.
+
+    False when `leases_max` are held already, or `namespace_max` in its namespace.
+    """
     name = (key.namespace, key.sample_id, holder)
     known = db.execute("SELECT 1 FROM leases WHERE namespace = ? AND sample_id = ? AND holder = ?", name).fetchone()
-    if known is None and db.execute("SELECT count(*) FROM leases").fetchone()[0] >= leases_max:
-        return False
+    if known is None:
+        in_all, there = db.execute(
+            "SELECT count(*), count(*) FILTER (WHERE namespace = ?) FROM leases", (key.namespace,)
+        ).fetchone()
+        if in_all >= leases_max or there >= namespace_max:
+            return False
     values = (*name, until_unix_ns)
     db.execute("INSERT OR REPLACE INTO leases VALUES (?, ?, ?, ?, ?)", (*values, row_sum(values)))
     return True
 
 
-def release(db: sqlite3.Connection, key: SampleKey, holder: str) -> None:
-    db.execute(
-        "DELETE FROM leases WHERE namespace = ? AND sample_id = ? AND holder = ?", (key.namespace, key.sample_id, holder)
-    )
+def release(db: sqlite3.Connection, key: SampleKey, holder: str | None) -> None:
+    """Drop the lease of `holder` on a sample; None: everybody's."""
+    whose = (holder,) if holder is not None else ()
+    also = " AND holder = ?" if holder is not None else ""
+    db.execute(f"DELETE FROM leases WHERE namespace = ? AND sample_id = ?{also}", (key.namespace, key.sample_id, *whose))
 
 
 def shorten_leases(db: sqlite3.Connection, until_unix_ns: int) -> None:

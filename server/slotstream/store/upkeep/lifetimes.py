@@ -83,15 +83,23 @@ class Lifetimes:
         if not self._catalogue.submit(lambda db: retention_sql.ack(db, key, now)).result():
             raise SampleNotFound(f"there is no committed sample {key}")
 
-    def lease(self, key: SampleKey, holder: str, seconds: float) -> int:
+    def lease(
+        self, key: SampleKey, holder: str, seconds: float, leases_max: int | None = None, namespace_max: int | None = None
+    ) -> int:
         """Keep a committed sample for `holder` for so long from now, at most LEASE_S_MAX; the Unix ns when that ends.
 
         A holder's next lease takes the place of its last; 0 seconds give it back. Leases survive restarts, but not the loss
-        of the catalogue. Raises SampleNotFound, BadParams and, when LEASES_MAX leases are held, StoreFull.
+        of the catalogue. Raises SampleNotFound, BadParams and, when `leases_max` leases are held (by default LEASES_MAX), or
+        `namespace_max` in the sample's namespace (by default as many), StoreFull.
         """
+        most = LEASES_MAX if leases_max is None else leases_max
+        most_there = most if namespace_max is None else namespace_max
         check_holder(holder)
         if not 0 <= seconds <= LEASE_S_MAX:
             raise BadParams(f"a lease lasts 0 to {LEASE_S_MAX:.0f} seconds")
+        if seconds == 0:
+            self.end_leases(key, holder)
+            return 0
 
         def take(db: sqlite3.Connection) -> int | SlotStreamError:
             """When the lease ends; or why there is none, which raised in here would undo what shares the transaction."""
@@ -101,15 +109,30 @@ class Lifetimes:
             record = get_record(db, key.namespace, key.sample_id)
             if record is None or record.state is not State.COMMITTED:
                 return SampleNotFound(f"there is no committed sample {key}")
-            if seconds == 0:
-                retention_sql.release(db, key, holder)
-                return 0
             retention_sql.forget_leases(db, now)
-            if not retention_sql.lease(db, key, holder, until, LEASES_MAX):
-                return StoreFull(f"{LEASES_MAX} leases are held already, as many as this server allows")
+            if not retention_sql.lease(db, key, holder, until, most, most_there):
+                # Not how many: that would tell of other namespaces.
+                return StoreFull(f"no more leases are given: this server allows {most}, and {most_there} of a namespace")
             return until
 
-        ends = self._catalogue.submit(take).result()
+        return self._leased(take)
+
+    def end_leases(self, key: SampleKey, holder: str | None) -> None:
+        """Give back the lease of `holder` on a sample; None: everybody's. Raises SampleNotFound and BadParams."""
+        if holder is not None:
+            check_holder(holder)
+
+        def end(db: sqlite3.Connection) -> int | SlotStreamError:
+            record = get_record(db, key.namespace, key.sample_id)
+            if record is None or record.state is not State.COMMITTED:
+                return SampleNotFound(f"there is no committed sample {key}")
+            retention_sql.release(db, key, holder)
+            return 0
+
+        self._leased(end)
+
+    def _leased(self, change: Callable[[sqlite3.Connection], int | SlotStreamError]) -> int:
+        ends = self._catalogue.submit(change).result()
         if isinstance(ends, SlotStreamError):
             raise ends
         return ends
