@@ -66,7 +66,8 @@ class CapturedRequest:
         if self.start != other.start:
             return True
         both = min(self._prompt_stop, other._prompt_stop)
-        if self.request.prompt_token_ids[self.start : both] != other.request.prompt_token_ids[self.start : both]:
+        ours_ids, theirs_ids = self.request.prompt_token_ids, other.request.prompt_token_ids
+        if ours_ids is None or theirs_ids is None or ours_ids[self.start : both] != theirs_ids[self.start : both]:
             return True
         outputs = ours.include_output_tokens or theirs.include_output_tokens
         return not outputs and self.stop != other.stop
