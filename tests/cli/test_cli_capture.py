@@ -157,16 +157,33 @@ def test_what_is_stored_already_is_stored(ingest: IngestClient, server: ServerPr
         assert run_cli(*words(prompts, storing, server, namespace)).returncode == 0
 
 
+def test_an_id_of_a_lines_own_is_not_taken_for_stored_because_another_sample_has_it(
+    ingest: IngestClient, engine: FakeEngine, server: ServerProcess, namespace: str, tmp_path: Path
+) -> None:
+    ingest.store(SyntheticSample("mine", namespace=namespace))
+    done = run_cli(*words(write(tmp_path / "p.jsonl", {"prompt": "x", "id": "mine"}), engine, server, namespace))
+    assert done.returncode == 1
+    assert "(ALREADY_EXISTS)" in done.stderr
+
+    def refused(body: Mapping[str, Any]) -> str:
+        return "ALREADY_EXISTS"
+
+    with FakeEngine(ingest, server.address, refused) as other:
+        done = run_cli(*words(write(tmp_path / "q.jsonl", {"prompt": "x", "id": "new"}), other, server, namespace))
+    assert done.returncode == 1
+    assert "(ALREADY_EXISTS)" in done.stderr
+
+
 def test_a_failure_of_an_earlier_run_is_not_this_ones(
     ingest: IngestClient, client: Client, server: ServerProcess, namespace: str, tmp_path: Path
 ) -> None:
     """The engine answers before its sample is opened again: until then the server knows of the old failure alone."""
     ingest.fail(SyntheticSample("mine", namespace=namespace))
 
-    def later(body: Mapping[str, Any]) -> str:
+    def later(body: Mapping[str, Any]) -> None:
         params = body["kv_transfer_params"]["slotstream"]
         threading.Timer(0.5, slow._store, (params, body["prompt"])).start()
-        return "ALREADY_EXISTS"  # What it says is no matter here: it does not store the sample by itself.
+        slow._ids.add((namespace, "mine"))  # It does not store the sample by itself.
 
     prompts = write(tmp_path / "p.jsonl", {"prompt": "x", "id": "mine"})
     with FakeEngine(ingest, server.address, later) as slow:
@@ -262,6 +279,7 @@ def test_masks_are_the_lines_own_or_the_jobs(
         ('{"prompt": ""}', "line 2: prompt is not a str with something in it"),
         ('{"token_ids": [1, true]}', "line 2: token_ids is not a list of token ids"),
         ('{"prompt": "x", "id": ".."}', "line 2: sample id '..'"),
+        ('{"prompt": "x", "id": "a"}\n{"prompt": "y", "id": "a"}', "line 3: an earlier line has the id 'a'"),
         ('{"prompt": "x", "max_tokens": 0}', "line 2: max_tokens is not a int"),
         ('{"prompt": "x", "tags": {"a": 1}}', "line 2: tags must map"),
     ],

@@ -19,6 +19,7 @@ from slotstream.server.config import ServerConfig
         ("0", 0),
         ("1048576", 1 << 20),
         ("10GiB", 10 << 30),
+        ("1e12", 10**12),
         ("10 GiB", 10 << 30),
         ("10gib", 10 << 30),
         ("1.5KiB", 1536),
@@ -32,7 +33,7 @@ def test_sizes(text: str, nbytes: int) -> None:
     assert units.size(text) == nbytes
 
 
-@pytest.mark.parametrize("text", ["", "GiB", "10G", "10XiB", "-1GiB", "1e9", "1.0001KiB", "0.3B", "ten", "1,5GiB"])
+@pytest.mark.parametrize("text", ["", "GiB", "10G", "10XiB", "-1GiB", "1.0001KiB", "0.3B", "ten", "1,5GiB"])
 def test_what_is_no_size_is_refused(text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError):
         units.size(text)

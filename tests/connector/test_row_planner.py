@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 from support.plan_rig import PlannedRequest, PlanRig, rows_of
 
@@ -117,6 +120,58 @@ def test_a_request_that_is_forgotten_after_it_ended_gives_its_pages_back() -> No
     assert [abort.req_id for abort in plan.aborts] == ["r0"]
     assert not plan.rows
     assert rig.pages.in_use == 0
+
+
+def test_an_id_that_is_used_again_while_its_last_rows_wait_is_refused_in_the_answer_alone() -> None:
+    """What the plan says of it would be taken for the request that ended."""
+    rig = PlanRig()
+    rig.add(30)
+    rig.finish(_stepped(rig, 40))
+    again = PlannedRequest("r1", 20, 100, {"slotstream": {}}, list(range(20)))
+    blocks: Any = SimpleNamespace(blocks=([],))
+    rig.half.on_new(again)
+    rig.half.on_alloc(again, blocks)
+    rig.running["r1"] = again
+    plans = [rig.step() for _ in range(DECODES_MAX + 2)]
+    assert rig.finish(again)["error"]["code"] == "UNSUPPORTED_REQUEST"
+    assert [(end.req_id, len(end.token_ids)) for plan in plans for end in plan.finishes] == [("r1", 40)]
+    assert not any(plan.aborts for plan in plans)
+    assert not any(opened.req_id == "r1" for plan in plans for opened in plan.opens)
+    assert sum(len(plan.rows) for plan in plans) == 2
+
+
+def test_a_fault_in_a_step_leaves_no_sample_that_the_server_was_not_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = PlanRig()
+    rig.add(30)
+    rig.add(40)
+    advance, seen = rig.half._rows.advance, []
+
+    def breaks(*arguments: Any) -> None:
+        seen.append(1)
+        if len(seen) == 2:
+            raise ValueError("broken")
+        advance(*arguments)
+
+    monkeypatch.setattr(rig.half._rows, "advance", breaks)
+    with pytest.raises(ValueError, match="broken"):
+        rig.half.plan(rig.output())
+    rig.half.fail_all()
+    monkeypatch.undo()
+    rig.computed()
+    plan = rig.step()
+    assert {opened.req_id for opened in plan.opens} == {abort.req_id for abort in plan.aborts} == {"r0", "r1"}
+
+
+def test_where_no_step_follows_the_last_request_rows_wait_for_nothing() -> None:
+    rig = PlanRig()
+    rig.half._rows._may_wait = False
+    rig.add(100)
+    rig.add(20)
+    assert [req_id for req_id, _, _ in rows_of(rig.step())] == ["r0", "r1"]
+    rig.add(30)
+    assert [req_id for req_id, _, _ in rows_of(rig.step())] == ["r2"]
+    rig.finish(rig.running["r0"])
+    assert [finish.req_id for finish in rig.step().finishes] == ["r0"]
 
 
 def _stepped(rig: PlanRig, prompt: int) -> PlannedRequest:

@@ -16,12 +16,13 @@ from slotstream.store.samples import SampleStore
 from slotstream.store.upkeep import new_rules
 from slotstream.store.upkeep.new_rules import NewRules, digest_of
 from slotstream.store.upkeep.preview import Forecast, preview_directory
-from slotstream.store.upkeep.retention import Policy, Reason, Rule
+from slotstream.store.upkeep.retention import UNLIMITED, Policy, Reason, Rule
 from slotstream.store.upkeep.sweeping import Sweeper
 from slotstream.wire.errors import ConfigError
 
 S = 10**9
 BEGIN = 1_700_000_000 * S
+NOTHING = Policy(default=Rule(failed_age_s_max=UNLIMITED))  # Not even failed samples are forgotten.
 
 
 class _Disk(Files):
@@ -171,7 +172,7 @@ def test_rules_that_changed_wait_and_then_act(world: World, caplog: pytest.LogCa
     policy = Policy(namespaces={"a": Rule(samples_max=6)})
     rules = world.rules(policy)
     assert not rules.look()
-    assert (rules.in_force, rules.wait_s) == (Policy(), 60)
+    assert (rules.in_force, rules.wait_s) == (NOTHING, 60)
     assert "in a by samples_max: 2 samples, of 8" in caplog.text
     world.sleep(59)
     assert not rules.look()
@@ -185,7 +186,7 @@ def test_rules_that_changed_wait_and_then_act(world: World, caplog: pytest.LogCa
     assert again.in_force == policy
     changed = world.rules(Policy(namespaces={"a": Rule(samples_max=5)}))
     changed.look()
-    assert changed.in_force == Policy()
+    assert changed.in_force == NOTHING
 
 
 def test_where_more_than_half_would_go_nothing_does_until_it_is_accepted(
@@ -233,7 +234,7 @@ def test_accepted_while_they_wait_they_act_at_once(world: World) -> None:
     rules = world.rules(policy)
     rules.look()
     assert rules.accept(["a"]) == frozenset()  # One namespace's admin does not shorten the others' time.
-    assert rules.in_force == Policy()
+    assert rules.in_force == NOTHING
     world.sleep(60)
     rules.look()
     assert rules.held == {"b", "c"}

@@ -60,7 +60,7 @@ def _found(store: SampleStore, request_id: str, **filters: object) -> list[str]:
         ("mine", [8]),  # An exact id wins.
         ("a b", [10]),  # The connector writes other characters so.
         ("cmpl-", []),
-        ("cmpl", [4, 3, 2, 1, 0]),  # By what stands before a dash.
+        ("cmpl", []),  # What stands before a dash need not be a request.
         ("...", []),
         ("nothing", []),
     ],
@@ -68,6 +68,13 @@ def _found(store: SampleStore, request_id: str, **filters: object) -> list[str]:
 def test_a_requests_samples(filled: SampleStore, request_id: str, found: list[int]) -> None:
     assert _found(filled, request_id) == [IDS[at] for at in found]
     assert _found(filled, request_id, page_size=1) == [IDS[at] for at in found]
+
+
+def test_a_chosen_id_that_begins_alike_is_another_samples(store: SampleStore) -> None:
+    Sample("run-1-eval", namespace="n").put(store)
+    Sample("run-1-2", namespace="n", metadata={"request_id": "cmpl-x-0-01234567"}).put(store)
+    Sample("run-1-3", namespace="n", metadata={"request_id": "run-1-3"}).put(store)
+    assert _found(store, "run-1") == ["run-1-3"]
 
 
 def test_in_every_namespace_and_with_other_filters(filled: SampleStore) -> None:

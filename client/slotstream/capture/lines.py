@@ -48,10 +48,16 @@ class Line:
 
 def read_lines(path: Path, job: Job, shard: tuple[int, int] = (1, 1)) -> Iterator[Line]:
     """The lines of part i of n, `shard`; empty ones are left out. Raises ConfigError, which names the line."""
+    known: dict[str, str] = {}  # A line's own id -> its key.
     with path.open(encoding="utf-8") as file:
         for number, text in enumerate(file, start=1):
             if text.strip() and (number - 1) % shard[1] == shard[0] - 1:
-                yield _line(text, number, job)
+                line = _line(text, number, job)
+                if line.sample_id is not None and known.setdefault(line.sample_id, line.key) != line.key:
+                    raise ConfigError(
+                        f"line {number}: an earlier line has the id {line.sample_id!r}, and asks for something else"
+                    )
+                yield line
 
 
 def _line(text: str, number: int, job: Job) -> Line:

@@ -62,7 +62,7 @@ class Run:
         self._stored = {info.sample_id for info in listed}
         todo: list[Line] = []
         for line in lines:
-            known = line.sample_id or self._manifest.ids.get(line.key)
+            known = self._manifest.ids.get(line.key)
             if known in self._stored:
                 told(self._noted(Outcome(line.number, line.key, known, STORED)))
             else:
@@ -140,6 +140,8 @@ class Run:
             return Outcome(line.number, line.key, name, same.state, same.code, same.message)
         outcome = Outcome(line.number, line.key, name, WAITING)
         try:
+            if line.sample_id is not None and name in self._stored:  # Under this id, but not as this line's, or not by us.
+                raise _failed({"code": _ALREADY, "message": f"a sample {name!r} is stored, and not noted as this line's"})
             if name not in self._stored:
                 # Noted before it is sent: a run that is killed now finds its id again without the engine.
                 self._manifest.add(outcome)
@@ -180,7 +182,7 @@ class Run:
             raise Misplaced(
                 f"the engine at {engine.url} says nothing of a capture: it has no slotstream connector, or capture is off"
             )
-        if (error := said.get("error")) and error.get("code") != _ALREADY:
+        if (error := said.get("error")) and (error.get("code") != _ALREADY or line.sample_id is not None):
             raise _failed(error)
         try:
             names = self._stored_layers(name)

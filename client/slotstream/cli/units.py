@@ -8,6 +8,7 @@ import re
 _SIZES = {"": 1, "b": 1}
 _SIZES |= {f"{letter}ib": 1 << 10 * power for power, letter in enumerate("kmgtp", 1)}
 _SIZES |= {f"{letter}b": 1000**power for power, letter in enumerate("kmgtp", 1)}
+_POWER = re.compile(r"[0-9]{1,15}(\.[0-9]{1,9})?[eE][0-9]{1,2}")  # As in 1e12.
 _SIZE = re.compile(r"([0-9]{1,30}(?:\.[0-9]{1,9})?) ?([a-z]{0,3})", re.I)
 SECONDS = {"ms": 0.001, "s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 _TIME = re.compile(r"(?:[0-9]{1,9}(?:\.[0-9]{1,9})?(?:ms|[smhdw]))+")
@@ -20,6 +21,8 @@ def size(text: str) -> int:
         return int(text)  # Of any length, and with a sign: its bounds are checked where they are known.
     except ValueError:
         pass
+    if _POWER.fullmatch(text.strip()):
+        return int(float(text))
     match = _SIZE.fullmatch(text.strip())
     number, unit = (match[1], match[2].lower()) if match else ("", "?")
     if unit in ("k", "m", "g", "t", "p"):

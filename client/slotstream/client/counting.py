@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 from slotstream.client.info import SampleInfo
 from slotstream.v1 import samples_pb2
-from slotstream.wire.errors import SlotStreamError
+from slotstream.wire.errors import DeadlineExceeded, ServerUnavailable, SlotStreamError
 from slotstream.wire.names import READS_IN_CALL_MAX
 
 _log = logging.getLogger(__name__)
@@ -58,18 +58,18 @@ class ReadCounter:
         while True:
             self._hurry.wait(_LINGER_S)
             reads = [self._reads.popleft() for _ in range(min(len(self._reads), READS_IN_CALL_MAX))]
-            self._tell([info for info, together in reads if together])
-            for info, together in reads:
-                if not together:
-                    self._tell([info])
+            parts = [[info for info, together in reads if together], *([info] for info, together in reads if not together)]
+            if not all(self._tell(part) for part in parts):  # Ends with the first: a process does not wait for a server.
+                self._reads.clear()
             with self._lock:
                 if not self._reads:
                     self._thread = None
                     return
 
-    def _tell(self, infos: Sequence[SampleInfo]) -> None:
+    def _tell(self, infos: Sequence[SampleInfo]) -> bool:
+        """Whether there is a server to tell."""
         if not infos:
-            return
+            return True
         request, *more = (
             samples_pb2.CountReadRequest(
                 namespace=info.namespace, sample_id=info.sample_id, committed_unix_ns=info.committed_unix_ns or 0
@@ -82,3 +82,5 @@ class ReadCounter:
         except (SlotStreamError, ValueError) as error:  # ValueError: the client was closed meanwhile.
             what = f"{request.namespace}/{request.sample_id}{' and others' if more else ''}"
             _log.warning("the server did not count a read of %s: %s", what, error)
+            return not isinstance(error, ServerUnavailable | DeadlineExceeded)
+        return True

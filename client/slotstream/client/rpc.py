@@ -56,6 +56,7 @@ class Rpc:
         self.access = (access or Access()).check(self.address)
         self._timeout_s = timeout_s
         self._closed = threading.Event()
+        self._lock = threading.Lock()  # Of the streams.
         self._streams: weakref.WeakSet[WatchedStream[Any]] = weakref.WeakSet()
         keep_freed_blocks()
         self._connect(_CHANNEL_OPTIONS)
@@ -129,7 +130,8 @@ class Rpc:
 
     def _watched(self, call: Any) -> WatchedStream[Any]:
         stream: WatchedStream[Any] = WatchedStream(call, self.address, self.access)
-        self._streams.add(stream)
+        with self._lock:
+            self._streams.add(stream)
         if self._closed.is_set():  # Meanwhile.
             stream.end()
         return stream
@@ -148,7 +150,9 @@ class Rpc:
         self._closed.set()
         if self._pid != os.getpid():
             return  # What there is belongs to the parent.
-        for stream in list(self._streams):
+        with self._lock:
+            streams = list(self._streams)
+        for stream in streams:
             stream.end()
         self._channel.close()
 
@@ -164,7 +168,7 @@ class Rpc:
             raise ValueError("this client is closed")
         if self._pid != os.getpid():  # gRPC may still write to the parent's connection, in the first call or two.
             _inherited.extend((self._channel, self._stub, self._read, self._read_many))
-            self._streams = weakref.WeakSet()
+            self._lock, self._streams = threading.Lock(), weakref.WeakSet()
             self._connect(_FORKED_OPTIONS)
 
 

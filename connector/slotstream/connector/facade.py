@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from vllm import envs
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -92,6 +93,7 @@ class SlotStreamConnector(KVConnectorBase_V1, SupportsHMA):
                 vllm_config.model_config.max_model_len,
                 self._why_no_capture,
                 row_places(self._config, vllm_config, self._group),
+                may_wait=envs.VLLM_ENABLE_V1_MULTIPROCESSING,  # Else `LLM` makes no step after its last request's.
             )
         else:
             config_of(current_config())  # Siblings are seen here only, where the model was loaded without the plug-in.

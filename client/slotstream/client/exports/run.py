@@ -22,6 +22,7 @@ from slotstream.client.reading import RowReader
 from slotstream.v1 import samples_pb2
 from slotstream.wire.columns import LOSS_MASK, further_columns
 from slotstream.wire.errors import BadLayers, BadParams, ConfigError, SampleNotFound, SlotStreamError
+from slotstream.wire.names import check_namespace, check_sample_id
 
 ALL, OUTPUT = "all", "output"
 FILLS = (ALL, OUTPUT)
@@ -131,7 +132,8 @@ def _planned(client: Client, options: Options) -> Manifest:
 
 
 def _entry(options: Options, number: int, info: SampleInfo, layers: tuple[int, ...]) -> Entry:
-    file: str | None = f"{info.namespace}/{info.sample_id}{options.kind.suffix}"
+    # Checked: a path is made of what the server says.
+    file: str | None = f"{check_namespace(info.namespace)}/{check_sample_id(info.sample_id)}{options.kind.suffix}"
     if options.format == "speculators":
         file = None if options.index_only else f"{_ROWS_FOLDER}/hs_{number}{options.kind.suffix}"
     committed = info.committed_unix_ns or 0

@@ -2,7 +2,8 @@
 
 Two things end at different times. A *table entry* (KV-cache slots -> page) ends in the first plan in which its slots may belong
 to another request. A *page* is free again once its rows are read. Rows are read at the end of a step, so the pages that a plan
-frees are given again from the next plan on. The device does plans in order, so there is nothing else to wait for.
+frees are given again from the next plan on. The read itself may last longer than its step: before a page is written again, the
+worker has the model's stream wait for the read (`page_reads.PageReads.wait_for`).
 
 Pages are kept in arrays, and moved in slices: what a prompt costs hardly depends on its length.
 """

@@ -34,10 +34,12 @@ class RowPlanner:
     `group` is the index, in a request's block tables, of the KV-cache group whose slots name its rows.
     """
 
-    def __init__(self, places: RowPlaces, group: int, output_rows: int) -> None:
+    def __init__(self, places: RowPlaces, group: int, output_rows: int, *, may_wait: bool = True) -> None:
+        """`may_wait`: False where vLLM makes no step after the last request's."""
         self._places = places
         self._group = group
         self._output_rows = output_rows
+        self._may_wait = may_wait
         self._rows: list[RowPlan] = []
         self._finishes: list[SampleFinish] = []
         self._ended: dict[str, tuple[RowPlan, SampleFinish]] = {}  # The last rows of requests that ended, for a later plan.
@@ -76,6 +78,7 @@ class RowPlanner:
         waited = self._step - self._ended_since
         return (
             bool(self._rows)
+            or not self._may_wait
             or not (live and output.num_scheduled_tokens)  # Where vLLM runs in its caller's process, no step may follow.
             or len(self._ended) >= REQUESTS_MAX
             or waited >= STEPS_MAX
@@ -83,6 +86,11 @@ class RowPlanner:
             or self._places.reads_early
             or not self._places.rows_can_wait(self._tokens)
         )
+
+    def is_on_its_way(self, req_id: str) -> bool:
+        """Whether a request of this id ended, and a plan that is still to come reads its rows or ends its sample."""
+        planned = any(rows.req_id == req_id for rows in self._rows) or any(end.req_id == req_id for end in self._finishes)
+        return planned or req_id in self._ended
 
     def drop(self, req_id: str) -> None:
         """Takes what is planned for a request out of the next plan: its rows are not read, and its sample does not end."""
@@ -182,17 +190,17 @@ class RowPlanner:
         if not output.num_scheduled_tokens and self._places.computes_all:
             yield from self.unread(live)
             return
+        if not (self._waiting or self._ended or self._places.reads_early):
+            return
+        self._tokens += output.total_num_scheduled_tokens - len(output.num_scheduled_tokens)
         if self._places.reads_early:
             yield from self._until_there_is_room(live)
             return
-        if not (self._waiting or self._ended):
-            return
-        self._tokens += output.total_num_scheduled_tokens - len(output.num_scheduled_tokens)
         if not self._waiting:
             return
         waiting = [live[req_id] for req_id in self._waiting]
         most = max(REQUESTS_MAX, len(waiting) // DECODES_MAX)
-        if not self._places.rows_can_wait(self._tokens):
+        if not (self._may_wait and self._places.rows_can_wait(self._tokens)):
             yield from self._with_company(waiting, len(live), live, output)
             return
         waited = self._step - next(iter(self._waiting.values()))
@@ -295,11 +303,11 @@ class RowPlanner:
             self.complete(capture, stop)
             return False
         if self._places.computes_all:
-            req_id = capture.request.request_id
+            req_id, finish = capture.request.request_id, capture.sample_finish(stop)
             place = self._places.take_out(capture, start, stop)
             if not self._ended:
                 self._ended_since = self._step
-            self._ended[req_id] = RowPlan(req_id, start, stop, start - capture.start, place), capture.sample_finish(stop)
+            self._ended[req_id] = RowPlan(req_id, start, stop, start - capture.start, place), finish
             return False
         self._plan_rows(capture, stop, NO_STEP, block_ids if stop <= capture.request.num_computed_tokens else ())
         self.complete(capture, stop)

@@ -67,7 +67,7 @@ class SchedulerHalf:
     `block_size` tokens. `places`: where rows are; without, in that group's own cache layer.
     """
 
-    def __init__(
+    def __init__(  # `may_wait`: see `RowPlanner`.
         self,
         config: ConnectorConfig,
         group: int,
@@ -76,6 +76,8 @@ class SchedulerHalf:
         server_problem: Callable[[float], SlotStreamError | None],
         places: RowPlaces | None = None,
         clock: Callable[[], float] = time.monotonic,
+        *,
+        may_wait: bool = True,
     ) -> None:
         self._config = config
         self._max_model_len = max_model_len
@@ -96,7 +98,7 @@ class SchedulerHalf:
         self._sessions = Sessions()
         self._typos = Typos()
         self._external_loads = ExternalLoads(group, block_size)
-        self._rows = RowPlanner(places or BlockPlaces(), group, config.options.output_rows_per_chunk)
+        self._rows = RowPlanner(places or BlockPlaces(), group, config.options.output_rows_per_chunk, may_wait=may_wait)
 
     # -- hooks
 
@@ -132,17 +134,17 @@ class SchedulerHalf:
 
     def plan(self, output: SchedulerOutput) -> StepPlan:
         """The plan of the step that `output` schedules."""
-        opens: list[SampleOpen] = []
         if self._live or not self._external_loads.idle:
-            self._plan_step(output, opens)
+            self._plan_step(output)
         rows, finishes, table = self._rows.end_plan(output, self._live)
         pending = self._pending
-        if not (opens or rows or finishes or table or pending.opens or pending.aborts or pending.releases):
+        if not (rows or finishes or table or pending.opens or pending.aborts or pending.releases):
             return EMPTY_PLAN
-        opens += pending.opens
         # Only now: had anything raised, the blocks that vLLM holds for us would never be released.
         self._pending = _Pending()
-        self._undelivered = StepPlan(tuple(opens), rows, finishes, tuple(pending.aborts), tuple(pending.releases), table)
+        self._undelivered = StepPlan(
+            tuple(pending.opens), rows, finishes, tuple(pending.aborts), tuple(pending.releases), table
+        )
         return self._undelivered
 
     def delivered(self) -> None:
@@ -257,8 +259,10 @@ class SchedulerHalf:
             )
         start, stop = self._window(request, params)
         if params.loss_mask is not None:
-            params.loss_mask.check(request.num_prompt_tokens + request.max_tokens)
+            params.loss_mask.check(min(request.num_prompt_tokens + request.max_tokens, self._max_model_len))
         self._check_server()
+        if self._rows.is_on_its_way(req_id):
+            raise UnsupportedRequest("the last rows of another request with this id are on their way: give each its own id")
         capture = CapturedRequest(request, params, start, stop, next=start)
         same = [(other_id, other) for other_id, other in self._captures.items() if other.params.sample_id == params.sample_id]
         if any(other_id not in self._refused and capture.conflicts_with(other) for other_id, other in same):
@@ -315,7 +319,8 @@ class SchedulerHalf:
         """Fail a capture that has not begun, under the names that it asked for, as far as they can be."""
         req_id = request.request_id
         self._refused[req_id] = error
-        if not isinstance(error, ServerUnavailable | ServerDraining):
+        # Of a request whose id has rows on their way, what is said would be taken for that one's.
+        if not isinstance(error, ServerUnavailable | ServerDraining) and not self._rows.is_on_its_way(req_id):
             options = self._config.options
             names = names_of(
                 asked_of(request),
@@ -354,7 +359,7 @@ class SchedulerHalf:
 
     # -- planning
 
-    def _plan_step(self, output: SchedulerOutput, opens: list[SampleOpen]) -> None:
+    def _plan_step(self, output: SchedulerOutput) -> None:
         """See that what the step computes has places, and plan the rows to be read."""
         if not self._external_loads.idle:
             computed = _computed_tokens(output)
@@ -370,7 +375,7 @@ class SchedulerHalf:
             if not capture.opened:
                 capture.opened = True
                 capture.hit_tokens = start
-                opens.append(capture.sample_open())
+                self._pending.opens.append(capture.sample_open())
             try:
                 self._rows.advance(capture, start, covered, output)
             except SlotStreamError as error:

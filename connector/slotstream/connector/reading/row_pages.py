@@ -82,11 +82,11 @@ class RowPages:
 
     def forget(self) -> None:
         """Every page is free, and rows that were written before do not count."""
+        if self._reads is not None:
+            self._reads.forget()  # First: it has the model's stream wait for reads that still look at what is cleared here.
         self.table.fill_(-1)
         self.stamps.fill_(-1)
         self.live = 0
-        if self._reads is not None:
-            self._reads.forget()
 
     def switch_off(self) -> None:
         """After a fault in the forward pass: no page is given any more, and no row is read. A graph keeps its write."""
@@ -131,7 +131,11 @@ class RowPages:
         failed: list[tuple[str, SlotStreamError]] = []
         for plan in plans:
             place, first, rows = plan.place, plan.start % size, plan.stop - plan.start
-            if not isinstance(place, PagePlace) or len(place.pages) * size < first + rows or not self._exist(place.pages):
+            if (
+                not isinstance(place, PagePlace)
+                or len(place.pages) != -(-(first + rows) // size)
+                or not self._exist(place.pages)
+            ):
                 failed.append(
                     (plan.req_id, SlotMismatch("the plan names other places than row pages, or too few, or none of ours"))
                 )

@@ -136,7 +136,6 @@ class WorkerHalf:
             return
         self._failed_plan = plan
         self._plan = EMPTY_PLAN  # Nothing more is to be done of it: its samples would be opened twice.
-        self._source.forget()
         self.releases.give_up(plan)
         error = InternalFault("a fault of slotstream's own: the log says which")
         for opened in plan.opens:
@@ -144,6 +143,7 @@ class WorkerHalf:
                 self._sender.post(opened)
         for req_id in dict.fromkeys(part.req_id for part in _parts_of(plan)):
             self._sender.post(FailSample(req_id, error))
+        self._source.forget()  # Last: it asks the device, which may have failed.
 
     def wake(self) -> None:
         """The device's memory may have been given away meanwhile: what was there before does not count."""

@@ -29,6 +29,8 @@ SEQUENCES_MAX = 128  # Of one prompt, that are looked for.
 _OF_REQUEST_MAX = 10_000
 _REQUEST_CHARS_MAX = 104  # So much of a longer one the connector keeps in an id.
 _NOT_IN_IDS = re.compile(r"[^A-Za-z0-9._-]")
+# The number of a prompt, vLLM's random end, and the connector's digest of an id with other characters.
+_BEHIND_REQUEST = re.compile(r"(-[0-9]{1,9})?(-[0-9a-f]{8})?(-[0-9a-f]{16})?")
 _TAG_SAMPLE = 1000  # Rows looked at to guess which of several tags is the rarest.
 
 SCHEMA = """
@@ -275,11 +277,25 @@ def request_rows(db: sqlite3.Connection, namespace: str, request_id: str) -> lis
     # Up to the next character after "-".
     ranges = [bound for low in lows for bound in (low, f"{low[:-1]}.")]
     query = (
-        f"WITH ranges (low, high) AS (VALUES {', '.join(['(?, ?)'] * len(lows))}) SELECT s.id FROM {spaces} AS n "
-        "CROSS JOIN ranges CROSS JOIN samples AS s "
+        f"WITH ranges (low, high) AS (VALUES {', '.join(['(?, ?)'] * len(lows))}) "
+        f"SELECT s.id, s.sample_id, s.metadata, ranges.low FROM {spaces} AS n CROSS JOIN ranges CROSS JOIN samples AS s "
         "ON s.namespace = n.namespace AND s.sample_id >= ranges.low AND s.sample_id < ranges.high LIMIT ?"
     )
-    return [row_id for (row_id,) in db.execute(query, (*ranges, namespace, _OF_REQUEST_MAX))]
+    similar = db.execute(query, (*ranges, namespace, _OF_REQUEST_MAX))
+    return [row_id for row_id, sample_id, metadata, low in similar if _is_of_request(sample_id, metadata, low)]
+
+
+def _is_of_request(sample_id: str, metadata: str, low: str) -> bool:
+    """Whether an id that begins with `low` is the default one of such a request: others may have been chosen by callers."""
+    if _BEHIND_REQUEST.fullmatch(sample_id[len(low) - 1 :]) is None:
+        return False
+    try:
+        request_id = json.loads(metadata).get("request_id")
+    except (ValueError, AttributeError):
+        return True  # Reading the row says that it is malformed.
+    if not isinstance(request_id, str):
+        return True  # A sample that was not stored keeps little.
+    return sample_id.startswith(_NOT_IN_IDS.sub("-", request_id).lstrip("._-")[:_REQUEST_CHARS_MAX])
 
 
 def totals(db: sqlite3.Connection) -> dict[State, tuple[int, int]]:

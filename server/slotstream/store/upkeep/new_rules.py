@@ -15,12 +15,13 @@ from dataclasses import replace
 
 from slotstream.store.upkeep.lifetimes import Lifetimes
 from slotstream.store.upkeep.preview import Imagined, Preview, preview
-from slotstream.store.upkeep.retention import Policy, Rule
+from slotstream.store.upkeep.retention import UNLIMITED, Policy, Rule
 from slotstream.wire.errors import SlotStreamError
 from slotstream.wire.hashing import xxh3
 
 _log = logging.getLogger(__name__)
 _META = "rules"
+_NOTHING = Rule(failed_age_s_max=UNLIMITED)  # Not even failed samples are forgotten, as they are without a rule.
 _AHEAD_NS = 60 * 10**9  # What is too old within a minute counts as too old: samples need not be old to be all that there is.
 _LINES_MAX = 50
 
@@ -30,7 +31,7 @@ class NewRules:
 
     def __init__(self, lifetimes: Lifetimes, policy: Policy, free_bytes: Callable[[], int], grace_s: float) -> None:
         self.policy = policy
-        self.in_force = Policy()
+        self.in_force = Policy(default=_NOTHING)
         self.held: frozenset[str] = frozenset()  # Namespaces in which nothing is deleted until somebody accepts it.
         self._lifetimes = lifetimes
         self._free_bytes = free_bytes
@@ -92,7 +93,7 @@ class NewRules:
         """Whether the rules changed since the last run, and have something to delete: then the log says what."""
         digest, held = _parsed(self._lifetimes.remembered(_META))
         if digest == self._digest:
-            self._settle(held)
+            self._settle(held - self._accepted)
             return False
         foreseen = self.foreseen(ahead_ns=_AHEAD_NS)
         if not self.policy.has_rules or not foreseen.forecasts:
@@ -144,7 +145,7 @@ def digest_of(policy: Policy) -> str:
 
 def _sparing(policy: Policy, namespaces: frozenset[str]) -> Policy:
     """`policy`, without any rule in these namespaces."""
-    return replace(policy, namespaces={**policy.namespaces, **dict.fromkeys(namespaces, Rule())})
+    return replace(policy, namespaces={**policy.namespaces, **dict.fromkeys(namespaces, _NOTHING)})
 
 
 def _parsed(text: str | None) -> tuple[str, frozenset[str]]:

@@ -143,7 +143,7 @@ def preview(store: Imagined, policy: Policy, free_bytes: Callable[[], int]) -> P
     samples, nbytes = swept.samples_of + room.samples_of, swept.bytes_of + room.bytes_of
     return Preview(
         tuple(
-            Forecast(namespace, key_of(reason, policy, namespace), count, nbytes[namespace, reason], stored[namespace])
+            Forecast(namespace, key_of(reason, policy, namespace), count, nbytes[namespace, reason], stored.get(namespace, 0))
             for (namespace, reason), count in sorted(samples.items())
         ),
         frozenset(swept.held),
