@@ -166,7 +166,7 @@ def test_rows_that_cannot_be_read_stay_and_are_sent(tmp_path: Path, disk: Failin
             rig.sink.link(up=True)
         wait_until(lambda: _stored(rig).keys() == rows.keys() and _is_empty(rig))
         assert _stored(rig) == rows
-        assert not files_below(tmp_path / "spool", ".spool")
+        wait_until(lambda: not files_below(tmp_path / "spool", ".spool"))
         assert all(sample.aborted is None or sample.aborted.code == "IO_ERROR" for sample in rig.sink.samples.values())
     finally:
         rig.worker.close()
