@@ -259,9 +259,7 @@ def hooks_table(load: str, rounds: Sequence[dict[str, Turn]]) -> str:
         for watch in watches:
             for hook, figures in watch["hooks"].items():
                 hooks.setdefault(hook, []).append(figures)
-        for hook, found in sorted(
-            hooks.items(), key=lambda item: -sum(one["calls"] * one["wall_us"]["mean"] for one in item[1])
-        ):
+        for hook, found in sorted(hooks.items(), key=lambda item: -_total_us(item[1])):
             calls = sum(one["calls"] for one in found)
             wall, cpu = _middle(found, "wall_us", "mean"), _middle(found, "cpu_us", "mean")
             lines.append(f"    {hook:36}{calls:>8} calls{wall:>9.1f} wall{cpu:>9.1f} CPU")

@@ -168,7 +168,7 @@ def test_the_kernels_compile_for_a_gpu_and_move_16_bytes_a_thread(monkeypatch: p
     change = page_table.make_kernel().warmup(table, words, words, words, 3, 100, 1024, 256, grid=(1, 1, 1))
     assert "st.global.v4.b32" in write.asm["ptx"]
     assert write.asm["cubin"]
-    # The number is written behind everything that was read before it, for whoever looks from the host.
+    # The number is written behind everything that was read before it, for a look from the host.
     assert "atom.global.sys.release.exch.b64" in change.asm["ptx"]
 
 

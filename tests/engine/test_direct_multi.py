@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine.test_multi import Engine, engine
+from engine.test_multi import Engine, beside_loaders, engine
 from support.idle import assert_idle
 from support.outage import metric, scrape
 from support.stack import stack
@@ -25,15 +25,7 @@ FROM_OUTSIDE = {"do_remote_prefill": True}  # As a decoding engine has it: such 
 @pytest.fixture(scope="module")
 def loading(truth_models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     """Beside vLLM's example connector that loads prompts it has seen, and one that only says that it loads."""
-    work = tmp_path_factory.mktemp("loading")
-    example = {
-        "kv_connector": "ExampleOnRequest",
-        "kv_connector_module_path": "support.siblings",
-        "kv_connector_extra_config": {"shared_storage_path": str(work / "theirs")},
-    }
-    pretend = {"kv_connector": "PretendLoader", "kv_connector_module_path": "support.siblings"}
-    options = ("--disable-hybrid-kv-cache-manager", "--num-gpu-blocks-override=64", "--max-num-batched-tokens=1024")
-    yield from engine(work, truth_models["dense"], LAYER_IDS, [pretend, example], *options, extract=False)
+    yield from beside_loaders(tmp_path_factory.mktemp("loading"), truth_models["dense"], extract=False)
 
 
 @pytest.fixture(scope="module")

@@ -126,13 +126,8 @@ def storing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     yield from engine(work, tiny_qwen3.make(work / "model"), QWEN_LAYER_IDS, [sibling])
 
 
-@pytest.fixture(scope="module")
-def loading(truth_models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
-    """Beside vLLM's example connector that loads prompts it has seen, and one that only says that it loads.
-
-    The former wants a prompt in one step, and knows no KV-cache groups. There is room for 64 blocks of 32 tokens.
-    """
-    work = tmp_path_factory.mktemp("loading")
+def beside_loaders(work: Path, model: Path, *, extract: bool = True) -> Iterator[Engine]:
+    """See `loading`. `extract`: see `engine`."""
     example = {
         "kv_connector": "ExampleOnRequest",
         "kv_connector_module_path": "support.siblings",
@@ -140,7 +135,16 @@ def loading(truth_models: dict[str, Path], tmp_path_factory: pytest.TempPathFact
     }
     pretend = {"kv_connector": "PretendLoader", "kv_connector_module_path": "support.siblings"}
     options = ("--disable-hybrid-kv-cache-manager", "--num-gpu-blocks-override=64", "--max-num-batched-tokens=1024")
-    yield from engine(work, truth_models["dense"], LAYER_IDS, [pretend, example], *options)
+    yield from engine(work, model, LAYER_IDS, [pretend, example], *options, extract=extract)
+
+
+@pytest.fixture(scope="module")
+def loading(truth_models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    """Beside vLLM's example connector that loads prompts it has seen, and one that only says that it loads.
+
+    The former wants a prompt in one step, and knows no KV-cache groups. There is room for 64 blocks of 32 tokens.
+    """
+    yield from beside_loaders(tmp_path_factory.mktemp("loading"), truth_models["dense"])
 
 
 @pytest.fixture(scope="module")

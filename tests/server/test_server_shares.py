@@ -303,6 +303,16 @@ def test_an_address_that_takes_all_it_gets_leaves_others_their_share(
                 assert answer.status == health_pb2.HealthCheckResponse.SERVING
 
 
+def _gets_in(address: str) -> bool:
+    """Whether a newcomer's call is answered."""
+    with Reader(address) as reader:
+        try:
+            reader.list(read_pb.ListRequest(), timeout=5)
+        except grpc.RpcError:
+            return False
+        return True
+
+
 def test_an_address_that_has_all_connections_loses_those_beyond_its_share(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -317,15 +327,7 @@ def test_an_address_that_has_all_connections_loses_those_beyond_its_share(
             silent = stack.enter_context(socket.create_connection((host, int(port)), source_address=(OTHER_ADDRESS, 0)))
             silent.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\4\0\0\0\0\0")  # All that a handshake asks for.
 
-        def gets_in() -> bool:
-            with Reader(server.address) as reader:
-                try:
-                    reader.list(read_pb.ListRequest(), timeout=5)
-                except grpc.RpcError:
-                    return False
-                return True
-
-        wait_until(gets_in)
+        wait_until(lambda: _gets_in(server.address))
         busy.push(quiet_s=0.2, limit_s=0.2)
         assert busy.open
         assert limit.of_peer(server.config) == 9
@@ -381,16 +383,7 @@ def test_addresses_that_have_all_connections_lose_those_beyond_three_quarters(
                         watching(f"127.0.0.{source}")
 
         for _ in range(3):
-
-            def gets_in() -> bool:
-                with Reader(server.address) as reader:
-                    try:
-                        reader.list(read_pb.ListRequest(), timeout=5)
-                    except grpc.RpcError:
-                        return False
-                    return True
-
-            wait_until(gets_in)
+            wait_until(lambda: _gets_in(server.address))
         assert all(calls.is_connected for calls in busy)
 
 

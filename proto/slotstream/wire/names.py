@@ -31,6 +31,10 @@ PAGE_SIZE_MAX = 1000  # Samples in a page of a list.
 READS_IN_CALL_MAX = 1000  # Samples that one call reads, or counts as read.
 TAG_FILTERS_MAX = 8  # Tags that a list filters by.
 
+SAMPLE_ID_CHARS_MAX = 128
+READABLE_CHARS_MAX = 104
+"""So many characters of a request's id stand in a sample id that is made of it and of a digest."""
+_NOT_IN_IDS = re.compile(r"[^A-Za-z0-9._-]")
 _SAMPLE_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _NAMESPACE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
@@ -38,6 +42,11 @@ _NAMESPACE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 def _shown(value: str) -> str:
     """`value` for an error message: quoted, and cut where it is long."""
     return repr(value if len(value) <= 40 else value[:40] + "…")
+
+
+def readable_id(request_id: str) -> str:
+    """A request's id as default sample ids have it: "-" for each character that no sample id has. May be too long, or empty."""
+    return _NOT_IN_IDS.sub("-", request_id).lstrip("._-")
 
 
 def check_sample_id(value: object) -> str:

@@ -154,7 +154,7 @@ class World:
         """Nothing goes wrong any more: everything that is possible must be done, and nothing be left over."""
         scheduler = running()
         scheduler.note("at rest")
-        scheduler.pause(5.0)  # The rules were looked at by then, whatever the disk refused before.
+        scheduler.pause(5.0)  # The rules were looked at by then, also where the disk refused something before.
         self._accept_rules(client)
         scheduler.pause(_RULES_S)  # What the disk refused is tried again; rules are applied.
         self._check_rules()

@@ -218,7 +218,9 @@ class PageAllocator:
         `computed_from`: from which position on the plan's step computes the request's tokens; NO_STEP where it does not.
         Raises RowsNotComputed when some rows never had a page.
         """
-        held = self._held.get(req_id) or _Held(stop)  # Without any page.
+        held = self._held.get(req_id)
+        if held is None:
+            raise _not_computed()
         place = self._find(held, start, stop)
         held.written_from, held.read_in = computed_from // self._page_rows, self._step
         read = stop // self._page_rows - held.first
@@ -231,7 +233,9 @@ class PageAllocator:
 
         All others go back. Raises RowsNotComputed when some rows never had a page; then nothing changes.
         """
-        held = self._held.get(req_id) or _Held(stop)  # Without any page.
+        held = self._held.get(req_id)
+        if held is None:
+            raise _not_computed()
         place = self._find(held, start, stop)
         del self._held[req_id]
         self._end_entries(held, 0, len(held.pages))

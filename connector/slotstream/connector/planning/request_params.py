@@ -11,14 +11,19 @@ from typing import TYPE_CHECKING, Any
 
 from slotstream.connector.planning.loss_mask import LossMask, parse_loss_mask
 from slotstream.wire.errors import BadParams, BadTokenRange, SlotStreamError, UnsupportedRequest
-from slotstream.wire.names import check_namespace, check_sample_id, check_tags
+from slotstream.wire.names import (
+    READABLE_CHARS_MAX,
+    SAMPLE_ID_CHARS_MAX,
+    check_namespace,
+    check_sample_id,
+    check_tags,
+    readable_id,
+)
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 _KNOWN = ("capture", "include_output_tokens", "loss_mask", "namespace", "sample_id", "tags", "tokens")
-_NOT_IN_IDS = re.compile(r"[^A-Za-z0-9._-]")
-_ID_CHARS_MAX = 128
 _CHILD = re.compile(r"([0-9]{1,9})_(.*)", re.DOTALL)
 _RANDOM_END = re.compile(
     r"-[0-9a-f]{8}\Z"
@@ -137,11 +142,11 @@ def _chosen_id(chosen: object, sequence: int | None, outputs: object) -> str:
 
 def default_sample_id(req_id: str) -> str:
     """A sample id made of vLLM's request id: the same where it is one, else a readable id that stays unique."""
-    cleaned = _NOT_IN_IDS.sub("-", req_id).lstrip("._-")
-    if req_id and cleaned == req_id and len(req_id) <= _ID_CHARS_MAX:
+    cleaned = readable_id(req_id)
+    if req_id and cleaned == req_id and len(req_id) <= SAMPLE_ID_CHARS_MAX:
         return req_id
     digest = hashlib.sha256(req_id.encode(errors="replace")).hexdigest()[:16]
-    return f"{cleaned[: _ID_CHARS_MAX - 24] or 'request'}-{digest}"
+    return f"{cleaned[:READABLE_CHARS_MAX] or 'request'}-{digest}"
 
 
 def _flag(name: str, value: object) -> bool:

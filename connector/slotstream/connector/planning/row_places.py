@@ -149,7 +149,7 @@ class PagePlaces:
 
     def __init__(self, pages: PageAllocator, *, row_bytes: int, keeps_blocks: bool, step_tokens: int) -> None:
         self._pages = pages
-        self.end_plan = pages.end_plan
+        self.end_plan = pages.end_plan  # Asked in every step: a call less.
         self._step_tokens = step_tokens
         self._row_bytes = row_bytes
         self.tables_grow = keeps_blocks

@@ -64,10 +64,10 @@ class SchedulerHalf:
     seconds, or None.
 
     `group` is the index, in a request's block tables, of the KV-cache group whose slots name its rows, and whose blocks hold
-    `block_size` tokens. `places`: where rows are; without, in that group's own cache layer.
+    `block_size` tokens. `places`: where rows are; without, in that group's own cache layer. `may_wait`: see `RowPlanner`.
     """
 
-    def __init__(  # `may_wait`: see `RowPlanner`.
+    def __init__(
         self,
         config: ConnectorConfig,
         group: int,
@@ -428,7 +428,7 @@ class SchedulerHalf:
             return CaptureAborted("the request ended before it was scheduled")
         if not capture.params.include_output_tokens:
             if capture.readable == capture.stop:
-                return None  # Only read later than computed, whatever became of the text.
+                return None  # Only read later than computed. How the text ended does not matter.
             return CaptureAborted("the request ended before its prompt was computed")
         if request.status.name == "FINISHED_ABORTED" and not _may_have_met_a_stop_string(request):
             return CaptureAborted("the request was aborted before all its rows existed")

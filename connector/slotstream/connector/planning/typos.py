@@ -11,7 +11,7 @@ logger = connector_logger(__name__)
 
 _KEY = "slotstream"
 _EDITS_MAX = 2
-_SAID_MAX = 1024  # There are more such keys, and whoever sends that many means it.
+_SAID_MAX = 1024  # There are more such keys, and a peer that sends so many means it.
 
 
 class Typos:

@@ -97,11 +97,6 @@ class UnackedChunks:
             if not chunk.ticket:
                 chunk.staging_slot = None
 
-    def settle_all(self, sample: SampleState) -> None:
-        """The same of all its chunks: the phase has changed."""
-        for chunk in sample.chunks:
-            self.settle(sample, chunk)
-
     def recover(self, sample: SampleState, *, spare: bool = False) -> bool:
         """Lease again what was kept of a sample (`spare`: also what the spool holds anyway); whether no row is lost."""
         for chunk in sample.chunks:

@@ -23,12 +23,10 @@ from slotstream.store.catalogue.row_sums import COLUMNS, STORED, MalformedRow, c
 from slotstream.store.records import SampleKey, SampleRecord, State, compact_json
 from slotstream.wire.errors import BadNamespace, BadParams, BadSampleId
 from slotstream.wire.hashing import xxh3
-from slotstream.wire.names import PAGE_SIZE_MAX, TAG_FILTERS_MAX
+from slotstream.wire.names import PAGE_SIZE_MAX, READABLE_CHARS_MAX, TAG_FILTERS_MAX, readable_id
 
 SEQUENCES_MAX = 128  # Of one prompt, that are looked for.
 _OF_REQUEST_MAX = 10_000
-_REQUEST_CHARS_MAX = 104  # So much of a longer one the connector keeps in an id.
-_NOT_IN_IDS = re.compile(r"[^A-Za-z0-9._-]")
 # The number of a prompt, vLLM's random end, and the connector's digest of an id with other characters.
 _BEHIND_REQUEST = re.compile(r"(-[0-9]{1,9})?(-[0-9a-f]{8})?(-[0-9a-f]{16})?")
 _TAG_SAMPLE = 1000  # Rows looked at to guess which of several tags is the rarest.
@@ -270,7 +268,7 @@ def request_rows(db: sqlite3.Connection, namespace: str, request_id: str) -> lis
     exact = f"SELECT s.id FROM {spaces} AS n CROSS JOIN samples AS s ON s.namespace = n.namespace AND s.sample_id = ?"
     if found := db.execute(exact, (namespace, request_id)).fetchall():
         return [row_id for (row_id,) in found]
-    begins = _NOT_IN_IDS.sub("-", request_id).lstrip("._-")[:_REQUEST_CHARS_MAX]
+    begins = readable_id(request_id)[:READABLE_CHARS_MAX]
     if not begins:
         return []
     lows = [f"{begins}-", *(f"{sequence}_{begins}-" for sequence in range(SEQUENCES_MAX))]
@@ -295,7 +293,7 @@ def _is_of_request(sample_id: str, metadata: str, low: str) -> bool:
         return True  # Reading the row says that it is malformed.
     if not isinstance(request_id, str):
         return True  # A sample that was not stored keeps little.
-    return sample_id.startswith(_NOT_IN_IDS.sub("-", request_id).lstrip("._-")[:_REQUEST_CHARS_MAX])
+    return sample_id.startswith(readable_id(request_id)[:READABLE_CHARS_MAX])
 
 
 def totals(db: sqlite3.Connection) -> dict[State, tuple[int, int]]:

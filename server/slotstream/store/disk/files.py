@@ -19,7 +19,7 @@ from slotstream.wire.hashing import Buffer
 
 FILE_MODE = 0o640
 DIR_MODE = 0o750
-# What an error of the disk means to whoever sent the rows. Any other says that the disk fails, which may pass: IoError.
+# What an error of the disk means to the sender of the rows. Any other says that the disk fails, which may pass: IoError.
 _MEANING: dict[int | None, type[SlotStreamError]] = {
     # Out of space, out of quota, out of file descriptors: all of them pass when something else ends.
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE), StoreFull),

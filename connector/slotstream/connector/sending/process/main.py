@@ -123,7 +123,7 @@ class _Desk:
         with self._lock:
             missing = self._ahead - self._ring.stock
             if self._asked or missing <= 0:
-                return  # Whoever asks for many at once would wait for ever if they went one by one.
+                return  # One that asks for many at once would never get them if they went one by one.
             slots = self._pool.acquire_free(missing)
             short = self._ahead // 2 - self._ring.stock - len(slots)
             if short > 0 and (kept := min(short, self._pool.kept)):  # Sooner than that the worker has to ask.
@@ -143,7 +143,7 @@ class _Desk:
                     self._asked = False
                 say(self._connection, Lent(None if slots else self._pump.why_full()))
                 self._lend_ahead()
-        except (EOFError, OSError):  # The worker is gone, and with it whoever would use them.
+        except (EOFError, OSError):  # The worker is gone, which would have used them.
             return
 
     def _lend(self, slots: list[int]) -> None:
