@@ -12,7 +12,7 @@ from support.calls import calls
 from support.plan_rig import PlanRig
 
 from slotstream.connector.plan import StepPlan, TableUpdate
-from slotstream.connector.planning.row_planner import DECODES_MAX, REQUESTS_MAX
+from slotstream.connector.planning.row_planner import REQUESTS_MAX, STEPS_MAX
 from slotstream.connector.reading.forward_capture import ForwardCapture
 from slotstream.connector.reading.page_table import TableWriter
 
@@ -36,7 +36,7 @@ def _decoding(captures: int, prompt: int = 17) -> PlanRig:
     rig = PlanRig()
     for _ in range(captures):
         rig.add(prompt)
-    for _ in range(6):
+    for _ in range(STEPS_MAX + 2):
         rig.step()
     return rig
 
@@ -61,10 +61,10 @@ def test_a_prompt_costs_the_same_whatever_its_length() -> None:
         rig = _decoding(8)
         rig.add(prompt)
         first, _ = _plan(rig)
-        for _ in range(DECODES_MAX - 1):
+        for _ in range(STEPS_MAX - 1):
             rig.step()
         read, plan = _plan(rig)
-        assert [rows.stop - rows.start for rows in plan.rows] == [prompt + DECODES_MAX - 1]
+        assert [rows.stop - rows.start for rows in plan.rows] == [prompt + STEPS_MAX - 1]
         return first, read
 
     short, long = first_and_read(64), first_and_read(1024)
@@ -75,7 +75,7 @@ def test_a_prompt_costs_the_same_whatever_its_length() -> None:
 
 def test_64_captures_whose_rows_are_worth_reading_at_once_cost_no_step_more_than_a_read_of_16() -> None:
     rig = _decoding(64)
-    found = [_plan(rig) for _ in range(160)]
+    found = [_plan(rig) for _ in range(320)]
     reads = [(count, len(plan.rows)) for count, plan in found if plan.rows]
     assert sum(rows for _, rows in reads) >= 2 * 64
     assert max(rows for _, rows in reads) == REQUESTS_MAX

@@ -29,7 +29,7 @@ from slotstream.connector.faults import SampleFault
 from slotstream.connector.plan import RowPlan, StepPlan
 from slotstream.connector.planning.page_allocator import NULL_BLOCK, PageAllocator
 from slotstream.connector.planning.row_places import PagePlaces
-from slotstream.connector.planning.row_planner import DECODES_MAX, REQUESTS_MAX, STEPS_MAX
+from slotstream.connector.planning.row_planner import REQUESTS_MAX, STEPS_MAX
 from slotstream.connector.planning.scheduler import SchedulerHalf
 from slotstream.connector.reading.located import page_words
 from slotstream.connector.reading.row_pages import RowPages
@@ -429,12 +429,11 @@ class _Engine:
             assert read & waited, "rows are read beside prompt tokens without a reason"
         if self.places.were_short or len(ripe) > REQUESTS_MAX:
             assert not ripe, "rows wait though nothing speaks against reading them"
-        most = STEPS_MAX if prompt else DECODES_MAX
-        assert all(self.steps - since < most + self.drafts for since in ripe.values()), "rows wait for too long"
+        assert all(self.steps - since < STEPS_MAX + self.drafts for since in ripe.values()), "rows wait for too long"
         for rows in plan.rows:
             self.over.pop(rows.req_id, None)
         waiting = [self.steps - self.over[req_id] for req_id in self.half._rows._ended]
-        assert all(waited < most for waited in waiting), "the last rows of a request wait for too long"
+        assert all(waited < STEPS_MAX for waited in waiting), "the last rows of a request wait for too long"
         assert (scheduled and self.half._live) or not waiting, "they wait for steps that may never come"
         self.read_late += len(read & self.ripe.keys())
         self.read_at_once += len(read - self.ripe.keys())

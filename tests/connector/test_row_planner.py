@@ -9,18 +9,18 @@ import pytest
 from support.plan_rig import PlannedRequest, PlanRig, rows_of
 
 from slotstream.connector.planning.page_allocator import NO_STEP, NULL_BLOCK, PageAllocator
-from slotstream.connector.planning.row_planner import DECODES_MAX, REQUESTS_MAX, STEPS_MAX
+from slotstream.connector.planning.row_planner import REQUESTS_MAX, STEPS_MAX
 from slotstream.connector.row_pool import RowPoolShape
 
 
-def test_a_prompt_is_read_with_others_after_four_steps_in_one_without_prompt_tokens() -> None:
+def test_a_prompt_is_read_with_others_after_eight_steps_in_one_without_prompt_tokens() -> None:
     rig = PlanRig()
     rig.add(100)
     assert rows_of(rig.step()) == []
     rig.add(30)
-    for _ in range(DECODES_MAX - 1):
+    for _ in range(STEPS_MAX - 1):
         assert rows_of(rig.step()) == []
-    assert rows_of(rig.step()) == [("r0", 0, 100 + DECODES_MAX - 1), ("r1", 0, 30 + DECODES_MAX - 2)]
+    assert rows_of(rig.step()) == [("r0", 0, 100 + STEPS_MAX - 1), ("r1", 0, 30 + STEPS_MAX - 2)]
     assert rows_of(rig.step()) == []
 
 
@@ -55,7 +55,7 @@ def test_the_last_rows_of_a_request_wait_while_others_run_and_its_sample_ends_wi
     assert rig.finish(prompt, "FINISHED_ABORTED")["num_tokens"] == 50
     assert rig.finish(aborted, "FINISHED_ABORTED")["error"]["code"] == "ABORTED"
     rig.add(20)
-    for waited in range(DECODES_MAX):
+    for waited in range(STEPS_MAX):
         plan = rig.step()
         assert rows_of(plan) == []
         assert not plan.finishes
@@ -63,7 +63,7 @@ def test_the_last_rows_of_a_request_wait_while_others_run_and_its_sample_ends_wi
     assert rig.pages.in_use == 3 + 4 + 2
     assert rig.half.has_unread()
     plan = rig.step()
-    assert rows_of(plan) == [("r3", 0, 23), ("r0", 0, 40), ("r1", 0, 50)]
+    assert rows_of(plan) == [("r3", 0, 20 + STEPS_MAX - 1), ("r0", 0, 40), ("r1", 0, 50)]
     assert {f.req_id: f.metadata["finish_reason"] for f in plan.finishes} == {"r0": "length", "r1": "prompt"}
     assert rig.pages.in_use == 1  # Of the one that runs.
 
@@ -85,7 +85,7 @@ def test_the_last_rows_of_a_request_are_read_at_once_where_no_other_is_captured(
 def test_the_last_rows_of_requests_are_read_beside_prompts_after_eight_steps_or_when_pages_are_short() -> None:
     rig = PlanRig()
     rig.add(30)
-    for _ in range(DECODES_MAX + 2):
+    for _ in range(STEPS_MAX + 2):
         rig.step()
     rig.finish(_stepped(rig, 40))
     for _ in range(STEPS_MAX):
@@ -132,7 +132,7 @@ def test_an_id_that_is_used_again_while_its_last_rows_wait_is_refused_in_the_ans
     rig.half.on_new(again)
     rig.half.on_alloc(again, blocks)
     rig.running["r1"] = again
-    plans = [rig.step() for _ in range(DECODES_MAX + 2)]
+    plans = [rig.step() for _ in range(STEPS_MAX + 2)]
     assert rig.finish(again)["error"]["code"] == "UNSUPPORTED_REQUEST"
     assert [(end.req_id, len(end.token_ids)) for plan in plans for end in plan.finishes] == [("r1", 40)]
     assert not any(plan.aborts for plan in plans)
@@ -234,7 +234,7 @@ def test_a_preempted_request_is_read_before_its_pages_are_anothers_and_a_token_t
     for _ in range(40):
         if read := rows_of(rig.step()):
             break
-    assert read == [("r0", 40, 72 + DECODES_MAX)]
+    assert read == [("r0", 40, 72 + STEPS_MAX)]
 
 
 @pytest.mark.parametrize("block", [NULL_BLOCK, 9])
@@ -282,28 +282,28 @@ def test_a_plan_reads_from_few_requests_and_the_next_from_others() -> None:
     assert sorted(req_id for plan in more for req_id, _, _ in plan) == sorted(names)
 
 
-def test_more_requests_than_four_steps_read_from_leave_in_larger_parts() -> None:
+def test_more_requests_than_plans_read_from_leave_in_larger_parts() -> None:
     rig = PlanRig(pages=2000)
     for _ in range(200):
         rig.add(16)
     rig.step()
     plans = [len(rig.step().rows) for _ in range(8)]
     assert sum(plans) == 200
-    assert plans[0] == 200 // DECODES_MAX
+    assert plans[0] == 200 // 4
 
 
 def test_output_rows_of_others_go_along_from_half_of_a_chunk_on() -> None:
     rig = PlanRig(output_rows_per_chunk=32)
     rig.add(16)
-    for _ in range(DECODES_MAX + 8):
+    for _ in range(STEPS_MAX + 8):
         rig.step()
     rig.add(16)
-    for _ in range(DECODES_MAX + 1):
+    for _ in range(STEPS_MAX + 1):
         rig.step()
     for _ in range(60):
         if read := rows_of(rig.step()):
             break
-    assert [(req_id, stop - start) for req_id, start, stop in read] == [("r0", 32 + DECODES_MAX), ("r1", 24)]
+    assert [(req_id, stop - start) for req_id, start, stop in read] == [("r0", 32 + STEPS_MAX), ("r1", 24)]
 
 
 def test_a_step_that_computes_nothing_reads_all_there_is_and_is_asked_for_only_then() -> None:
@@ -312,12 +312,12 @@ def test_a_step_that_computes_nothing_reads_all_there_is_and_is_asked_for_only_t
     rig.add(40)
     rig.add(50)
     assert not rig.half.has_unread()
-    for _ in range(6):
+    for _ in range(STEPS_MAX + 2):
         rig.step()
     assert rig.half.has_unread()
     running, rig.running = rig.running, {}
     plan = rig.step()
-    assert rows_of(plan) == [("r0", 43, 45), ("r1", 53, 55)]
+    assert rows_of(plan) == [("r0", 40 + STEPS_MAX - 1, 49), ("r1", 50 + STEPS_MAX - 1, 59)]
     assert not rig.half.has_unread()
     rig.running = running
     rig.step()

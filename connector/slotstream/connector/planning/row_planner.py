@@ -21,8 +21,7 @@ from slotstream.wire.names import ROWS_MAX
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
 
-DECODES_MAX = 4  # Steps that rows wait for company where steps are decodes,
-STEPS_MAX = 8  # and for one that is, where steps have prompt tokens.
+STEPS_MAX = 8  # That rows wait for company, or for a step without prompt tokens.
 REQUESTS_MAX = 16  # That a plan reads from, where nothing is urgent: the next plan reads from others.
 
 Live = Mapping[str, CapturedRequest]
@@ -77,12 +76,11 @@ class RowPlanner:
         """Whether this plan reads the last rows of requests that ended."""
         waited = self._step - self._ended_since
         return (
-            bool(self._rows)
+            0 < len(self._rows) <= REQUESTS_MAX - len(self._ended)
             or not self._may_wait
             or not (live and output.num_scheduled_tokens)  # Where vLLM runs in its caller's process, no step may follow.
             or len(self._ended) >= REQUESTS_MAX
             or waited >= STEPS_MAX
-            or (waited >= DECODES_MAX and not _computes_prompts(output))
             or self._places.reads_early
             or not self._places.rows_can_wait(self._tokens)
         )
@@ -199,7 +197,7 @@ class RowPlanner:
         if not self._waiting:
             return
         waiting = [live[req_id] for req_id in self._waiting]
-        most = max(REQUESTS_MAX, len(waiting) // DECODES_MAX)
+        most = max(REQUESTS_MAX, len(waiting) // 4)  # So that hundreds leave in a few steps too.
         if not (self._may_wait and self._places.rows_can_wait(self._tokens)):
             yield from self._with_company(waiting, len(live), live, output)
             return
@@ -207,7 +205,7 @@ class RowPlanner:
         if _computes_prompts(output):
             if waited >= STEPS_MAX:
                 yield from waiting[:most]
-        elif len(waiting) >= REQUESTS_MAX or waited >= DECODES_MAX:
+        elif len(waiting) >= REQUESTS_MAX or waited >= STEPS_MAX:
             yield from self._with_company(waiting[:most], most, live, output)
 
     def has_unread(self, live: Live) -> bool:
