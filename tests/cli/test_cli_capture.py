@@ -17,6 +17,7 @@ from support.fake_engine import FakeEngine
 from support.ingest_client import IngestClient
 from support.server import ServerProcess, run_cli
 from support.synthetic import SyntheticSample
+from support.waiting import wait_until
 
 from slotstream.capture.lines import Job, read_lines, revision_of, sample_id
 from slotstream.client import Client, connect
@@ -145,6 +146,102 @@ def test_a_line_that_fails_is_named_and_the_others_are_stored(
     assert f"({code})" in done.stderr
     assert "2 failed, 2 stored" in done.stdout
     assert [(entry["state"], entry["code"]) for entry in manifest(prompts)] == [("failed", code), ("stored", None)] * 2
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"<html>busy</html>",
+        b"",
+        b"\xff\xfe",
+        b"[]",
+        b"[" * 100_000,
+        b'{"kv_transfer_params": [1]}',
+        b'{"kv_transfer_params": {"slotstream": {"error": [1]}}}',
+    ],
+    ids=lambda answer: repr(answer[:20]),
+)
+def test_an_answer_that_is_none_fails_its_line_alone(
+    ingest: IngestClient, server: ServerProcess, namespace: str, tmp_path: Path, answer: bytes
+) -> None:
+    prompts = write(tmp_path / "p.jsonl", *({"prompt": text} for text in ("bad", "good", "bad too", "fine")))
+    with FakeEngine(
+        ingest, server.address, lambda body: answer if bytes(body["prompt"]).startswith(b"bad") else None
+    ) as engine:
+        done = run_cli(*words(prompts, engine, server, namespace))
+        assert done.returncode == 1
+        assert f"line 1: the engine at {engine.url} gives /v1/completions an answer that is none (" in done.stderr
+        assert "Traceback" not in done.stderr
+        assert [entry["code"] for entry in manifest(prompts)] == ["BAD_ANSWER", None] * 2
+        engine.garbled["/tokenize"] = answer
+        prompts = write(tmp_path / "q.jsonl", {"prompt": "more"})
+        done = run_cli(*words(prompts, engine, server, namespace))
+        assert done.returncode == 1
+        assert f"line 1: the engine at {engine.url} gives /tokenize an answer that is none (" in done.stderr
+        assert manifest(prompts)[0]["code"] == "BAD_ANSWER"
+        engine.garbled["/v1/models"] = answer
+        done = run_cli(*words(prompts, engine, server, namespace))
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"slotstream capture: the engine at {engine.url} gives /v1/models an answer that is none (")
+    assert done.stderr.count("\n") == 1
+
+
+# Python leaves SIGINT alone where it was ignored, as it is for what a shell runs in the background.
+_INTERRUPTIBLE = (
+    "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
+    "from slotstream.cli.main import main; sys.exit(main(sys.argv[1:]))"
+)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("stuck", ["engine", "server"])
+def test_an_interrupted_run_ends_at_once_and_the_next_one_sends_the_rest(
+    client: Client,
+    ingest: IngestClient,
+    server: ServerProcess,
+    namespace: str,
+    tmp_path: Path,
+    number: signal.Signals,
+    stuck: str,
+) -> None:
+    """Though requests are under way that nobody answers, or samples that never come."""
+    prompts = write(tmp_path / "p.jsonl", *({"prompt": f"p{i}", "id": f"own{i}"} for i in range(12)))
+    reached, release = threading.Event(), threading.Event()
+
+    def stop(body: Mapping[str, Any]) -> None:
+        if len(busy.completions) == 5:
+            reached.set()
+            if stuck == "engine":
+                release.wait(120)
+        if stuck == "server" and len(busy.completions) >= 5 and not release.is_set():
+            busy._ids.add((namespace, body["kv_transfer_params"]["slotstream"]["sample_id"]))  # It stores nothing.
+
+    with FakeEngine(ingest, server.address, stop) as busy:
+        command = [sys.executable, "-c", _INTERRUPTIBLE, *words(prompts, busy, server, namespace, "-j", "3")]
+        running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        assert reached.wait(60)
+        wait_until(lambda: len(list(client.list(namespace=namespace, state="COMMITTED"))) == 4)
+        running.send_signal(number)
+        stdout, stderr = running.communicate(timeout=60)
+        assert running.returncode == (130 if number == signal.SIGINT else 143), stderr
+        assert "interrupted; what is left is not stored: run the same command again" in stderr
+        assert "Traceback" not in stderr
+        entries = manifest(prompts)
+        assert [entry["line"] for entry in entries] == list(range(1, 13))
+        states = [entry["state"] for entry in entries]
+        assert set(states) == {"stored", "waiting"}
+        assert 1 <= states.count("stored") <= 4
+        assert f"{states.count('stored')} stored, {states.count('waiting')} waiting" in stdout
+        release.set()
+        # It goes on with what it had, as vLLM may: a line's own id is known for its own.
+        wait_until(lambda: len(list(client.list(namespace=namespace, state="COMMITTED"))) >= (5 if stuck == "engine" else 4))
+        busy._ids.clear()
+        sent = len(busy.completions)
+        before = {info.sample_id for info in client.list(namespace=namespace, state="COMMITTED")}
+        done = run_cli(*words(prompts, busy, server, namespace))
+        assert done.returncode == 0, done.stderr
+        again = {body["kv_transfer_params"]["slotstream"]["sample_id"] for body in busy.completions[sent:]}
+        assert not again & before
 
 
 def test_what_is_stored_already_is_stored(ingest: IngestClient, server: ServerProcess, namespace: str, tmp_path: Path) -> None:

@@ -133,6 +133,35 @@ def test_speculators_takes_the_row_before_the_norm_and_finds_it_by_its_index(
         assert int(row["seq_len"]) == one.num_tokens
 
 
+def test_an_index_is_on_the_disk_before_it_says_that_it_is_whole(
+    client: Client, samples: list[SyntheticSample], namespace: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a loss of power leaves a data set without its rows, with which an export would not go on."""
+    done: list[tuple[str, int, str]] = []  # What became of which inode, under which name.
+    fsync, replace_file = os.fsync, os.replace
+
+    def synced(descriptor: int) -> None:
+        fsync(descriptor)
+        done.append(("synced", os.fstat(descriptor).st_ino, ""))
+
+    def replaced(source: Path, target: Path) -> None:
+        replace_file(source, target)
+        done.append(("named", Path(target).stat().st_ino, os.path.relpath(target, tmp_path / "out")))
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(os, "replace", replaced)
+    exported(client, tmp_path / "out", namespace, "speculators")
+    named = {name: at for at, (what, _, name) in enumerate(done) if what == "named"}
+    assert {"manifest.jsonl", "hidden_states/hs_0.safetensors", "dataset_info.json", "state.json"} <= named.keys()
+    for name, at in named.items():
+        assert ("synced", done[at][1], "") in done[:at], f"{name} is named, and its bytes may be nowhere"
+    out, rows = (("synced", (tmp_path / "out" / name).stat().st_ino, "") for name in (".", "hidden_states"))
+    whole = named["state.json"]
+    assert rows in done[max(at for name, at in named.items() if name.startswith("hidden_states")) : whole]
+    assert out in done[max(at for at in named.values() if at != whole) : whole]
+    assert out in done[whole:]
+
+
 def test_an_index_alone_names_the_samples_in_its_order(
     client: Client, samples: list[SyntheticSample], namespace: str, tmp_path: Path
 ) -> None:

@@ -6,6 +6,7 @@ too small for a random load.
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
@@ -25,7 +26,7 @@ from support.waiting import wait_until
 from support.workload import FINAL_ID, Ask, assert_rows_are_true, random_prompts, send, text_tokens
 
 from slotstream.client import Client, SampleFailed, SampleState, connect, rows
-from slotstream.truth.model import LAYERS, Kind
+from slotstream.truth.model import LAYERS, NORM_EPSILON, Kind
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
@@ -69,6 +70,7 @@ def _check(client: Client, running: Stack, kind: Kind, namespace: str, prompts: 
         assert sample.token_ids.tolist() == (ask.prompt + answer.tokens[:-1] if outputs else ask.prompt)
         assert sample.layer_names == ("1", "3", str(LAYERS), "final")
         assert "final_norm_applied" not in sample.metadata
+        assert json.loads(sample.metadata["final_norm"]) == {"class": "RMSNorm", "epsilon": NORM_EPSILON}
         assert_rows_are_true(sample, kind=kind, layer_ids=IDS)
 
 

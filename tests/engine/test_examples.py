@@ -28,6 +28,17 @@ def test_the_embedding_does_not_know_its_place_and_the_layers_above_it_do() -> N
 
 
 @pytest.mark.extended
+def test_the_closed_loop_runs_through_with_hardly_any_training(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Whether drafts get better takes `make loop`. The text is the same with good ones and bad ones."""
+    monkeypatch.setenv("PYTHONPATH", str(Path(sys.prefix) / "trainers"))
+    short = ("--steps", "20", "--traffic", "24", "--tests", "4", "--epochs", "1")
+    command = [sys.executable, str(EXAMPLES / "closed_loop.py"), "--work", str(tmp_path), *short]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    rows = re.findall(r"^(untrained|generation 1|generation 2)((?: +[01]\.\d{4}){3}) +\d+  text as", done.stdout, re.M)
+    assert [name for name, _ in rows] == ["untrained", "generation 1", "generation 2"], done.stdout + done.stderr
+
+
+@pytest.mark.extended
 def test_an_autoencoder_explains_rows_that_it_never_saw(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(Path(sys.prefix) / "trainers"))  # `make extended` puts SAELens there.
     before, after = map(float, re.findall(r"explained: (\S+) before training, (\S+) after", _said("sae.py"))[0])

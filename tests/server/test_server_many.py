@@ -107,6 +107,22 @@ def test_a_call_is_one_read_of_its_peer(tmp_path: Path) -> None:
         assert len(many(reader, {"sample_id": "long"})) == 1
 
 
+def test_a_reader_that_stands_still_does_not_stop_another(running: RunningServer, peer: Peer, reader: Reader) -> None:
+    long = Sample("long", rows=80_000, seed=5)
+    peer.put(long, 1, chunk_rows=8192)
+    for number in range(2, 12):
+        peer.put(Sample(f"s{number}", seed=number), number)
+    slow = reader.read_many(read_pb.ReadManyRequest(reads=[read_pb.ReadRequest(sample_id="long")] * 4), timeout=60)
+    next(slow)  # And no more: what gRPC holds for it is full long before its 80 MB are.
+    with Reader(running.address) as other:
+        names = [f"s{number}" for number in range(2, 12)] * 30 + ["long"]
+        found = many(other, *({"sample_id": name} for name in names))
+        wait_until(lambda: running.metric("reads") == 1)  # The slow one's.
+    rows = {name: Sample(name, seed=int(name[1:])).data for name in names[:10]} | {"long": long.data}
+    assert found == [(name, rows[name]) for name in names]
+    assert sum(len(reply.data) for reply in slow) == 4 * len(long.data)  # It was not forgotten.
+
+
 def test_a_server_that_is_to_stop_ends_the_call(tmp_path: Path) -> None:
     with RunningServer(tmp_path) as server, Peer(server.address) as peer, Reader(server.address) as reader:
         peer.put(Sample("long", rows=80_000), 1, chunk_rows=8192)

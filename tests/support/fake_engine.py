@@ -19,7 +19,8 @@ TOKENS_MAX = 200
 class FakeEngine:
     """Serves `model` while its `with` block lasts. `completions` and `tokenized` are the bodies that came.
 
-    before: called with each completion, may raise to refuse it: an int is the HTTP status, a str a capture's error code.
+    before: called with each completion, may raise to refuse it: an int is the HTTP status, a str a capture's error code, bytes
+    the whole answer. garbled: answers by path, in place of all others.
     """
 
     def __init__(
@@ -34,13 +35,15 @@ class FakeEngine:
         self.captures = True
         self.completions: list[dict[str, Any]] = []
         self.tokenized: list[dict[str, Any]] = []
+        self.garbled: dict[str, bytes] = {}
         engine = self
 
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
 
             def do_GET(self) -> None:
-                self._answer(200, {"data": [{"id": "served", "root": engine.root}]})
+                listing = {"data": [{"id": "served", "root": engine.root}]}
+                self._answer(200, engine.garbled.get(self.path, listing))
 
             def do_POST(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -48,7 +51,7 @@ class FakeEngine:
                 self._answer(status, answer)
 
             def _answer(self, status: int, answer: Any) -> None:
-                data = json.dumps(answer).encode()
+                data = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
                 self.send_response(status)
                 self.send_header("Content-Length", str(len(data)))
                 self.end_headers()
@@ -62,6 +65,8 @@ class FakeEngine:
         self.url = f"http://127.0.0.1:{self._http.server_port}"
 
     def answer(self, path: str, body: dict[str, Any]) -> tuple[int, Any]:
+        if path in self.garbled:
+            return 200, self.garbled[path]
         if path == "/tokenize":
             self.tokenized.append(body)
             text = body["prompt"] if "prompt" in body else "".join(f"<{m['role']}>{m['content']}" for m in body["messages"])
@@ -73,6 +78,8 @@ class FakeEngine:
             refusal = self._before(body)
             if isinstance(refusal, int):
                 return refusal, {"error": {"message": "not today"}}
+            if isinstance(refusal, bytes):
+                return 200, refusal
             if not self.captures:
                 return 200, {"choices": [{"text": "x"}]}
             params = body["kv_transfer_params"]["slotstream"]

@@ -33,7 +33,7 @@ class Manifest:
         """Reads what an earlier run left. Raises ConfigError where the file is another's."""
         self.path = path
         self._lock = threading.Lock()
-        self.ids: dict[str, str] = {}  # key -> id, as earlier runs found it.
+        self.ids: dict[str, str] = {}  # key -> id, as earlier runs found it, or this one.
         for outcome in self._load():
             if outcome.id is not None:
                 self.ids[outcome.key] = outcome.id
@@ -56,6 +56,8 @@ class Manifest:
     def add(self, outcome: Outcome) -> None:
         """Notes it at once, so that a killed run is gone on with."""
         with self._lock:
+            if outcome.id is not None:
+                self.ids[outcome.key] = outcome.id
             self._file.write(_text(outcome))
             self._file.flush()
 

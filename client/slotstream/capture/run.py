@@ -49,14 +49,33 @@ class Run:
         self._lock = threading.Lock()
         self._stored: set[str] = set()
         self._sent: dict[str, Future[Outcome]] = {}  # By id: lines that are equal are sent once.
+        self._ended: dict[int, Outcome] = {}  # By the line's number: what is known of those that are over.
         self._away: Exception | None = None
+        self._is_cut_short = False
         self._begun = 0  # By the server's clock.
 
-    def over(self, lines: Iterable[Line], told: Callable[[Outcome], None]) -> Exception | None:
-        """Every line, once; `told` of each. Returns why it ended early: an engine, or the server, is away.
+    def over(self, lines: Sequence[Line], told: Callable[[Outcome], None]) -> Exception | None:
+        """Every line; `told` of each. Returns why it ended early: an engine, or the server, is away.
 
-        Raises Misplaced, and what `Client.list` raises.
+        Raises Misplaced, and what `Client.list` raises. Where it raises, also what a signal raises here, the requests that are
+        under way are ended, the client is closed, and `told` hears of all other lines, of one perhaps twice.
         """
+        left = {line.number: line for line in lines}
+
+        def tell(outcome: Outcome) -> None:
+            told(outcome)
+            left.pop(outcome.line)
+
+        try:
+            self._over(lines, tell)
+        except BaseException:
+            self._cut_short()
+            for line in left.values():
+                told(self._ended.get(line.number) or self._waiting(line))
+            raise
+        return self._away
+
+    def _over(self, lines: Iterable[Line], told: Callable[[Outcome], None]) -> None:
         self._begun = self._client.moment(namespace=self._setting.namespace)
         listed = self._client.list(namespace=self._setting.namespace, state="COMMITTED")
         self._stored = {info.sample_id for info in listed}
@@ -69,7 +88,6 @@ class Run:
                 todo.append(line)
         begun = self._first(todo, told)
         self._others(todo[begun:], told)
-        return self._away
 
     def _first(self, todo: Sequence[Line], told: Callable[[Outcome], None]) -> int:
         """Lines one by one until a sample is there: only then is it known where this engine's rows go. Their number."""
@@ -107,23 +125,42 @@ class Run:
                         raise outcome
                     told(outcome)
             except BaseException:
-                self._away = self._away or InterruptedError()
+                self._cut_short()  # Before the pool waits for its threads.
                 raise
 
+    def _cut_short(self) -> None:
+        """Nothing more is sent, and what is under way is given up: its lines wait for the next run."""
+        self._is_cut_short = True
+        for engine in self._engines:
+            engine.close()
+        self._client.close()
+
     def _outcome(self, line: Line, engine: Engine, *, check: bool = False) -> Outcome:
-        if self._away is not None:
-            return Outcome(line.number, line.key, self._manifest.ids.get(line.key), WAITING)
+        if self._is_over:
+            return self._waiting(line)
         try:
             return self._noted(self._of_line(line, engine, check))
         except _AWAY as error:
             self._away = error
-            return Outcome(line.number, line.key, self._manifest.ids.get(line.key), WAITING)
-        except (EngineRefused, SlotStreamError, ConfigError) as error:
+            return self._waiting(line)
+        except Exception as error:
+            if self._is_cut_short:  # It says no more than that.
+                return self._waiting(line)
+            if not isinstance(error, EngineRefused | SlotStreamError | ConfigError):
+                raise
             code = getattr(error, "code", "CONFIG")
             return self._noted(Outcome(line.number, line.key, None, FAILED, code, str(error)))
 
+    @property
+    def _is_over(self) -> bool:
+        return self._is_cut_short or self._away is not None
+
+    def _waiting(self, line: Line) -> Outcome:
+        return Outcome(line.number, line.key, self._manifest.ids.get(line.key), WAITING)
+
     def _noted(self, outcome: Outcome) -> Outcome:
         self._manifest.add(outcome)
+        self._ended[outcome.line] = outcome
         return outcome
 
     def _of_line(self, line: Line, engine: Engine, check: bool) -> Outcome:
@@ -148,7 +185,7 @@ class Run:
                 self._send(line, engine, token_ids, mask, name, check)
             outcome = Outcome(line.number, line.key, name, STORED)
         except (EngineRefused, SlotStreamError) as error:
-            if isinstance(error, _AWAY):
+            if isinstance(error, _AWAY) or self._is_cut_short:
                 raise
             code = error.reason if isinstance(error, SampleFailed) and error.reason else error.code
             outcome = Outcome(line.number, line.key, name, FAILED, code, str(error))

@@ -20,7 +20,11 @@ from slotstream.cli.common import (
 )
 
 if TYPE_CHECKING:
-    from slotstream.capture.manifest import Outcome
+    from collections.abc import Collection, Sequence
+
+    from slotstream.capture.lines import Line
+    from slotstream.capture.manifest import Manifest, Outcome
+    from slotstream.capture.run import Run
 
 _SHOWN_FAILURES = 10
 
@@ -139,26 +143,37 @@ def _capture(arguments: argparse.Namespace) -> int:
         )
         lines = list(read_lines(arguments.prompts, job, arguments.shard))
         setting = Setting(arguments.namespace, arguments.jobs, mask_of=_mask_of(arguments, model))
-        outcomes: list[Outcome] = []
-        with progress_bar() as bar:
-            task = bar.add_task(str(arguments.prompts), total=len(lines))
-
-            def told(outcome: Outcome) -> None:
-                outcomes.append(outcome)
-                bar.advance(task)
-
-            away = Run(client, engines, job, setting, manifest).over(lines, told)
-        manifest.close(outcomes)
-    return _summary(arguments.prompts, manifest.path, outcomes, away)
+        return _carried_out(Run(client, engines, job, setting, manifest), lines, arguments.prompts, manifest)
 
 
-def _summary(prompts: Path, manifest: Path, outcomes: list[Outcome], away: Exception | None) -> int:
+def _carried_out(run: Run, lines: Sequence[Line], prompts: Path, manifest: Manifest) -> int:
+    """The exit code. However it ends, the manifest has every line."""
+    outcomes: dict[int, Outcome] = {}  # By line.
+    try:
+        try:
+            with progress_bar() as bar:
+                task = bar.add_task(str(prompts), total=len(lines))
+
+                def told(outcome: Outcome) -> None:
+                    outcomes[outcome.line] = outcome
+                    bar.update(task, completed=len(outcomes))
+
+                away = run.over(lines, told)
+        finally:
+            manifest.close(outcomes.values())
+    except (KeyboardInterrupt, SystemExit):
+        _summary(prompts, manifest.path, outcomes.values(), InterruptedError("interrupted"))
+        raise
+    return _summary(prompts, manifest.path, outcomes.values(), away)
+
+
+def _summary(prompts: Path, manifest: Path, outcomes: Collection[Outcome], away: Exception | None) -> int:
     states = Counter(outcome.state for outcome in outcomes)
     failures = [outcome for outcome in outcomes if outcome.state == "failed"]
     for outcome in failures[:_SHOWN_FAILURES]:
         note(f"slotstream capture: line {outcome.line}: {shown(outcome.message or '')} ({outcome.code})")
     if away is not None:
-        note(f"slotstream capture: {shown(str(away))}; what is left was not sent: run the same command again")
+        note(f"slotstream capture: {shown(str(away))}; what is left is not stored: run the same command again")
     kinds = ", ".join(f"{count} {state}" for state, count in sorted(states.items()))
     print(f"{prompts}: {kinds or 'no lines'}; {manifest}")
     return 0 if states.keys() <= {"stored"} else 1

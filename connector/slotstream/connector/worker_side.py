@@ -6,6 +6,7 @@ vLLM keeps one connector for a process and gives it the steps of every engine th
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ParamSpec
 
 import torch
@@ -15,6 +16,7 @@ from slotstream.connector.faults import SampleFault
 from slotstream.connector.hook_guard import HookGuard
 from slotstream.connector.plan import EMPTY_PLAN, StepPlan
 from slotstream.connector.reading.forward_capture import captures
+from slotstream.connector.reading.last_norm import FINAL_NORM_KEY
 from slotstream.connector.reading.releases import Releases, every_worker_reports
 from slotstream.connector.reading.staging_plan import StagingPlan, step_tokens_max
 from slotstream.connector.reading.worker import WorkerHalf
@@ -58,6 +60,8 @@ class WorkerSide:
             vllm_version=vllm_version(),
             slotstream_version=config.metadata["slotstream_version"],
         )
+        if self._capture is not None and self._capture.final_norm:  # Known since there is a model.
+            config = replace(config, metadata={**config.metadata, FINAL_NORM_KEY: self._capture.final_norm})
         staging = StagingPlan.of(config, step_tokens_max(vllm_config))
         self.half = WorkerHalf(config, source, sender_for(config, hello), staging)
 

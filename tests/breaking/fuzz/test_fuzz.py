@@ -18,10 +18,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from run import inputs, main
 
+from slotstream.client.reading import RowBlock, RowReader
+from slotstream.server.samples import many
 from slotstream.store.sample.ranges import RangeSet
 from slotstream.store.sample.reading import SampleReader
+from slotstream.v1 import samples_pb2
 from slotstream.wire import frames, names
-from slotstream.wire.errors import Damaged
+from slotstream.wire.errors import Damaged, SlotStreamError
 
 _EXAMPLES = 2500  # Over all targets, by their shares.
 _GAPS = RangeSet.gaps
@@ -139,6 +142,16 @@ def _unchecked(reader: SampleReader, group: int) -> bytes:
     return reader._read(rows * header.row_bytes, header.header_bytes + start * header.row_bytes)
 
 
+def _of_the_next(number: int, error: SlotStreamError) -> bytes:
+    return samples_pb2.ReadReply(error=samples_pb2.ReadError(read=number + 1, code=error.code)).SerializeToString()
+
+
+def _any_block(self: RowReader, frame: bytes) -> RowBlock:
+    reply, data = frames.decode_reply(frame)
+    rows = min(reply.rows.rows, self.stop - self.next_row)
+    return RowBlock(self.next_row, rows, data[: rows * self.row_bytes])
+
+
 @pytest.mark.parametrize(
     ("name", "owner", "attribute", "broken"),
     [
@@ -147,6 +160,8 @@ def _unchecked(reader: SampleReader, group: int) -> bytes:
         pytest.param("names", names, "_SAMPLE_ID", re.compile(r"[^/]*"), id="any name without a slash is an id"),
         pytest.param("frames", frames, "_CHUNK_TAG", 0x12, id="an open is taken for a chunk"),
         pytest.param("reads", SampleReader, "positions", lambda self, layer_ids: [0] * len(layer_ids), id="other layers"),
+        pytest.param("many", many, "_error_frame", _of_the_next, id="an error is of another read"),
+        pytest.param("many_replies", RowReader, "_block_of", _any_block, id="rows are not those that were asked for"),
     ],
 )
 def test_a_target_sees_what_is_wrong(

@@ -85,6 +85,15 @@ def header_of(
     return dataclasses.replace(header, header_bytes=header_bytes_for(header))
 
 
+def sync(path: Path) -> None:
+    """A file's bytes, or a folder's names, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 @contextlib.contextmanager
 def whole(path: Path) -> Iterator[BinaryIO]:
     """A file that takes its name, synced, when the block ends well. What a killed process left of it is written over."""

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from slotstream.client.exports.files import sync
 from slotstream.wire.columns import LOSS_MASK, TOKEN_IDS
 from slotstream.wire.errors import ConfigError
 from slotstream.wire.layout import decode_header, header_length
@@ -50,7 +51,11 @@ def write_index(folder: Path, samples: Iterable[tuple[array[int], bytes]]) -> No
         made.save_to_disk(str(partial / "saved"))
     files = sorted((partial / "saved").iterdir(), key=lambda path: path.name == _STATE)
     for path in files:
+        if path.name == _STATE:
+            sync(folder)  # What it speaks for is there, also after a loss of power.
+        sync(path)
         path.replace(folder / path.name)
+    sync(folder)
     shutil.rmtree(partial)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from slotstream.client.client import Client
 from slotstream.client.exports import index
-from slotstream.client.exports.files import Rows
+from slotstream.client.exports.files import Rows, sync
 from slotstream.client.exports.formats import FORMATS, Format, layers_of
 from slotstream.client.exports.manifest import Entry, Manifest, load, locked, missing, save
 from slotstream.client.info import SampleInfo
@@ -110,7 +110,9 @@ def export(client: Client, to: Path, options: Options, progress: Callable[[int, 
             written += 1
             progress(done + written, len(manifest.entries))
         if options.format == "speculators" and not failures and not index.has_index(to):
-            files = (to / entry.file for entry in manifest.entries if entry.file)
+            files = [to / entry.file for entry in manifest.entries if entry.file]
+            for folder in {path.parent for path in files}:
+                sync(folder)  # The index says that they are there.
             found = _ids_of(client, options, manifest.entries) if options.index_only else index.ids_and_masks(files)
             index.write_index(to, found)
         return Result(manifest, written, tuple(failures))

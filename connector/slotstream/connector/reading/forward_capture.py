@@ -44,6 +44,7 @@ class ForwardCapture:
     ) -> None:
         self.pages = pages
         self.layer = ""  # Whose slot mapping names the rows; known with the KV cache.
+        self.final_norm: str | None = None  # See `describe_last_norm`.
         self.serving = False  # Until then a model that answers otherwise than expected stops the start.
         self.off = False
         self._model_name = model_name

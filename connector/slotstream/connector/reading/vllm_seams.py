@@ -35,6 +35,7 @@ import torch
 from slotstream.connector.plan import StepPlan, TableUpdate
 from slotstream.connector.reading import forward_capture
 from slotstream.connector.reading.forward_capture import ForwardCapture
+from slotstream.connector.reading.last_norm import describe_last_norm
 from slotstream.connector.reading.row_pages import RowPages
 from slotstream.connector.reading.row_write import write_rows
 from slotstream.connector.reading.staging_plan import StagingPlan, step_tokens_max
@@ -262,6 +263,7 @@ def put_capture(runner: Any, vllm_config: VllmConfig, config: ConnectorConfig) -
         dtype=dtype,
         pages=pages,
     )
+    capture.final_norm = describe_last_norm(model, model_config.get_total_num_hidden_layers())
     model.forward = capture.wrap(model.forward)
     return capture
 
