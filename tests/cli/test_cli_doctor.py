@@ -248,7 +248,8 @@ def test_nixl_that_is_not_installed(
         ("import os; os.abort()", "fail"),
         ("print('noise'); print('{\"version\": null, \"problems\": []}')", "warn"),
         ('print(\'{"version": "0.33.0", "problems": ["it lacks X"]}\')', "fail"),
-        ('print(\'noise\')\nprint(\'{"version": "0.33.0", "problems": []}\')', "ok"),
+        ('print(\'noise\')\nprint(\'{"version": "0.33.0", "problems": [], "known": true}\')', "ok"),
+        ('print(\'{"version": "0.99.0", "problems": [], "known": false}\')', "warn"),
     ],
 )
 def test_what_the_process_that_imports_vllm_says(

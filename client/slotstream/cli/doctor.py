@@ -319,6 +319,9 @@ def _vllm() -> Finding:
         return Finding("vllm", "fail", "; ".join(map(str, problems)), todo)
     if version is None:
         return Finding("vllm", "warn", "not installed here", "ask where vLLM runs, with its own Python")
+    if not told.get("known"):
+        message = f"{version}, which slotstream was never tried with; everything that it reaches into is there"
+        return Finding("vllm", "warn", message, "use vLLM 0.32 or 0.33, or look at the first samples with care")
     return Finding("vllm", "ok", f"{version}, and everything that slotstream reaches into is there")
 
 

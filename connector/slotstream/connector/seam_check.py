@@ -1,6 +1,6 @@
 """Is the vLLM of this Python as slotstream knows it? Asked before there is a model; nothing of vLLM is changed.
 
-    python -m slotstream.connector.seam_check     prints one line of JSON: {"version": ..., "problems": [...]}
+    python -m slotstream.connector.seam_check     prints one line of JSON, what `check` returns
 
 `slotstream doctor` runs it in a process of its own, for an import of vLLM may print, and may end a process.
 """
@@ -20,19 +20,17 @@ _KNOWN = ("0.32", "0.33")
 
 
 def check() -> dict[str, Any]:
-    """The version of vLLM (None: it is not installed), and what is wrong with it: a sentence each."""
+    """`version` of vLLM (None: not installed); `known`: it was seen before; `problems`: what is wrong, a sentence each."""
     if importlib.util.find_spec("vllm") is None:
-        return {"version": None, "problems": []}
+        return {"version": None, "known": False, "problems": []}
     try:
         from slotstream.connector.vllm_config import vllm_version
 
         version = vllm_version()
     except Exception as error:
-        return {"version": None, "problems": [f"vLLM cannot be imported: {_sentence(error)}"]}
+        return {"version": None, "known": False, "problems": [f"vLLM cannot be imported: {_sentence(error)}"]}
     problems = list(dict.fromkeys(_problems()))  # One that stands behind several is said once.
-    if not problems and ".".join(version.split(".")[:2]) not in _KNOWN:
-        problems = [f"vLLM {version} was never seen with this slotstream, which knows {' and '.join(_KNOWN)}"]
-    return {"version": version, "problems": problems}
+    return {"version": version, "known": ".".join(version.split(".")[:2]) in _KNOWN, "problems": problems}
 
 
 def _problems() -> Iterator[str]:
