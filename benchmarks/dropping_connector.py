@@ -38,6 +38,9 @@ class DroppingSink:
     def abort(self, request: ingest_pb2.AbortSample) -> None:
         self._on_event(Failed(request.sample, request.code, request.message))
 
+    def report(self, report: ingest_pb2.EngineReport) -> None:
+        return
+
     def check_deadlines(self) -> None:
         return
 

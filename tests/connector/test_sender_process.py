@@ -352,10 +352,9 @@ def test_what_a_dead_engine_handed_over_is_stored_and_its_process_ends(server: R
 def test_the_end_of_a_sample_is_told_also_where_nothing_else_happened() -> None:
     ours, theirs = Pipe()
     ended: queue.SimpleQueue[str] = queue.SimpleQueue()
-    pump: Any = SimpleNamespace(take_faults=list, gauges=lambda: {"staging_bytes_in_use": 0.0})
-    desk: Any = SimpleNamespace(held_bytes=0)
+    pump: Any = SimpleNamespace(take_faults=list, gauges=dict)
     log: Any = SimpleNamespace(take=list)
-    news = _News(theirs, pump, Counters(), desk, ended, log)
+    news = _News(theirs, pump, Counters(), ended, log)
     told: list[str] = []
     for req_id in ("a", "b", "c"):
         ended.put(req_id)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import sqlite3
 from pathlib import Path
@@ -59,6 +60,21 @@ def test_every_row_is_right_and_again_when_nearly_everything_is_a_prefix_hit(den
     assert [a.tokens for a in first] == [a.tokens for a in second]
     hits = sum(int(info.metadata["prefix_hit_tokens"]) for info in client.list(namespace="second"))
     assert hits > 0.8 * sum(len(p) - 32 for p in prompts if len(p) > 32)
+
+
+def test_status_shows_the_engine_as_it_is(dense: Stack, client: Client) -> None:
+    asks = [Ask(text_tokens(random.Random(3), 40), {"namespace": "status", "sample_id": "seen"})]
+    send(dense.vllm_port, asks)
+    client.get("seen", namespace="status")
+    server = client.status().server
+    assert server is not None
+    (engine,) = [one for one in server.engines if one.connected]
+    assert engine.last_sample == "status/seen"
+    assert engine.host == os.uname().nodename
+    assert engine.layers == tuple(map(str, LAYER_IDS))
+    assert engine.engine_id == client.stat("seen", namespace="status").metadata["engine_id"]
+    assert 0 <= (engine.staging_bytes_in_use or 0) < (engine.staging_bytes or 0)
+    assert (engine.report_s or 0) < 60
 
 
 def test_output_rows_are_those_of_the_confirmed_text(dense: Stack, client: Client) -> None:

@@ -239,6 +239,7 @@ class Reader:
         self.lease = method(unary, "Lease", read_pb.LeaseRequest, read_pb.LeaseReply)
         self.retention = method(stream, "Retention", read_pb.RetentionRequest, read_pb.RetentionReply)
         self.usage = method(unary, "Usage", read_pb.UsageRequest, read_pb.UsageReply)
+        self.status = method(unary, "Status", read_pb.StatusRequest, read_pb.StatusReply)
 
     def frames(self, **request: Any) -> Iterator[bytes]:
         call: Any = self._read(read_pb.ReadRequest(**request), timeout=TIMEOUT_S)

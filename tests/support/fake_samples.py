@@ -21,6 +21,7 @@ _REQUESTS: dict[str, Any] = {
     "Stat": samples_pb2.StatRequest,
     "CountRead": samples_pb2.CountReadRequest,
     "List": samples_pb2.ListRequest,
+    "Status": samples_pb2.StatusRequest,
     "Delete": samples_pb2.DeleteRequest,
     "Verify": samples_pb2.VerifyRequest,
 }

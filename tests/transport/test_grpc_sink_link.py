@@ -109,6 +109,46 @@ def test_the_link_is_up_once_the_server_welcomes(server: FakeIngest, make_sink: 
     assert recorder.wait(LinkUp) == [LinkUp("7.8")]
 
 
+def _welcome(**more: Any) -> ingest_pb2.Welcome:
+    return ingest_pb2.Welcome(protocol=1, server_version="7.8", window_bytes=1 << 20, **more)
+
+
+@pytest.mark.parametrize("batches", [False, True])
+def test_the_latest_report_goes_out_where_the_server_takes_it(
+    server: FakeIngest, make_sink: MakeSink, *, batches: bool
+) -> None:
+    sink, recorder = make_sink()
+    sink.report(ingest_pb2.EngineReport(host="before the link"))
+    peer = server.accept()
+    peer.next("hello")
+    peer.say(welcome=_welcome(reports=True, batches=batches))
+    recorder.wait(LinkUp)
+    sink.report(ingest_pb2.EngineReport(host="first"))
+    assert peer.next("report").host == "first"
+    sink.report(ingest_pb2.EngineReport(host="second"))
+    assert peer.next("report").host == "second"
+
+
+def test_a_server_of_an_earlier_version_gets_no_report(server: FakeIngest, make_sink: MakeSink) -> None:
+    """Also one that takes over from a later one."""
+    sink, recorder = make_sink()
+    peer = server.accept()
+    peer.next("hello")
+    peer.say(welcome=_welcome(reports=True))
+    recorder.wait(LinkUp)
+    peer.end()
+    recorder.wait(LinkDown)
+    sink.report(ingest_pb2.EngineReport(host="meanwhile"))
+    sink.reset()
+    peer = server.accept()
+    peer.next("hello")
+    peer.say(welcome=_welcome())
+    recorder.wait(LinkUp, 2)
+    sink.report(ingest_pb2.EngineReport(host="unwanted"))
+    sink.open_sample(opening(1))
+    peer.next("open")
+
+
 def test_a_web_proxy_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("grpc_proxy", "http_proxy", "https_proxy"):
         monkeypatch.setenv(name, "http://127.0.0.1:1")

@@ -144,12 +144,16 @@ def size_text(nbytes: int) -> str:
 
 
 def age_text(unix_ns: int, now_ns: int) -> str:
-    """How long ago, in the largest unit that counts at least two: 90s, 15m, 30h, 3d."""
-    seconds = max(0, now_ns - unix_ns) // 1_000_000_000
+    """How long ago: see `time_text`."""
+    return time_text((now_ns - unix_ns) // 1_000_000_000)
+
+
+def time_text(seconds: float) -> str:
+    """A time in the largest unit that counts at least two: 90s, 15m, 30h, 3d."""
     for unit in ("d", "h", "m"):
         if seconds >= 2 * units.SECONDS[unit]:
-            return f"{seconds // round(units.SECONDS[unit])}{unit}"
-    return f"{seconds}s"
+            return f"{seconds // units.SECONDS[unit]:.0f}{unit}"
+    return f"{max(0.0, seconds):.0f}s"
 
 
 def layers_text(layers: Sequence[str], *, at_most: int = 4) -> str:

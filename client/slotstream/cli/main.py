@@ -31,6 +31,8 @@ class Command(NamedTuple):
 
 COMMANDS = {
     "serve": Command("serve", "run the storage server"),
+    "status": Command("status", "show how the server is: engines, rates, failures, disk, and what is wrong"),
+    "doctor": Command("doctor", "ask what must be right here and at the server, and say what to change"),
     "ls": Command("samples", "list samples, newest first"),
     "stat": Command("samples", "show all that is known about samples"),
     "get": Command("get", "fetch a sample's rows into a safetensors file"),
@@ -61,6 +63,7 @@ exit codes:
   130  interrupted with Ctrl-C
   141  the reader of the output went away
   slotstream verify has codes of its own, one a class of damage: see its --help
+  slotstream status exits with 1 where it found a problem
 
 environment:
   SLOTSTREAM_SERVER  the server that the commands talk to where --server is not given (default: 127.0.0.1:50151)

@@ -8,6 +8,7 @@ from slotstream.client.client import Client, connect
 from slotstream.client.info import Forecast, NamespaceUsage, Restored, SampleInfo, SampleState, Usage, Verdict
 from slotstream.client.reading import RowBlock, RowReader
 from slotstream.client.row_stream import RowStream
+from slotstream.client.status import EngineStatus, ServerStatus, Status
 from slotstream.client.tensors import Answer, Sample
 from slotstream.client.training import rows
 from slotstream.wire.errors import (
@@ -39,6 +40,7 @@ __all__ = [
     "ConfigError",
     "Damaged",
     "DeadlineExceeded",
+    "EngineStatus",
     "Forecast",
     "IoError",
     "Leased",
@@ -53,8 +55,10 @@ __all__ = [
     "SampleInfo",
     "SampleNotFound",
     "SampleState",
+    "ServerStatus",
     "ServerUnavailable",
     "SlotStreamError",
+    "Status",
     "StillArriving",
     "Unauthenticated",
     "UnsupportedFormat",

@@ -30,6 +30,7 @@ from slotstream.client.local_file import WrongFileError
 from slotstream.client.many import ManyReads
 from slotstream.client.reading import RowReader
 from slotstream.client.rpc import NotServed, Rpc
+from slotstream.client.status import Status
 from slotstream.client.tensors import Answer, Sample, receive_sample, require_torch
 from slotstream.v1 import samples_pb2
 from slotstream.wire.access import Access, token_from_environment
@@ -453,6 +454,16 @@ class Client:
             reply = self._rpc.usage(request)
             spaces += reply.namespaces
         return Usage.from_wire(tuple(map(NamespaceUsage.from_wire, spaces)), first)
+
+    def status(self) -> Status:
+        """How the server is. With the right `admin` in every namespace also its engines, rates, failures and disk.
+
+        Raises ProtocolViolation where the server is of an earlier version, which does not know the question.
+        """
+        try:
+            return Status.from_wire(self._rpc.status())
+        except NotServed as error:
+            raise NotServed(f"the server at {self.address} is of an earlier version, which tells no status") from error
 
     def verify(
         self, sample_id: str | None = None, *, namespace: str | None = None, quarantine: bool = False

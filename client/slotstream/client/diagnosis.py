@@ -48,6 +48,16 @@ def diagnose(address: str, access: Access) -> Diagnosis | None:
         return Diagnosis("unreachable", getattr(error, "strerror", None) or str(error))
 
 
+def certificate_expires(address: str, access: Access) -> float | None:
+    """When the server's certificate expires, in Unix seconds; None where that cannot be seen. Raises nothing."""
+    try:
+        with _connected(address) as plain, _context(access).wrap_socket(plain, server_hostname=_host(address)) as secured:
+            told = (secured.getpeercert() or {}).get("notAfter")
+            return ssl.cert_time_to_seconds(told) if isinstance(told, str) else None
+    except (OSError, ValueError):
+        return None
+
+
 def _host(address: str) -> str:
     return address.rpartition(":")[0].strip("[]")
 

@@ -111,6 +111,11 @@ class Rpc:
         reply: samples_pb2.UsageReply = self._call("Usage", request)
         return reply
 
+    def status(self) -> samples_pb2.StatusReply:
+        """Raises NotServed where the server is too old for it."""
+        reply: samples_pb2.StatusReply = self._call("Status", samples_pb2.StatusRequest())
+        return reply
+
     def read(self, request: samples_pb2.ReadRequest) -> WatchedStream[bytes]:
         self._check_open()
         return self._watched(self._read(request, metadata=self.access.call_metadata()))

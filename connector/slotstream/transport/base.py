@@ -107,6 +107,9 @@ class SampleSink(Protocol):
     def abort(self, request: ingest_pb2.AbortSample) -> None:
         """Give the sample up, after every chunk submitted before."""
 
+    def report(self, report: ingest_pb2.EngineReport) -> None:
+        """Tell a server that takes it how this worker is. Nothing comes of it, and where there is none it is dropped."""
+
     def check_deadlines(self) -> None:
         """Called about once a second: break a link that has not answered for too long."""
 

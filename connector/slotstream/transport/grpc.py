@@ -140,6 +140,8 @@ class GrpcSink:
         self._in_flight_bytes = 0
         self._window_bytes = WINDOW_BYTES
         self._batches = False  # The server takes several requests in one message.
+        self._takes_reports = False
+        self._report: ingest_pb2.EngineReport | None = None  # Waits to be sent.
         self._awaited: set[int] = set()  # samples committed or aborted, not answered
         self._progress_at = 0.0  # monotonic; when something was last answered, or first waited for
         self._down = False  # LinkDown was said; nothing moves until reset()
@@ -173,6 +175,12 @@ class GrpcSink:
     def abort(self, request: ingest_pb2.AbortSample) -> None:
         self._put(request)
 
+    def report(self, report: ingest_pb2.EngineReport) -> None:
+        with self._changed:
+            if self._was_up and self._takes_reports:
+                self._report = report
+                self._changed.notify_all()
+
     def _put(self, item: _Item) -> None:
         with self._changed:
             self._note_waiting()
@@ -205,6 +213,7 @@ class GrpcSink:
             self._in_flight.clear()
             self._in_flight_bytes = 0
             self._awaited.clear()
+            self._report = None
             self._down = False
             self._changed.notify_all()
 
@@ -285,6 +294,8 @@ class GrpcSink:
                 self._was_up = True
                 self._window_bytes = max(1, reply.welcome.window_bytes)
                 self._batches = reply.welcome.batches
+                self._takes_reports = reply.welcome.reports
+                self._report = None
                 self._plane.welcomed(reply.welcome)
                 self._changed.notify_all()
             elif kind == "ack":
@@ -334,6 +345,9 @@ class GrpcSink:
         Of chunks that go as frames from the start one: what is said meanwhile may have to go before the next.
         """
         parts: list[Iterable[bytes]] = []
+        if self._report is not None:
+            parts.append(map(_encode, (self._report,)))
+            self._report = None
         while self._opens and len(parts) < BATCH_MAX:
             parts.append(map(_encode, (self._opens.popleft(),)))
         while self._resends:
@@ -371,7 +385,11 @@ class GrpcSink:
         return not self._in_flight or self._in_flight_bytes + item.buffer.nbytes <= self._window_bytes
 
 
-def _encode(item: ingest_pb2.OpenSample | ingest_pb2.CommitSample | ingest_pb2.AbortSample) -> bytes:
+def _encode(
+    item: ingest_pb2.OpenSample | ingest_pb2.CommitSample | ingest_pb2.AbortSample | ingest_pb2.EngineReport,
+) -> bytes:
+    if isinstance(item, ingest_pb2.EngineReport):
+        return ingest_pb2.IngestRequest(report=item).SerializeToString()
     if isinstance(item, ingest_pb2.OpenSample):
         return ingest_pb2.IngestRequest(open=item).SerializeToString()
     if isinstance(item, ingest_pb2.CommitSample):

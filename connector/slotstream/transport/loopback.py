@@ -32,6 +32,7 @@ class LoopbackSink:
 
     def __init__(self) -> None:
         self.samples: dict[int, LoopbackSample] = {}
+        self.last_report: ingest_pb2.EngineReport | None = None
         self._on_event: Callable[[SinkEvent], None] = lambda event: None
 
     def use_staging(self, memory: memoryview, slot_bytes: int) -> None:
@@ -76,6 +77,9 @@ class LoopbackSink:
     def _fail(self, sample: LoopbackSample, code: str, message: str) -> None:
         sample.failed = Failed(sample.opened.sample, code, message)
         self._on_event(sample.failed)
+
+    def report(self, report: ingest_pb2.EngineReport) -> None:
+        self.last_report = report
 
     def check_deadlines(self) -> None:
         return

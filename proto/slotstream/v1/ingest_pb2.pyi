@@ -8,7 +8,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class IngestRequest(_message.Message):
-    __slots__ = ("hello", "open", "chunk", "commit", "abort", "announcements", "batch", "data")
+    __slots__ = ("hello", "open", "chunk", "commit", "abort", "announcements", "batch", "report", "data")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     OPEN_FIELD_NUMBER: _ClassVar[int]
     CHUNK_FIELD_NUMBER: _ClassVar[int]
@@ -16,6 +16,7 @@ class IngestRequest(_message.Message):
     ABORT_FIELD_NUMBER: _ClassVar[int]
     ANNOUNCEMENTS_FIELD_NUMBER: _ClassVar[int]
     BATCH_FIELD_NUMBER: _ClassVar[int]
+    REPORT_FIELD_NUMBER: _ClassVar[int]
     DATA_FIELD_NUMBER: _ClassVar[int]
     hello: Hello
     open: OpenSample
@@ -24,8 +25,9 @@ class IngestRequest(_message.Message):
     abort: AbortSample
     announcements: Announcements
     batch: RequestBatch
+    report: EngineReport
     data: bytes
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., open: _Optional[_Union[OpenSample, _Mapping]] = ..., chunk: _Optional[_Union[ChunkHeader, _Mapping]] = ..., commit: _Optional[_Union[CommitSample, _Mapping]] = ..., abort: _Optional[_Union[AbortSample, _Mapping]] = ..., announcements: _Optional[_Union[Announcements, _Mapping]] = ..., batch: _Optional[_Union[RequestBatch, _Mapping]] = ..., data: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., open: _Optional[_Union[OpenSample, _Mapping]] = ..., chunk: _Optional[_Union[ChunkHeader, _Mapping]] = ..., commit: _Optional[_Union[CommitSample, _Mapping]] = ..., abort: _Optional[_Union[AbortSample, _Mapping]] = ..., announcements: _Optional[_Union[Announcements, _Mapping]] = ..., batch: _Optional[_Union[RequestBatch, _Mapping]] = ..., report: _Optional[_Union[EngineReport, _Mapping]] = ..., data: _Optional[bytes] = ...) -> None: ...
 
 class RequestBatch(_message.Message):
     __slots__ = ("requests",)
@@ -178,6 +180,26 @@ class AbortSample(_message.Message):
     message: str
     def __init__(self, sample: _Optional[int] = ..., code: _Optional[str] = ..., message: _Optional[str] = ...) -> None: ...
 
+class EngineReport(_message.Message):
+    __slots__ = ("host", "layer_ids", "has_final", "staging_bytes", "staging_bytes_in_use", "spool_bytes_in_use", "samples_in_flight", "links_lost")
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    LAYER_IDS_FIELD_NUMBER: _ClassVar[int]
+    HAS_FINAL_FIELD_NUMBER: _ClassVar[int]
+    STAGING_BYTES_FIELD_NUMBER: _ClassVar[int]
+    STAGING_BYTES_IN_USE_FIELD_NUMBER: _ClassVar[int]
+    SPOOL_BYTES_IN_USE_FIELD_NUMBER: _ClassVar[int]
+    SAMPLES_IN_FLIGHT_FIELD_NUMBER: _ClassVar[int]
+    LINKS_LOST_FIELD_NUMBER: _ClassVar[int]
+    host: str
+    layer_ids: _containers.RepeatedScalarFieldContainer[int]
+    has_final: bool
+    staging_bytes: int
+    staging_bytes_in_use: int
+    spool_bytes_in_use: int
+    samples_in_flight: int
+    links_lost: int
+    def __init__(self, host: _Optional[str] = ..., layer_ids: _Optional[_Iterable[int]] = ..., has_final: bool = ..., staging_bytes: _Optional[int] = ..., staging_bytes_in_use: _Optional[int] = ..., spool_bytes_in_use: _Optional[int] = ..., samples_in_flight: _Optional[int] = ..., links_lost: _Optional[int] = ...) -> None: ...
+
 class IngestReply(_message.Message):
     __slots__ = ("welcome", "ack", "committed", "failed", "draining", "resend", "batch")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
@@ -203,7 +225,7 @@ class ReplyBatch(_message.Message):
     def __init__(self, replies: _Optional[_Iterable[_Union[IngestReply, _Mapping]]] = ...) -> None: ...
 
 class Welcome(_message.Message):
-    __slots__ = ("protocol", "server_version", "window_bytes", "chunk_bytes_max", "nixl", "batches", "columns")
+    __slots__ = ("protocol", "server_version", "window_bytes", "chunk_bytes_max", "nixl", "batches", "columns", "reports")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     SERVER_VERSION_FIELD_NUMBER: _ClassVar[int]
     WINDOW_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -211,6 +233,7 @@ class Welcome(_message.Message):
     NIXL_FIELD_NUMBER: _ClassVar[int]
     BATCHES_FIELD_NUMBER: _ClassVar[int]
     COLUMNS_FIELD_NUMBER: _ClassVar[int]
+    REPORTS_FIELD_NUMBER: _ClassVar[int]
     protocol: int
     server_version: str
     window_bytes: int
@@ -218,7 +241,8 @@ class Welcome(_message.Message):
     nixl: bool
     batches: bool
     columns: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, protocol: _Optional[int] = ..., server_version: _Optional[str] = ..., window_bytes: _Optional[int] = ..., chunk_bytes_max: _Optional[int] = ..., nixl: bool = ..., batches: bool = ..., columns: _Optional[_Iterable[str]] = ...) -> None: ...
+    reports: bool
+    def __init__(self, protocol: _Optional[int] = ..., server_version: _Optional[str] = ..., window_bytes: _Optional[int] = ..., chunk_bytes_max: _Optional[int] = ..., nixl: bool = ..., batches: bool = ..., columns: _Optional[_Iterable[str]] = ..., reports: bool = ...) -> None: ...
 
 class Ack(_message.Message):
     __slots__ = ("chunks",)

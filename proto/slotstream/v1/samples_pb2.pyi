@@ -1,3 +1,4 @@
+from slotstream.v1 import ingest_pb2 as _ingest_pb2
 from slotstream.v1 import sample_pb2 as _sample_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
@@ -360,3 +361,124 @@ class UsageReply(_message.Message):
     whole: bool
     rules_wait_s: float
     def __init__(self, namespaces: _Optional[_Iterable[_Union[NamespaceUsage, _Mapping]]] = ..., next_page_token: _Optional[str] = ..., free_bytes: _Optional[int] = ..., free_bytes_target: _Optional[int] = ..., quarantined_files: _Optional[int] = ..., quarantined_bytes: _Optional[int] = ..., scrub: _Optional[_Union[ScrubProgress, _Mapping]] = ..., clock: _Optional[str] = ..., age_held: _Optional[_Iterable[str]] = ..., rules_held: _Optional[_Iterable[str]] = ..., whole: bool = ..., rules_wait_s: _Optional[float] = ...) -> None: ...
+
+class StatusRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class StatusReply(_message.Message):
+    __slots__ = ("version", "health", "now_unix_ns", "rights", "covers", "namespaces", "server")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    HEALTH_FIELD_NUMBER: _ClassVar[int]
+    NOW_UNIX_NS_FIELD_NUMBER: _ClassVar[int]
+    RIGHTS_FIELD_NUMBER: _ClassVar[int]
+    COVERS_FIELD_NUMBER: _ClassVar[int]
+    NAMESPACES_FIELD_NUMBER: _ClassVar[int]
+    SERVER_FIELD_NUMBER: _ClassVar[int]
+    version: str
+    health: str
+    now_unix_ns: int
+    rights: _containers.RepeatedScalarFieldContainer[str]
+    covers: _containers.RepeatedScalarFieldContainer[str]
+    namespaces: _containers.RepeatedCompositeFieldContainer[NamespaceUsage]
+    server: ServerStatus
+    def __init__(self, version: _Optional[str] = ..., health: _Optional[str] = ..., now_unix_ns: _Optional[int] = ..., rights: _Optional[_Iterable[str]] = ..., covers: _Optional[_Iterable[str]] = ..., namespaces: _Optional[_Iterable[_Union[NamespaceUsage, _Mapping]]] = ..., server: _Optional[_Union[ServerStatus, _Mapping]] = ...) -> None: ...
+
+class ServerStatus(_message.Message):
+    __slots__ = ("uptime_s", "tls", "certificate_expires_unix_s", "tokens", "processes", "processes_wanted", "nixl", "engines", "engines_left_out", "open_samples", "rates_s", "samples_per_s", "received_bytes_per_s", "sent_bytes_per_s", "counted_s", "failed", "hours_until_full", "free_bytes", "disk_bytes", "free_bytes_min", "reads", "waiting_reads", "clock", "age_held", "rules_held", "rules_wait_s", "damaged")
+    class FailedEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    UPTIME_S_FIELD_NUMBER: _ClassVar[int]
+    TLS_FIELD_NUMBER: _ClassVar[int]
+    CERTIFICATE_EXPIRES_UNIX_S_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PROCESSES_FIELD_NUMBER: _ClassVar[int]
+    PROCESSES_WANTED_FIELD_NUMBER: _ClassVar[int]
+    NIXL_FIELD_NUMBER: _ClassVar[int]
+    ENGINES_FIELD_NUMBER: _ClassVar[int]
+    ENGINES_LEFT_OUT_FIELD_NUMBER: _ClassVar[int]
+    OPEN_SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    RATES_S_FIELD_NUMBER: _ClassVar[int]
+    SAMPLES_PER_S_FIELD_NUMBER: _ClassVar[int]
+    RECEIVED_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
+    SENT_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
+    COUNTED_S_FIELD_NUMBER: _ClassVar[int]
+    FAILED_FIELD_NUMBER: _ClassVar[int]
+    HOURS_UNTIL_FULL_FIELD_NUMBER: _ClassVar[int]
+    FREE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    DISK_BYTES_FIELD_NUMBER: _ClassVar[int]
+    FREE_BYTES_MIN_FIELD_NUMBER: _ClassVar[int]
+    READS_FIELD_NUMBER: _ClassVar[int]
+    WAITING_READS_FIELD_NUMBER: _ClassVar[int]
+    CLOCK_FIELD_NUMBER: _ClassVar[int]
+    AGE_HELD_FIELD_NUMBER: _ClassVar[int]
+    RULES_HELD_FIELD_NUMBER: _ClassVar[int]
+    RULES_WAIT_S_FIELD_NUMBER: _ClassVar[int]
+    DAMAGED_FIELD_NUMBER: _ClassVar[int]
+    uptime_s: float
+    tls: bool
+    certificate_expires_unix_s: int
+    tokens: bool
+    processes: int
+    processes_wanted: int
+    nixl: bool
+    engines: _containers.RepeatedCompositeFieldContainer[EngineStatus]
+    engines_left_out: int
+    open_samples: int
+    rates_s: float
+    samples_per_s: float
+    received_bytes_per_s: float
+    sent_bytes_per_s: float
+    counted_s: float
+    failed: _containers.ScalarMap[str, int]
+    hours_until_full: float
+    free_bytes: int
+    disk_bytes: int
+    free_bytes_min: int
+    reads: int
+    waiting_reads: int
+    clock: str
+    age_held: _containers.RepeatedScalarFieldContainer[str]
+    rules_held: _containers.RepeatedScalarFieldContainer[str]
+    rules_wait_s: float
+    damaged: int
+    def __init__(self, uptime_s: _Optional[float] = ..., tls: bool = ..., certificate_expires_unix_s: _Optional[int] = ..., tokens: bool = ..., processes: _Optional[int] = ..., processes_wanted: _Optional[int] = ..., nixl: bool = ..., engines: _Optional[_Iterable[_Union[EngineStatus, _Mapping]]] = ..., engines_left_out: _Optional[int] = ..., open_samples: _Optional[int] = ..., rates_s: _Optional[float] = ..., samples_per_s: _Optional[float] = ..., received_bytes_per_s: _Optional[float] = ..., sent_bytes_per_s: _Optional[float] = ..., counted_s: _Optional[float] = ..., failed: _Optional[_Mapping[str, int]] = ..., hours_until_full: _Optional[float] = ..., free_bytes: _Optional[int] = ..., disk_bytes: _Optional[int] = ..., free_bytes_min: _Optional[int] = ..., reads: _Optional[int] = ..., waiting_reads: _Optional[int] = ..., clock: _Optional[str] = ..., age_held: _Optional[_Iterable[str]] = ..., rules_held: _Optional[_Iterable[str]] = ..., rules_wait_s: _Optional[float] = ..., damaged: _Optional[int] = ...) -> None: ...
+
+class EngineStatus(_message.Message):
+    __slots__ = ("engine_id", "rank", "peer", "address", "vllm_version", "slotstream_version", "transport", "connected", "since_s", "streams", "open_samples", "last_sample", "last_sample_s", "report", "report_s")
+    ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    PEER_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    VLLM_VERSION_FIELD_NUMBER: _ClassVar[int]
+    SLOTSTREAM_VERSION_FIELD_NUMBER: _ClassVar[int]
+    TRANSPORT_FIELD_NUMBER: _ClassVar[int]
+    CONNECTED_FIELD_NUMBER: _ClassVar[int]
+    SINCE_S_FIELD_NUMBER: _ClassVar[int]
+    STREAMS_FIELD_NUMBER: _ClassVar[int]
+    OPEN_SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    LAST_SAMPLE_FIELD_NUMBER: _ClassVar[int]
+    LAST_SAMPLE_S_FIELD_NUMBER: _ClassVar[int]
+    REPORT_FIELD_NUMBER: _ClassVar[int]
+    REPORT_S_FIELD_NUMBER: _ClassVar[int]
+    engine_id: str
+    rank: int
+    peer: str
+    address: str
+    vllm_version: str
+    slotstream_version: str
+    transport: str
+    connected: bool
+    since_s: float
+    streams: int
+    open_samples: int
+    last_sample: str
+    last_sample_s: float
+    report: _ingest_pb2.EngineReport
+    report_s: float
+    def __init__(self, engine_id: _Optional[str] = ..., rank: _Optional[int] = ..., peer: _Optional[str] = ..., address: _Optional[str] = ..., vllm_version: _Optional[str] = ..., slotstream_version: _Optional[str] = ..., transport: _Optional[str] = ..., connected: bool = ..., since_s: _Optional[float] = ..., streams: _Optional[int] = ..., open_samples: _Optional[int] = ..., last_sample: _Optional[str] = ..., last_sample_s: _Optional[float] = ..., report: _Optional[_Union[_ingest_pb2.EngineReport, _Mapping]] = ..., report_s: _Optional[float] = ...) -> None: ...

@@ -95,6 +95,11 @@ class SamplesStub(object):
                 request_serializer=slotstream_dot_v1_dot_samples__pb2.RetentionRequest.SerializeToString,
                 response_deserializer=slotstream_dot_v1_dot_samples__pb2.RetentionReply.FromString,
                 _registered_method=True)
+        self.Status = channel.unary_unary(
+                '/slotstream.v1.Samples/Status',
+                request_serializer=slotstream_dot_v1_dot_samples__pb2.StatusRequest.SerializeToString,
+                response_deserializer=slotstream_dot_v1_dot_samples__pb2.StatusReply.FromString,
+                _registered_method=True)
 
 
 class SamplesServicer(object):
@@ -198,6 +203,14 @@ class SamplesServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Status(self, request, context):
+        """How the server is, and which engines are connected. Every caller that the server knows may ask, without any right: it is told
+        version, health and what its token covers. The rest is for `admin` of every namespace.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_SamplesServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -260,6 +273,11 @@ def add_SamplesServicer_to_server(servicer, server):
                     servicer.Retention,
                     request_deserializer=slotstream_dot_v1_dot_samples__pb2.RetentionRequest.FromString,
                     response_serializer=slotstream_dot_v1_dot_samples__pb2.RetentionReply.SerializeToString,
+            ),
+            'Status': grpc.unary_unary_rpc_method_handler(
+                    servicer.Status,
+                    request_deserializer=slotstream_dot_v1_dot_samples__pb2.StatusRequest.FromString,
+                    response_serializer=slotstream_dot_v1_dot_samples__pb2.StatusReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -586,6 +604,33 @@ class Samples(object):
             '/slotstream.v1.Samples/Retention',
             slotstream_dot_v1_dot_samples__pb2.RetentionRequest.SerializeToString,
             slotstream_dot_v1_dot_samples__pb2.RetentionReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Status(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/slotstream.v1.Samples/Status',
+            slotstream_dot_v1_dot_samples__pb2.StatusRequest.SerializeToString,
+            slotstream_dot_v1_dot_samples__pb2.StatusReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -23,9 +23,10 @@ _sym_db = _symbol_database.Default()
 
 
 from slotstream.v1 import ingest_pb2 as slotstream_dot_v1_dot_ingest__pb2
+from slotstream.v1 import samples_pb2 as slotstream_dot_v1_dot_samples__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bslotstream/v1/workers.proto\x12\rslotstream.v1\x1a\x1aslotstream/v1/ingest.proto\"K\n\x0cWorkerReport\x12\x0e\n\x06worker\x18\x01 \x01(\r\x12+\n\x07metrics\x18\x02 \x03(\x0b\x32\x1a.slotstream.v1.MetricValue\"\x91\x01\n\x0bMetricValue\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x36\n\x06labels\x18\x02 \x03(\x0b\x32&.slotstream.v1.MetricValue.LabelsEntry\x12\r\n\x05value\x18\x03 \x01(\x01\x1a-\n\x0bLabelsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\x8b\x01\n\x0bWorkerOrder\x12-\n\x04kind\x18\x01 \x01(\x0e\x32\x1f.slotstream.v1.WorkerOrder.Kind\"M\n\x04Kind\x12\x0b\n\x07UNKNOWN\x10\x00\x12\t\n\x05\x44RAIN\x10\x01\x12\x0f\n\x0b\x45ND_STREAMS\x10\x02\x12\x0f\n\x0bNOT_SERVING\x10\x03\x12\x0b\n\x07SERVING\x10\x04\"A\n\rUploadFailure\x12\x0c\n\x04\x63ode\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x11\n\tretryable\x18\x03 \x01(\x08\"V\n\x0b\x42\x65ginUpload\x12\x0e\n\x06worker\x18\x01 \x01(\r\x12)\n\x06sample\x18\x02 \x01(\x0b\x32\x19.slotstream.v1.OpenSample\x12\x0c\n\x04peer\x18\x03 \x01(\t\"v\n\x0bUploadBegun\x12\x0e\n\x06upload\x18\x01 \x01(\x04\x12\x0f\n\x07partial\x18\x02 \x01(\t\x12-\n\x07\x66\x61ilure\x18\x03 \x01(\x0b\x32\x1c.slotstream.v1.UploadFailure\x12\x17\n\x0f\x63reated_unix_ns\x18\x04 \x01(\x04\"\x92\x03\n\rPublishUpload\x12\x0e\n\x06upload\x18\x01 \x01(\x04\x12\x12\n\nnum_tokens\x18\x02 \x01(\x04\x12\x12\n\nfile_bytes\x18\x03 \x01(\x04\x12\x17\n\x0f\x63reated_unix_ns\x18\x04 \x01(\x04\x12\x19\n\x11\x63ommitted_unix_ns\x18\x05 \x01(\x04\x12<\n\x08metadata\x18\x06 \x03(\x0b\x32*.slotstream.v1.PublishUpload.MetadataEntry\x12\x13\n\x0bheader_xxh3\x18\x07 \x01(\t\x12\x11\n\thash_rows\x18\x08 \x01(\x04\x12\x0e\n\x06hashes\x18\t \x03(\x06\x12=\n\tlate_xxh3\x18\n \x03(\x0b\x32*.slotstream.v1.PublishUpload.LateXxh3Entry\x1a/\n\rMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x1a/\n\rLateXxh3Entry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"K\n\nFailUpload\x12\x0e\n\x06upload\x18\x01 \x01(\x04\x12-\n\x07\x66\x61ilure\x18\x02 \x01(\x0b\x32\x1c.slotstream.v1.UploadFailure\"\x99\x01\n\x0cRefuseUpload\x12\x11\n\tnamespace\x18\x01 \x01(\t\x12\x11\n\tsample_id\x18\x02 \x01(\t\x12\r\n\x05model\x18\x03 \x01(\t\x12\x17\n\x0f\x63reated_unix_ns\x18\x04 \x01(\x04\x12-\n\x07\x66\x61ilure\x18\x05 \x01(\x0b\x32\x1c.slotstream.v1.UploadFailure\x12\x0c\n\x04peer\x18\x06 \x01(\t\"O\n\x0bUploadEnded\x12\x11\n\tduplicate\x18\x01 \x01(\x08\x12-\n\x07\x66\x61ilure\x18\x02 \x01(\x0b\x32\x1c.slotstream.v1.UploadFailure2\xd6\x02\n\x07Workers\x12\x43\n\x04Join\x12\x1b.slotstream.v1.WorkerReport\x1a\x1a.slotstream.v1.WorkerOrder(\x01\x30\x01\x12?\n\x05\x42\x65gin\x12\x1a.slotstream.v1.BeginUpload\x1a\x1a.slotstream.v1.UploadBegun\x12\x43\n\x07Publish\x12\x1c.slotstream.v1.PublishUpload\x1a\x1a.slotstream.v1.UploadEnded\x12=\n\x04\x46\x61il\x12\x19.slotstream.v1.FailUpload\x1a\x1a.slotstream.v1.UploadEnded\x12\x41\n\x06Refuse\x12\x1b.slotstream.v1.RefuseUpload\x1a\x1a.slotstream.v1.UploadEndedb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bslotstream/v1/workers.proto\x12\rslotstream.v1\x1a\x1aslotstream/v1/ingest.proto\x1a\x1bslotstream/v1/samples.proto\"y\n\x0cWorkerReport\x12\x0e\n\x06worker\x18\x01 \x01(\r\x12+\n\x07metrics\x18\x02 \x03(\x0b\x32\x1a.slotstream.v1.MetricValue\x12,\n\x07\x65ngines\x18\x03 \x03(\x0b\x32\x1b.slotstream.v1.EngineStatus\"\x91\x01\n\x0bMetricValue\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x36\n\x06labels\x18\x02 \x03(\x0b\x32&.slotstream.v1.MetricValue.LabelsEntry\x12\r\n\x05value\x18\x03 \x01(\x01\x1a-\n\x0bLabelsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\x8b\x01\n\x0bWorkerOrder\x12-\n\x04kind\x18\x01 \x01(\x0e\x32\x1f.slotstream.v1.WorkerOrder.Kind\"M\n\x04Kind\x12\x0b\n\x07UNKNOWN\x10\x00\x12\t\n\x05\x44RAIN\x10\x01\x12\x0f\n\x0b\x45ND_STREAMS\x10\x02\x12\x0f\n\x0bNOT_SERVING\x10\x03\x12\x0b\n\x07SERVING\x10\x04\"A\n\rUploadFailure\x12\x0c\n\x04\x63ode\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x11\n\tretryable\x18\x03 \x01(\x08\"V\n\x0b\x42\x65ginUpload\x12\x0e\n\x06worker\x18\x01 \x01(\r\x12)\n\x06sample\x18\x02 \x01(\x0b\x32\x19.slotstream.v1.OpenSample\x12\x0c\n\x04peer\x18\x03 \x01(\t\"v\n\x0bUploadBegun\x12\x0e\n\x06upload\x18\x01 \x01(\x04\x12\x0f\n\x07partial\x18\x02 \x01(\t\x12-\n\x07\x66\x61ilure\x18\x03 \x01(\x0b\x32\x1c.slotstream.v1.UploadFailure\x12\x17\n\x0f\x63reated_unix_ns\x18\x04 \x01(\x04\"\x92\x03\n\rPublishUpload\x12\x0e\n\x06upload\x18\x01 \x01(\x04\x12\x12\n\nnum_tokens\x18\x02 \x01(\x04\x12\x12\n\nfile_bytes\x18\x03 \x01(\x04\x12\x17\n\x0f\x63reated_unix_ns\x18\x04 \x01(\x04\x12\x19\n\x11\x63ommitted_unix_ns\x18\x05 \x01(\x04\x12<\n\x08metadata\x18\x06 \x03(\x0b\x32*.slotstream.v1.PublishUpload.MetadataEntry\x12\x13\n\x0bheader_xxh3\x18\x07 \x01(\t\x12\x11\n\thash_rows\x18\x08 \x01(\x04\x12\x0e\n\x06hashes\x18\t \x03(\x06\x12=\n\tlate_xxh3\x18\n \x03(\x0b\x32*.slotstream.v1.PublishUpload.LateXxh3Entry\x1a/\n\rMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x1a/\n\rLateXxh3Entry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"K\n\nFailUpload\x12\x0e\n\x06upload\x18\x01 \x01(\x04\x12-\n\x07\x66\x61ilure\x18\x02 \x01(\x0b\x32\x1c.slotstream.v1.UploadFailure\"\x99\x01\n\x0cRefuseUpload\x12\x11\n\tnamespace\x18\x01 \x01(\t\x12\x11\n\tsample_id\x18\x02 \x01(\t\x12\r\n\x05model\x18\x03 \x01(\t\x12\x17\n\x0f\x63reated_unix_ns\x18\x04 \x01(\x04\x12-\n\x07\x66\x61ilure\x18\x05 \x01(\x0b\x32\x1c.slotstream.v1.UploadFailure\x12\x0c\n\x04peer\x18\x06 \x01(\t\"O\n\x0bUploadEnded\x12\x11\n\tduplicate\x18\x01 \x01(\x08\x12-\n\x07\x66\x61ilure\x18\x02 \x01(\x0b\x32\x1c.slotstream.v1.UploadFailure2\xd6\x02\n\x07Workers\x12\x43\n\x04Join\x12\x1b.slotstream.v1.WorkerReport\x1a\x1a.slotstream.v1.WorkerOrder(\x01\x30\x01\x12?\n\x05\x42\x65gin\x12\x1a.slotstream.v1.BeginUpload\x1a\x1a.slotstream.v1.UploadBegun\x12\x43\n\x07Publish\x12\x1c.slotstream.v1.PublishUpload\x1a\x1a.slotstream.v1.UploadEnded\x12=\n\x04\x46\x61il\x12\x19.slotstream.v1.FailUpload\x1a\x1a.slotstream.v1.UploadEnded\x12\x41\n\x06Refuse\x12\x1b.slotstream.v1.RefuseUpload\x1a\x1a.slotstream.v1.UploadEndedb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -38,34 +39,34 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_PUBLISHUPLOAD_METADATAENTRY']._serialized_options = b'8\001'
   _globals['_PUBLISHUPLOAD_LATEXXH3ENTRY']._loaded_options = None
   _globals['_PUBLISHUPLOAD_LATEXXH3ENTRY']._serialized_options = b'8\001'
-  _globals['_WORKERREPORT']._serialized_start=74
-  _globals['_WORKERREPORT']._serialized_end=149
-  _globals['_METRICVALUE']._serialized_start=152
-  _globals['_METRICVALUE']._serialized_end=297
-  _globals['_METRICVALUE_LABELSENTRY']._serialized_start=252
-  _globals['_METRICVALUE_LABELSENTRY']._serialized_end=297
-  _globals['_WORKERORDER']._serialized_start=300
-  _globals['_WORKERORDER']._serialized_end=439
-  _globals['_WORKERORDER_KIND']._serialized_start=362
-  _globals['_WORKERORDER_KIND']._serialized_end=439
-  _globals['_UPLOADFAILURE']._serialized_start=441
-  _globals['_UPLOADFAILURE']._serialized_end=506
-  _globals['_BEGINUPLOAD']._serialized_start=508
-  _globals['_BEGINUPLOAD']._serialized_end=594
-  _globals['_UPLOADBEGUN']._serialized_start=596
-  _globals['_UPLOADBEGUN']._serialized_end=714
-  _globals['_PUBLISHUPLOAD']._serialized_start=717
-  _globals['_PUBLISHUPLOAD']._serialized_end=1119
-  _globals['_PUBLISHUPLOAD_METADATAENTRY']._serialized_start=1023
-  _globals['_PUBLISHUPLOAD_METADATAENTRY']._serialized_end=1070
-  _globals['_PUBLISHUPLOAD_LATEXXH3ENTRY']._serialized_start=1072
-  _globals['_PUBLISHUPLOAD_LATEXXH3ENTRY']._serialized_end=1119
-  _globals['_FAILUPLOAD']._serialized_start=1121
-  _globals['_FAILUPLOAD']._serialized_end=1196
-  _globals['_REFUSEUPLOAD']._serialized_start=1199
-  _globals['_REFUSEUPLOAD']._serialized_end=1352
-  _globals['_UPLOADENDED']._serialized_start=1354
-  _globals['_UPLOADENDED']._serialized_end=1433
-  _globals['_WORKERS']._serialized_start=1436
-  _globals['_WORKERS']._serialized_end=1778
+  _globals['_WORKERREPORT']._serialized_start=103
+  _globals['_WORKERREPORT']._serialized_end=224
+  _globals['_METRICVALUE']._serialized_start=227
+  _globals['_METRICVALUE']._serialized_end=372
+  _globals['_METRICVALUE_LABELSENTRY']._serialized_start=327
+  _globals['_METRICVALUE_LABELSENTRY']._serialized_end=372
+  _globals['_WORKERORDER']._serialized_start=375
+  _globals['_WORKERORDER']._serialized_end=514
+  _globals['_WORKERORDER_KIND']._serialized_start=437
+  _globals['_WORKERORDER_KIND']._serialized_end=514
+  _globals['_UPLOADFAILURE']._serialized_start=516
+  _globals['_UPLOADFAILURE']._serialized_end=581
+  _globals['_BEGINUPLOAD']._serialized_start=583
+  _globals['_BEGINUPLOAD']._serialized_end=669
+  _globals['_UPLOADBEGUN']._serialized_start=671
+  _globals['_UPLOADBEGUN']._serialized_end=789
+  _globals['_PUBLISHUPLOAD']._serialized_start=792
+  _globals['_PUBLISHUPLOAD']._serialized_end=1194
+  _globals['_PUBLISHUPLOAD_METADATAENTRY']._serialized_start=1098
+  _globals['_PUBLISHUPLOAD_METADATAENTRY']._serialized_end=1145
+  _globals['_PUBLISHUPLOAD_LATEXXH3ENTRY']._serialized_start=1147
+  _globals['_PUBLISHUPLOAD_LATEXXH3ENTRY']._serialized_end=1194
+  _globals['_FAILUPLOAD']._serialized_start=1196
+  _globals['_FAILUPLOAD']._serialized_end=1271
+  _globals['_REFUSEUPLOAD']._serialized_start=1274
+  _globals['_REFUSEUPLOAD']._serialized_end=1427
+  _globals['_UPLOADENDED']._serialized_start=1429
+  _globals['_UPLOADENDED']._serialized_end=1508
+  _globals['_WORKERS']._serialized_start=1511
+  _globals['_WORKERS']._serialized_end=1853
 # @@protoc_insertion_point(module_scope)

@@ -1,4 +1,5 @@
 from slotstream.v1 import ingest_pb2 as _ingest_pb2
+from slotstream.v1 import samples_pb2 as _samples_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
@@ -9,12 +10,14 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class WorkerReport(_message.Message):
-    __slots__ = ("worker", "metrics")
+    __slots__ = ("worker", "metrics", "engines")
     WORKER_FIELD_NUMBER: _ClassVar[int]
     METRICS_FIELD_NUMBER: _ClassVar[int]
+    ENGINES_FIELD_NUMBER: _ClassVar[int]
     worker: int
     metrics: _containers.RepeatedCompositeFieldContainer[MetricValue]
-    def __init__(self, worker: _Optional[int] = ..., metrics: _Optional[_Iterable[_Union[MetricValue, _Mapping]]] = ...) -> None: ...
+    engines: _containers.RepeatedCompositeFieldContainer[_samples_pb2.EngineStatus]
+    def __init__(self, worker: _Optional[int] = ..., metrics: _Optional[_Iterable[_Union[MetricValue, _Mapping]]] = ..., engines: _Optional[_Iterable[_Union[_samples_pb2.EngineStatus, _Mapping]]] = ...) -> None: ...
 
 class MetricValue(_message.Message):
     __slots__ = ("name", "labels", "value")

@@ -48,6 +48,14 @@ def is_installed() -> bool:
     return any(importlib.util.find_spec(package) is not None for package in _PACKAGES)
 
 
+def try_out() -> None:
+    """Set NIXL up and register memory with it, for a process that does nothing else. Raises NixlFault."""
+    memory = bytearray(1 << 16)
+    agent = NixlAgent(lambda line: None)
+    agent.register(memory_address(memoryview(memory)), len(memory))
+    agent.progress()
+
+
 def has_rdma() -> bool:
     """Whether this machine has an RDMA device, as the kernel lists them."""
     return any(Path("/sys/class/infiniband").glob("*"))

@@ -8,6 +8,7 @@ nixl/          rows read over NIXL, by processes of their own
 processes/     the processes of `--workers N`
 housekeeping   what the server does by itself
 health/        who asks whether the server is well: gRPC's health service, and the probes of a pod
+overview/      what `slotstream status` shows: engines, and the last hour's counts
 
 In front of all of these:
 config         what a server can be told

@@ -28,11 +28,13 @@ from slotstream.server.logs import configure_logging
 from slotstream.server.malloc import give_back_when_idle
 from slotstream.server.metrics import Metrics, serve_metrics
 from slotstream.server.nixl.readers import start_readers
+from slotstream.server.overview.history import History
 from slotstream.server.parts import ServerParts
 from slotstream.server.processes.primary import WorkersService
 from slotstream.server.processes.workers import WorkerProcesses
 from slotstream.server.pulse import Pulse, beat_forever
 from slotstream.server.samples.service import SamplesService
+from slotstream.server.samples.status import About
 from slotstream.server.version import server_version
 from slotstream.server.waiters import Waiters
 from slotstream.store.samples import SampleStore
@@ -140,7 +142,10 @@ class Server:
         self._housekeeping = Housekeeping(config, store, metrics, self._directory_changed)
         parts = ServerParts(config, store, disk_threads, metrics, self._waiters, gate)
         self._ingest = IngestService(parts, self._housekeeping.touch, readers)
-        self._samples = SamplesService(parts, self._housekeeping)
+        disk = DiskWatch(store, config.free_bytes_min)
+        await asyncio.to_thread(disk.look)
+        about = self._about(disk, certificates, nixl=readers is not None)
+        self._samples = SamplesService(parts, self._housekeeping, about)
         self._workers = WorkersService(parts, self._housekeeping.touch)
         self._loop = asyncio.get_running_loop()
         self._health = HealthService(config, connections.note, connections.hang_up)
@@ -168,16 +173,26 @@ class Server:
             self._closing.push_async_callback(workers.stop)
             await workers.start()
             _log.info("%d processes take ingest streams", config.workers)
-        if config.probes_listen is not None:
-            disk = DiskWatch(store, config.free_bytes_min)
-            await asyncio.to_thread(disk.look)
-            disk.start()
-            self._closing.callback(disk.stop)
-            probes.disk = disk
+        disk.start()
+        self._closing.callback(disk.stop)
+        probes.disk = disk
         for address in self.addresses:
             tls = "yes" if has_tls(config, address) else "no"
             token = "yes" if config.tokens_file is not None else "no"
             _log.info("slotstream %s (TLS: %s, token: %s) listening on %s", server_version(), tls, token, address)
+
+    def _about(self, disk: DiskWatch, certificates: Certificates | None, *, nixl: bool) -> About:
+        """What `Samples.Status` is told of this process."""
+        history = History(lambda at: self.metrics.counted(at, disk.free_bytes))
+        disk.looked = history.note
+        return About(
+            history,
+            health=lambda: self._probes.readyz()[1],
+            disk=lambda: (disk.free_bytes, disk.disk_bytes),
+            processes=lambda: 1 + self._workers.count,
+            certificate_expires=(lambda: 0.0) if certificates is None else certificates.expires_unix_s,
+            nixl=nixl,
+        )
 
     def _watch(self, disk_threads: DiskThreads) -> None:
         """What `/livez` looks at."""

@@ -14,6 +14,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, make
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from slotstream.server.http import Answer, serve_pages
+from slotstream.server.overview.history import Counted
 from slotstream.store.records import State
 from slotstream.store.samples import SampleStore
 from slotstream.wire import errors
@@ -81,6 +82,16 @@ class Merged:
             for line, value in self._reports.pop(worker, {}).items():
                 if line[0] not in gauges:
                     self._ended[line] = self._ended.get(line, 0.0) + value
+
+    def others(self, name: str) -> dict[tuple[tuple[str, str], ...], float]:
+        """What other processes counted under a name, by labels."""
+        found: dict[tuple[tuple[str, str], ...], float] = defaultdict(float)
+        with self._lock:
+            for report in (self._ended, *self._reports.values()):
+                for (reported, labels), value in report.items():
+                    if reported == name:
+                        found[labels] += value
+        return found
 
     def collect(self) -> Iterable[Metric]:
         with self._lock:
@@ -172,6 +183,31 @@ class Metrics:
         return tuple(
             s.value for family in families for one in family.collect() for s in one.samples if s.name.endswith("_total")
         )
+
+    def sums(self, metric: Counter | Gauge) -> dict[tuple[tuple[str, str], ...], float]:
+        """The values of one metric by its labels, those of all processes together."""
+        own = [s for family in metric.collect() for s in family.samples if not s.name.endswith("_created")]
+        sums = self._merged.others(own[0].name) if own else {}
+        for s in own:
+            labels = tuple(sorted(s.labels.items()))
+            sums[labels] = sums.get(labels, 0.0) + s.value
+        return sums
+
+    def counted(self, at: float, free_bytes: int | None) -> Counted:
+        """What `History` keeps, of all processes, at a moment."""
+        ended = [(dict(labels), value) for labels, value in self.sums(self.samples).items()]
+        return Counted(
+            at,
+            committed=sum(value for labels, value in ended if labels["outcome"] == "committed"),
+            received_bytes=self.total(self.chunk_bytes),
+            sent_bytes=self.total(self.sent_bytes),
+            failed={labels["code"]: value for labels, value in ended if labels["outcome"] == "failed"},
+            free_bytes=free_bytes,
+        )
+
+    def total(self, metric: Counter | Gauge) -> float:
+        """The sum of all values of one metric, of all processes."""
+        return sum(self.sums(metric).values())
 
     def values(self) -> list[Value]:
         """Everything that this process counted, for its primary."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from slotstream.server.access.gate import Gate
 from slotstream.server.config import ServerConfig
 from slotstream.server.disk_threads import DiskThreads
 from slotstream.server.metrics import Metrics
+from slotstream.server.overview.engines import Engines
 from slotstream.server.waiters import Waiters
 
 _Store = TypeVar("_Store", covariant=True)
@@ -24,3 +25,4 @@ class ServerParts(Generic[_Store]):
     metrics: Metrics
     waiters: Waiters
     gate: Gate
+    engines: Engines = field(default_factory=Engines)

@@ -232,6 +232,11 @@ def make_streams(
     return rounds
 
 
+def _report(source: Source) -> bytes:
+    report = pb.EngineReport(host=source.text(80), layer_ids=range(source.below(300)), has_final=bool(source.below(2)))
+    return pb.IngestRequest(report=report).SerializeToString()
+
+
 def say_frames(source: Source, stream: Stream, number: int) -> None:
     """Anything that a peer may say, and some that it may not; chunks as frames."""
     frame: bytes
@@ -259,7 +264,7 @@ def say_frames(source: Source, stream: Stream, number: int) -> None:
             frame = encode_batch(stream.requests[last:])
             del stream.requests[last:]
         case _:
-            frame = stream.requests[source.below(len(stream.requests))] if stream.requests else b""
+            frame = stream.requests[source.below(len(stream.requests))] if stream.requests else _report(source)
     stream.requests.append(frame)
 
 

@@ -19,7 +19,7 @@ def keep_caller_ids() -> None:
     Only with both ids can a request be told for one of `n` sequences. Without the seam the engine starts all the same.
     """
     try:
-        requests = _requests()
+        requests = check_requests()
     except ConfigError as error:
         logger.warning(
             "slotstream: %s; requests with output rows whose own ids begin like `1_` cannot choose a sample_id", error
@@ -40,7 +40,7 @@ def keep_caller_ids() -> None:
     requests.from_engine_core_request = classmethod(from_engine_core_request)
 
 
-def _requests() -> Any:
+def check_requests() -> Any:
     """vLLM's Request, once it is as we know it. Raises ConfigError."""
     requests = find("vllm.v1.request", "Request", extraction=False)
     sent = find("vllm.v1.engine", "EngineCoreRequest", extraction=False)

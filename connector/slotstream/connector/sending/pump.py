@@ -17,6 +17,7 @@ from slotstream.common.throttle import Throttle
 from slotstream.connector.counters import SENDER_REASONS, Counters, capture_off
 from slotstream.connector.faults import Faults, SampleFault
 from slotstream.connector.plan import SampleAbort, SampleFinish, SampleOpen
+from slotstream.connector.sending.engine_reports import EngineReports
 from slotstream.connector.sending.inbox import BESIDE_THE_ENGINE, EngineItem, FailSample, Inbox, Looks, RowBatch, Stop
 from slotstream.connector.sending.outbox import Outbox
 from slotstream.connector.sending.phases import Phase
@@ -88,6 +89,8 @@ class Pump:
         self._throttle = Throttle(every_s=10.0)
         self._throttle_link = Throttle(every_s=60.0)
         self._refused = False  # The server does not know our token.
+        self._reports = EngineReports(config, sink, self.gauges)
+        self.lent_bytes: Callable[[], int] = lambda: 0  # Of staging that is lent ahead, and holds no rows yet.
         self._thread = threading.Thread(target=self._run, name="slotstream-pump", daemon=True)
 
     def start(self) -> None:
@@ -147,7 +150,7 @@ class Pump:
         pool = self._pool
         return {
             "samples_in_flight": self._outbox.samples,
-            "staging_bytes_in_use": pool.in_use * pool.slot_bytes,
+            "staging_bytes_in_use": pool.in_use * pool.slot_bytes - self.lent_bytes(),
             "staging_bytes_kept": pool.kept * pool.slot_bytes,
             "staging_bytes_limit": pool.nbytes,
             "spool_bytes_in_use": 0 if self._disk is None else self._disk.bytes_in_use,
@@ -177,6 +180,7 @@ class Pump:
                 self._sink.check_deadlines()
                 self._safely(self._outbox.tick)
                 self._safely(self._faults.tick)
+                self._safely(self._reports.tick)
             item = self._inbox.get(_TICK_S if self._stop is None else 0.05)
             if item is not None:
                 self._handle_safely(item)
@@ -258,12 +262,14 @@ class Pump:
                 logger.info("slotstream: connected to %s (server %s)", self._server, item.server_version)
                 outbox.link_is_up(item.columns)
                 self._refused = False
+                self._reports.link_is_up()
             case LinkDown():
                 # A server that refuses our token says so at every try.
                 if (unsaid := self._throttle_link.admit(item.code)) is not None or outbox.link_up:
                     why, waiting = log_text(item.code or ServerUnavailable.code, item.message), outbox.samples
                     more = f" ({unsaid} more times not logged)" if unsaid else ""
                     logger.warning("slotstream: no link to the server: %s; %d samples wait%s", why, waiting, more)
+                self._reports.link_is_down()
                 outbox.link_is_down(item.message, item.code)
                 self._refused = item.code == Unauthenticated.code
             case Adopted():

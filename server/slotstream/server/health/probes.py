@@ -29,6 +29,9 @@ class DiskWatch:
     """Asks the data directory once a second whether it is there, on a thread that may wait for it without end."""
 
     def __init__(self, store: SampleStore, free_bytes_min: int, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self.looked: Callable[[], None] = lambda: None  # Called by the thread after each look.
+        self.free_bytes: int | None = None  # Of its disk at the last look; None where that gave no answer.
+        self.disk_bytes: int | None = None
         self._store = store
         self._free_bytes_min = free_bytes_min
         self._clock = clock
@@ -55,9 +58,11 @@ class DiskWatch:
         self._asked_at = self._clock()
         try:
             self._store.check_directory()
-            self._word = "full" if self._store.free_bytes() <= self._free_bytes_min else "ok"
+            self.free_bytes, self.disk_bytes = self._store.free_bytes(), self._store.disk_bytes()
+            self._word = "full" if self.free_bytes <= self._free_bytes_min else "ok"
         except SlotStreamError:
             self._word = "disk"
+            self.free_bytes = self.disk_bytes = None
         finally:
             self._asked_at = None
 
@@ -65,7 +70,10 @@ class DiskWatch:
         while not self._stopping.is_set():
             try:
                 self.look()
+                self.looked()
             except Exception:
+                if self._stopping.is_set():
+                    return  # The store was closed meanwhile.
                 self._word = "disk"
                 _log.exception("a fault while the data directory was looked at")
             self._stopping.wait(_LOOK_S)

@@ -16,6 +16,7 @@ from slotstream.server.ingest.requests import commit_bytes, peers_failure, refus
 from slotstream.server.ingest.sample_writer import Abort, Chunk, Commit, Done, Ended, Open, Refuse, SampleWriter
 from slotstream.server.ingest.shared import Shared
 from slotstream.server.nixl.reader import PoolSlot, ReadAnswer, ReadRequest
+from slotstream.server.overview.engines import Engine
 from slotstream.store.records import Failure, SampleKey
 from slotstream.store.sample.ranges import RangeSet
 from slotstream.v1 import ingest_pb2 as pb
@@ -73,7 +74,7 @@ class OpenSamples:
         self._due: dict[int, float] = {}
         self._announced = Announced(shared.readers, self._wake)
         self._said_all = False
-        self.engine = ""  # As its Hello named it; for logs.
+        self.engine: Engine | None = None  # Since its Hello.
         self._connected = True
 
     @property
@@ -145,14 +146,17 @@ class OpenSamples:
 
     # What the peer says.
 
-    def take(self, frame: bytes) -> None:
-        """What the peer says after its Hello. Raises ProtocolViolation, and Unauthenticated where its token was withdrawn."""
+    def take(self, frame: bytes) -> bool:
+        """What the peer says after its Hello; whether it is about samples.
+
+        Raises ProtocolViolation, and Unauthenticated where its token was withdrawn.
+        """
         self._collect()
         request, data = decode_request(frame)
         kind = request.WhichOneof("kind")
         if kind == "chunk":
             self._take_chunk(request.chunk, data, len(frame))
-            return
+            return True
         requests = request.batch.requests if kind == "batch" else (request,)
         if not 1 <= len(requests) <= BATCH_MAX:
             raise ProtocolViolation(f"a batch cannot hold {len(requests)} requests")
@@ -162,6 +166,7 @@ class OpenSamples:
             raise ProtocolViolation("more was announced at a time than may be in flight")
         for one in requests:
             self._take_control(one)
+        return any(not one.HasField("report") for one in requests)
 
     def _take_control(self, request: pb.IngestRequest) -> None:
         """A request that may stand in a batch."""
@@ -175,6 +180,9 @@ class OpenSamples:
         elif kind == "abort":
             if writer := self._writer(request.abort.sample):
                 self._push(writer, Abort(peers_failure(request.abort)))
+        elif kind == "report":
+            if self.engine is not None:
+                self._shared.engines.reported(self.engine, request.report)
         else:
             raise ProtocolViolation(f"a request of kind {kind} does not belong here")
 
@@ -237,6 +245,8 @@ class OpenSamples:
     def _count_chunk(self, transport: str, nbytes: int) -> None:
         self._shared.metrics.chunks[transport].inc()
         self._shared.metrics.chunk_bytes.inc(nbytes)
+        if self.engine is not None:
+            self.engine.transport = transport
 
     def _take_chunk(self, header: pb.ChunkHeader, data: memoryview, nbytes: int) -> None:
         self._count_chunk("grpc", len(data))
@@ -285,6 +295,7 @@ class OpenSamples:
         writer = SampleWriter(store, disk_threads, number, key, self._post, line=self, peer=self._session.name)
         self._writers[number] = writer
         self._shared.opened()
+        self._tell_open()
         self._hold(0)
         try:
             if denied is not None:
@@ -296,6 +307,10 @@ class OpenSamples:
             writer.push(Open(spec))
         except SlotStreamError as error:
             writer.push(Refuse(refused_record(key, request), Failure.of(error)))
+
+    def _tell_open(self) -> None:
+        if self.engine is not None:
+            self.engine.open_samples = len(self._writers)
 
     def _check_room(self) -> None:
         if self._shared.draining:
@@ -376,6 +391,7 @@ class OpenSamples:
 
     def _end_sample(self, writer: SampleWriter, ended: Ended) -> None:
         del self._writers[writer.number]
+        self._tell_open()
         if self._due.pop(writer.number, None) is not None:
             self._shared.open_shares.give_back(self._session.peer)
         for _, nbytes in self._announced.forget(writer.number):

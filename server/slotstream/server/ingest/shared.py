@@ -15,6 +15,7 @@ from slotstream.server.ingest.sample_writer import Ended, IngestStore, SampleWri
 from slotstream.server.logs import failure_fields
 from slotstream.server.metrics import code_label
 from slotstream.server.nixl.readers import NixlReaders
+from slotstream.server.overview.engines import Engine
 from slotstream.server.parts import ServerParts
 from slotstream.store.records import Failure
 from slotstream.wire.errors import HashMismatch
@@ -36,7 +37,7 @@ class Shared:
     ) -> None:
         """`committed` is told the namespace of every sample stored. `readers`: None where chunks come in frames only."""
         self.config, self.store, self.disk_threads = parts.config, parts.store, parts.disk_threads
-        self.metrics, self.waiters = parts.metrics, parts.waiters
+        self.metrics, self.waiters, self.engines = parts.metrics, parts.waiters, parts.engines
         self.readers = readers
         # Those of Hellos. A sender may take its time with that, but not make the server hold more and more meanwhile.
         self.bodies = Bodies(
@@ -85,7 +86,7 @@ class Shared:
         self._idle.clear()
         self.metrics.open_samples.set(self._open)
 
-    def ended(self, writer: SampleWriter, ended: Ended, engine: str) -> None:
+    def ended(self, writer: SampleWriter, ended: Ended, engine: Engine | None) -> None:
         """A sample of this engine ended: counts it, and wakes who waits for it."""
         self._open -= 1
         self.metrics.open_samples.set(self._open)
@@ -97,6 +98,8 @@ class Shared:
             self.metrics.commit_to_durable.observe(ended.commit_s)
             if writer.key is not None:
                 self._committed(writer.key.namespace)
+                if engine is not None:
+                    self.engines.stored(engine, str(writer.key))
             _log.debug("sample %s committed", writer.key)
         else:
             label = code_label(ended.failure.code)
@@ -104,7 +107,7 @@ class Shared:
             if ended.failure.code == HashMismatch.code:
                 self.metrics.hash_mismatches.inc()
             if (more := self._failures.more(label)) is not None:
-                self._log_failure(writer, ended.failure, engine, more)
+                self._log_failure(writer, ended.failure, "" if engine is None else engine.engine_id, more)
         if writer.key is not None:
             self.waiters.notify(writer.key)
 

@@ -8,7 +8,7 @@ import logging
 import grpc.aio
 
 from slotstream.server.access.bodies import EOF
-from slotstream.server.access.gate import Session
+from slotstream.server.access.gate import Session, host_of
 from slotstream.server.ingest.open_samples import OpenSamples
 from slotstream.server.ingest.replies import Replies
 from slotstream.server.ingest.shared import Shared
@@ -29,6 +29,9 @@ class Stream:
     """One peer. Belongs to the event loop."""
 
     def __init__(self, shared: Shared, context: Context, session: Session) -> None:
+        self._name = session.name
+        host = host_of(context.peer())
+        self._address = "unix" if host is None else host[0]
         self._peer = f"{session.name} at {context.peer()}"
         self._caller = session.caller
         self._shared = shared
@@ -71,6 +74,8 @@ class Stream:
             for task in (receiver, sender, ending, watch):
                 task.cancel()
             self._samples.disconnect()
+            if self._samples.engine is not None:
+                self._shared.engines.ended(self._samples.engine)
             await asyncio.gather(receiver, sender, ending, watch, return_exceptions=True)
 
     def say_draining(self) -> None:
@@ -109,8 +114,8 @@ class Stream:
             frame = await self._context.read()
             if frame is EOF:
                 return
-            self._heard_at = self._loop.time()
-            self._samples.take(frame)
+            if self._samples.take(frame):
+                self._heard_at = self._loop.time()
 
     async def _greet(self, frame: bytes) -> None:
         request, _ = decode_request(frame)
@@ -120,8 +125,8 @@ class Stream:
         if hello.protocol != PROTOCOL_VERSION:
             raise ProtocolViolation(f"this server speaks protocol {PROTOCOL_VERSION}, not {hello.protocol}")
         _log.info("stream of %s: engine %.64r, rank %d", self._peer, hello.engine_id, hello.worker_rank)
-        self._samples.engine = "".join(c for c in hello.engine_id[:64] if c.isprintable())
         nixl = hello.HasField("nixl") and await self._samples.accept_nixl(hello.nixl)
+        self._samples.engine = self._shared.engines.connect(hello, self._name, self._address, nixl=nixl)
         welcome = pb.Welcome(
             protocol=PROTOCOL_VERSION,
             server_version=server_version(),
@@ -130,6 +135,7 @@ class Stream:
             nixl=nixl,
             batches=True,
             columns=taken_columns(),
+            reports=True,
         )
         self._replies.batches = hello.batches
         self._replies.add(pb.IngestReply(welcome=welcome))

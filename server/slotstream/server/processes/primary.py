@@ -37,7 +37,7 @@ class WorkersService(workers_pb2_grpc.WorkersServicer):
         """`committed` is told the namespace of every sample that was stored."""
         self._committed = committed
         self._store, self._disk_threads = parts.store, parts.disk_threads
-        self._metrics, self._waiters = parts.metrics, parts.waiters
+        self._metrics, self._waiters, self._engines = parts.metrics, parts.waiters, parts.engines
         self._uploads: dict[int, tuple[int, RemoteUpload]] = {}  # number -> worker, upload
         self._numbers = itertools.count(1)
         self._orders: dict[int, asyncio.Queue[pb.WorkerOrder]] = {}  # of the workers that are there
@@ -51,6 +51,11 @@ class WorkersService(workers_pb2_grpc.WorkersServicer):
         """Returns once `count` workers are there."""
         async with self._joining:
             await self._joining.wait_for(lambda: len(self._orders) >= count)
+
+    @property
+    def count(self) -> int:
+        """Workers that are there."""
+        return len(self._orders)
 
     def order(self, kind: pb.WorkerOrder.Kind) -> None:
         """Tell every worker."""
@@ -78,6 +83,7 @@ class WorkersService(workers_pb2_grpc.WorkersServicer):
         async def listen() -> None:
             async for report in requests:
                 self._metrics.merge(worker, [(m.name, dict(m.labels), m.value) for m in report.metrics])
+                self._engines.merge(worker, report.engines)
 
         listening = asyncio.create_task(listen())
         order: asyncio.Task[pb.WorkerOrder] | None = None
@@ -94,6 +100,7 @@ class WorkersService(workers_pb2_grpc.WorkersServicer):
                     task.cancel()
             del self._orders[worker]
             self._metrics.gone(worker)
+            self._engines.forget(worker)
             await asyncio.shield(self._task(self._abandon(worker)))
 
     async def _abandon(self, worker: int) -> None:

@@ -34,6 +34,7 @@ from slotstream.server.logs import configure_logging
 from slotstream.server.malloc import give_back_when_idle
 from slotstream.server.metrics import Metrics
 from slotstream.server.nixl.readers import start_readers
+from slotstream.server.overview.engines import Engines
 from slotstream.server.parts import ServerParts
 from slotstream.server.processes.remote_store import RemoteStore
 from slotstream.server.status import abort
@@ -74,6 +75,7 @@ class Worker:
         self._number = number
         self._primary = primary
         self.metrics = Metrics(None)
+        self._engines = Engines()
 
     async def run(self) -> None:
         """Serve until the primary says otherwise, or is gone."""
@@ -85,7 +87,7 @@ class Worker:
             store = RemoteStore(blocking, self._number, self._config.data_dir, self._config.free_bytes_min)
             # The primary wakes who waits for a sample, and applies retention: it hears of each one's beginning and end.
             readers = await asyncio.to_thread(start_readers, self._config, self.metrics)
-            parts = ServerParts(self._config, store, disk_threads, self.metrics, Waiters(), gate)
+            parts = ServerParts(self._config, store, disk_threads, self.metrics, Waiters(), gate, self._engines)
             ingest = IngestService(parts, lambda namespace: None, readers)
             health = HealthService(self._config, connections.note, connections.hang_up)
             health.serve("", *SERVICES)
@@ -133,7 +135,7 @@ class Worker:
     async def _reports(self) -> AsyncIterator[pb.WorkerReport]:
         while True:
             values = [pb.MetricValue(name=n, labels=labels, value=v) for n, labels, v in self.metrics.values()]
-            yield pb.WorkerReport(worker=self._number, metrics=values)
+            yield pb.WorkerReport(worker=self._number, metrics=values, engines=self._engines.own())
             await asyncio.sleep(_REPORT_S)
 
 

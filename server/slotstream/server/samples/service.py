@@ -21,6 +21,7 @@ from slotstream.server.samples.calls import Calls, Context, key_for, parsed, spa
 from slotstream.server.samples.leases import LeaseBook
 from slotstream.server.samples.many import ManyReads
 from slotstream.server.samples.reads import Opened, after, close_unwanted, counts_when_sent, opened
+from slotstream.server.samples.status import About, StatusCall
 from slotstream.store.records import SampleKey, SampleRecord
 from slotstream.store.sample.reading import SampleReader
 from slotstream.store.samples import SampleStore
@@ -42,13 +43,14 @@ _PAGE_BYTES_MAX = 8 << 20
 class SamplesService:
     """Requests of trainers and people. Disk and catalogue are asked from threads, never on the event loop."""
 
-    def __init__(self, parts: ServerParts[SampleStore], housekeeping: Housekeeping) -> None:
+    def __init__(self, parts: ServerParts[SampleStore], housekeeping: Housekeeping, about: About | None = None) -> None:
         self._housekeeping = housekeeping
         self._config, self._store, self._disk_threads = parts.config, parts.store, parts.disk_threads
         self._metrics, self._waiters, self._gate = parts.metrics, parts.waiters, parts.gate
         self._calls = Calls(parts)
         self._many = ManyReads(parts, self._calls, self._count)
         self._admin = AdminCalls(parts, self._calls, housekeeping)
+        self._status = StatusCall(parts, self._calls, housekeeping, about)
         self._waiting_shares = WAITING_READS.shares(parts.config)
         self._leases = LeaseBook(parts.config)
         self._reads = 0
@@ -67,6 +69,7 @@ class SamplesService:
             "Ack": unary(self._ack, gate, pb.AckReply),
             "CountRead": unary(self._count_read, gate, pb.CountReadReply),
             "Lease": unary(self._lease, gate, pb.LeaseReply),
+            "Status": unary(self._status.answer, gate, pb.StatusReply),
             **self._admin.handlers(gate),
         }
         return grpc.method_handlers_generic_handler("slotstream.v1.Samples", methods)

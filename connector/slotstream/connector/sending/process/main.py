@@ -58,12 +58,13 @@ def main(items_fd: int, leases_fd: int, memory_fd: int) -> int:
         ended: queue.SimpleQueue[str] = queue.SimpleQueue()
         pump = Pump(setup.config, pool, area, sink, counters, ended.put, IN_A_PROCESS_OF_ITS_OWN)
         desk = _Desk(pool, pump, area.lending(setup.first_turn), leases)
+        pump.lent_bytes = lambda: desk.held_bytes
         pump.start()
     except (ConfigError, OSError) as error:
         say(items, Refused(str(error)))
         return 1
     say(items, Started())
-    news = _News(items, pump, counters, desk, ended, log)
+    news = _News(items, pump, counters, ended, log)
     timeout_s = _take_items(items, setup.worker_pid, pump, desk)
     pump.close(timeout_s)
     news.close()
@@ -178,12 +179,11 @@ class _News:
     """Tells the worker what happened, about as often as it does."""
 
     def __init__(
-        self, connection: Connection, pump: Pump, counters: Counters, desk: _Desk, ended: queue.SimpleQueue[str], log: _Log
+        self, connection: Connection, pump: Pump, counters: Counters, ended: queue.SimpleQueue[str], log: _Log
     ) -> None:
         self._connection = connection
         self._pump = pump
         self._counters = counters
-        self._desk = desk
         self._ended = ended
         self._log = log
         self._closing = threading.Event()
@@ -202,7 +202,7 @@ class _News:
                 closing = self._closing.wait(_SAY_S)
                 quiet_s += _SAY_S
                 ended = [self._ended.get() for _ in range(self._ended.qsize())]
-                update = Update(ended, self._pump.take_faults(), self._counters.take(), self._gauges(), self._log.take())
+                update = Update(ended, self._pump.take_faults(), self._counters.take(), self._pump.gauges(), self._log.take())
                 if ended or update.faults or update.counts or update.lines or closing or quiet_s >= HEARTBEAT_S:
                     say(self._connection, update)
                     quiet_s = 0.0
@@ -210,11 +210,6 @@ class _News:
                     return
         except OSError:
             return
-
-    def _gauges(self) -> dict[str, float]:
-        gauges = dict(self._pump.gauges())
-        gauges["staging_bytes_in_use"] -= self._desk.held_bytes
-        return gauges
 
 
 if __name__ == "__main__":
