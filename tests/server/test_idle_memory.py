@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
+import ctypes
+import platform
 import re
 from pathlib import Path
 
+import pytest
 from server.server_kit import Peer, Sample
 from support.ports import free_port
 from support.server import ServerProcess
+from support.unfinished_calls import UnfinishedCalls
 from support.waiting import wait_until
 
+from slotstream.client import connect
+from slotstream.server.malloc import give_back_when_idle
 from slotstream.v1 import ingest_pb2 as pb
 from slotstream.wire.frames import encode_chunk
 from slotstream.wire.hashing import xxh3
 
 _CHUNK_BYTES = 8 << 20
 _LOAD_CHUNKS = 24
+_LEFT_BYTES_MAX = 32 << 20
 _LOAD_BYTES_MIN = 64 << 20  # Else there is nothing to be given back.
 
 
@@ -26,7 +34,7 @@ def _resident(server: ServerProcess) -> int:
 
 
 def test_a_server_gives_memory_back_after_a_load(tmp_path: Path) -> None:
-    """At least half of it: what glibc has at the end of each thread's heap it does not give back."""
+    """At least half of it."""
     rows = _CHUNK_BYTES // Sample.row_bytes
     data = bytes(_CHUNK_BYTES)
     with ServerProcess(tmp_path / "data", address=f"127.0.0.1:{free_port()}") as server:
@@ -47,3 +55,49 @@ def test_a_server_gives_memory_back_after_a_load(tmp_path: Path) -> None:
             peer.close()
         assert most - idle > _LOAD_BYTES_MIN
         wait_until(lambda: _resident(server) - idle < (most - idle) / 2)
+
+
+@pytest.mark.parametrize("method", ["/slotstream.v1.Samples/Stat", "/grpc.health.v1.Health/Check", "/no.such.Service/Call"])
+def test_a_server_gives_memory_back_after_unfinished_calls_while_others_ask(tmp_path: Path, method: str) -> None:
+    """Also where nobody counts the calls, where it was idle for long before, and while somebody asks for little."""
+    with ServerProcess(tmp_path / "data", address=f"127.0.0.1:{free_port()}") as server, connect(server.address) as client:
+        assert list(client.list()) == []
+        idle = most = _resident(server)
+        for _ in range(100):
+            with UnfinishedCalls(server.address, method, 150) as attack:
+                attack.push(quiet_s=0.2, limit_s=2.0)
+            most = max(most, _resident(server))
+            if most - idle > _LEFT_BYTES_MAX * 2:
+                break
+        wait_until(lambda: list(client.list()) == [] and _resident(server) - idle < _LEFT_BYTES_MAX)
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc keeps so much")
+def test_memory_that_grows_while_the_server_is_idle_is_given_back_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test() -> None:
+        resident, trims, long_idle = 1 << 30, asyncio.Event(), asyncio.Event()
+        looks = 0
+        loop = asyncio.get_running_loop()
+
+        def look() -> int:
+            nonlocal looks
+            looks += 1
+            if looks > 9:
+                long_idle.set()
+            return resident
+
+        class Libc:
+            @staticmethod
+            def malloc_trim(pad: int) -> int:
+                loop.call_soon_threadsafe(trims.set)
+                return 1
+
+        monkeypatch.setattr(ctypes, "CDLL", lambda name: Libc)
+        task = asyncio.create_task(give_back_when_idle(lambda: 0.0, 0.001, look))
+        await long_idle.wait()
+        assert not trims.is_set()
+        resident += 100 << 20
+        await trims.wait()
+        task.cancel()
+
+    asyncio.run(asyncio.wait_for(test(), 60))

@@ -21,6 +21,7 @@ from slotstream.client import connect
 from slotstream.server.access import bodies
 from slotstream.server.access.bodies import EOF, Bodies
 from slotstream.server.access.connections import Connections
+from slotstream.server.access.shared_connections import NoSockets, SharedConnections
 from slotstream.server.config import ServerConfig
 from slotstream.wire.errors import BadParams, TooLarge, TooMany, TooSlow
 
@@ -85,6 +86,9 @@ class _Call:
 
     def peer(self) -> str:
         return "ipv4:127.0.0.1:1"
+
+    def add_done_callback(self, callback: object) -> None:
+        """It goes on for as long as its test."""
 
 
 def _run(test: Coroutine[Any, Any, None]) -> None:
@@ -206,12 +210,14 @@ def test_where_the_process_grows_on_their_connection_is_closed(monkeypatch: pyte
         closed: list[str] = []
         again = asyncio.Event()
 
-        def hang_up(peers: Iterable[str]) -> None:
-            closed.extend(peers)
-            if len(closed) > 1:
-                again.set()
+        class Closing(NoSockets):
+            def hang_up(self, peers: Iterable[str]) -> None:
+                closed.extend(peers)
+                if len(closed) > 1:
+                    again.set()
 
-        of = Bodies(10, one_by_one=one_by_one, growth_bytes=50, hang_up=hang_up, resident=lambda: resident)
+        connections = SharedConnections(Closing())
+        of = Bodies(10, one_by_one=one_by_one, growth_bytes=50, connections=connections, resident=lambda: resident)
         greedy = [_read(of, _Call()) for _ in range(3)]
         await asyncio.sleep(0)
         resident = 149

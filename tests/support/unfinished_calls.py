@@ -27,9 +27,9 @@ _INITIAL_WINDOW_SIZE, _MAX_FRAME_SIZE = 4, 5
 
 
 class UnfinishedCalls:
-    """`calls` calls of a method on one connection, from an address of this machine."""
+    """`calls` calls of a method on one connection, from an address of this machine. Others may share it, as behind a proxy."""
 
-    def __init__(self, address: str, method: str, calls: int, source: str = "127.0.0.2") -> None:
+    def __init__(self, address: str, method: str, calls: int, source: str = "127.0.0.2", token: str = "") -> None:
         host, _, port = address.rpartition(":")
         self.source = source
         self._socket = socket.create_connection((host, int(port)), source_address=(source, 0))
@@ -43,28 +43,76 @@ class UnfinishedCalls:
         self._stream_window = 65_535
         self._taken: dict[int, int] = {}  # stream -> bytes less those that it was allowed beside its first window
         self._left: dict[int, int] = {}
+        self._replies: dict[int, bytearray] = {}  # stream -> what the server said to a whole call
+        self._encoder = hpack.Encoder()
+        self._next_stream = 1
+        self.open: set[int] = set()
         self.sent_bytes = 0
+        self.is_closed = False  # By the server.
         self.statuses: dict[int, str] = {}  # stream -> grpc-status of those that the server ended
-        encoder = hpack.Encoder()
-        fixed = [(":method", "POST"), (":scheme", "http"), (":path", method), (":authority", "test"), ("te", "trailers")]
-        for stream in range(1, 2 * calls, 2):
-            headers = encoder.encode([*fixed, ("content-type", "application/grpc")])
-            self._frame(_HEADERS, _END_HEADERS, stream, headers)
-            self._taken[stream], self._left[stream] = 0, MESSAGE_BYTES - 1
+        self.begin(method, calls, token)
+
+    def begin(self, method: str, calls: int, token: str = "") -> None:
+        """So many more calls that never end."""
+        for _ in range(calls):
+            stream = self._headers(method, token)
+            self._left[stream] = MESSAGE_BYTES - 1
             self._data(stream, _PREFIX)
-        self.open = set(self._left)
+            self.open.add(stream)
+
+    def call(self, method: str, message: bytes, token: str = "") -> int:
+        """A call that says `message` whole, and may say more. The number of its stream."""
+        stream = self._headers(method, token)
+        self._replies[stream] = bytearray()
+        self.say(stream, message)
+        return stream
+
+    def say(self, stream: int, message: bytes, limit_s: float = 60.0) -> None:
+        """Another whole message of a call, once the windows allow it."""
+        end = time.monotonic() + limit_s
+        unsaid = memoryview(bytes([0]) + len(message).to_bytes(4, "big") + message)
+        while unsaid and not self.is_closed:
+            if room := self._room(stream):
+                self._data(stream, unsaid[:room])
+                unsaid = unsaid[room:]
+            elif time.monotonic() > end:
+                raise TimeoutError("the server opens no window")
+            else:
+                self._exchange()
+
+    def _room(self, stream: int) -> int:
+        """So many bytes may be said in one frame."""
+        return max(0, min(self._stream_window - self._taken[stream], self._window, self._frame_bytes_max))
+
+    def hear(self, stream: int, limit_s: float = 60.0) -> bytes | None:
+        """The next message that the server says in a call; None once it ended the call or the connection."""
+        said = self._replies[stream]
+        end = time.monotonic() + limit_s
+        while len(said) < 5 or len(said) < 5 + int.from_bytes(said[1:5], "big"):
+            if stream in self.statuses or self.is_closed:
+                return None
+            if time.monotonic() > end:
+                raise TimeoutError("the server says nothing")
+            self._exchange()
+        stop = 5 + int.from_bytes(said[1:5], "big")
+        message = bytes(said[5:stop])
+        del said[:stop]
+        return message
+
+    def _headers(self, method: str, token: str) -> int:
+        stream, self._next_stream = self._next_stream, self._next_stream + 2
+        fixed = [(":method", "POST"), (":scheme", "http"), (":path", method), (":authority", "test"), ("te", "trailers")]
+        access = [("authorization", f"Bearer {token}")] if token else []
+        headers = self._encoder.encode([*fixed, ("content-type", "application/grpc"), *access])
+        self._frame(_HEADERS, _END_HEADERS, stream, headers)
+        self._taken[stream] = 0
+        return stream
 
     @property
     def is_connected(self) -> bool:
-        """Whether the server has not closed the connection. Drops what it said meanwhile."""
-        try:
-            while self._socket.recv(1 << 20):
-                pass
-        except BlockingIOError:
-            return True
-        except ConnectionError:
-            pass
-        return False
+        """Whether the server has not closed the connection."""
+        self._exchange(0.0)
+        return not self.is_closed
 
     def push(self, quiet_s: float, limit_s: float) -> None:
         """Sends until the server lets nothing more through for `quiet_s`, or ended every call, but no longer than `limit_s`."""
@@ -72,24 +120,32 @@ class UnfinishedCalls:
         progress_at = time.monotonic()
         while self.open and time.monotonic() < min(end, progress_at + quiet_s):
             self._fill()
-            wants = [self._socket] if self._unsent else []
-            readable, writable, _ = select.select([self._socket], wants, [], 0.05)
-            try:
-                sent = self._socket.send(self._unsent) if writable else 0
-                heard = self._socket.recv(1 << 20) if readable else None
-            except ConnectionError:
-                heard = b""
-            if heard == b"":
-                self.open.clear()
-                return
-            if sent:
-                del self._unsent[:sent]
-                self.sent_bytes += sent
+            if self._exchange():
                 progress_at = time.monotonic()
-            if heard:
+
+    def _exchange(self, wait_s: float = 0.05) -> bool:
+        """Sends some of what is ready, and hears all that came. Whether anything was sent."""
+        wants = [self._socket] if self._unsent else []
+        sent = 0
+        try:
+            readable, writable, _ = select.select([self._socket], wants, [], wait_s)
+            if writable:
+                sent = self._socket.send(self._unsent)
+            while readable and not self.is_closed:
+                heard = self._socket.recv(1 << 20)
+                self.is_closed = not heard
                 self._heard += heard
-                for frame in self._frames():
-                    self._hear(*frame)
+        except BlockingIOError:
+            pass
+        except ConnectionError:
+            self.is_closed = True
+        del self._unsent[:sent]
+        self.sent_bytes += sent
+        for frame in self._frames():
+            self._hear(*frame)
+        if self.is_closed:
+            self.open.clear()
+        return sent > 0
 
     def _frame(self, kind: int, flags: int, stream: int, payload: bytes | memoryview) -> None:
         self._unsent += struct.pack(">I", len(payload))[1:] + bytes((kind, flags)) + struct.pack(">I", stream)
@@ -106,8 +162,8 @@ class UnfinishedCalls:
         while filled and len(self._unsent) < _UNSENT_BYTES:
             filled = False
             for stream in sorted(self.open):
-                room = min(self._stream_window - self._taken[stream], self._window, self._frame_bytes_max, self._left[stream])
-                if room > 0:
+                room = min(self._room(stream), self._left[stream])
+                if room:
                     self._data(stream, memoryview(_ROWS)[:room])
                     self._left[stream] -= room
                     filled = True
@@ -137,6 +193,8 @@ class UnfinishedCalls:
             self._window += int.from_bytes(payload, "big")
         elif kind == _GOAWAY:
             self.open.clear()
+        elif kind == _DATA and stream in self._replies:
+            self._replies[stream] += payload
         elif kind == _HEADERS:
             told = dict(self._decoder.decode(payload, raw=True))
             if b"grpc-status" in told:

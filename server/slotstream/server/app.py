@@ -16,6 +16,7 @@ from typing import Any
 
 from slotstream.server.access.connections import Connections
 from slotstream.server.access.gate import Gate
+from slotstream.server.access.shared_connections import SharedConnections
 from slotstream.server.access.tls import Certificates
 from slotstream.server.config import ServerConfig
 from slotstream.server.disk_threads import DiskThreads
@@ -123,7 +124,7 @@ class Server:
             self._closing.push_async_callback(asyncio.to_thread, stop_probes)
             _log.info("probes on http://%s/livez and /readyz", self.probes_address)
         connections = Connections(config)
-        gate = Gate(config, note=connections.note, hang_up=connections.hang_up)
+        gate = Gate(config, note=connections.note, connections=SharedConnections(connections))
         certificates = Certificates(config) if config.tls_cert is not None else None
         store = await asyncio.to_thread(self._open_store) if self._given_store is None else self._given_store
         if config.accept_clock:
@@ -148,7 +149,7 @@ class Server:
         self._samples = SamplesService(parts, self._housekeeping, about)
         self._workers = WorkersService(parts, self._housekeeping.touch)
         self._loop = asyncio.get_running_loop()
-        self._health = HealthService(config, connections.note, connections.hang_up)
+        self._health = HealthService(config, connections.note, gate.connections)
         self._grpc = make_server(config)
         self._grpc.add_generic_rpc_handlers((self._ingest.handler(), self._samples.handler(), self._health.handler()))
         self._health.serve("", *SERVICES)
@@ -165,7 +166,7 @@ class Server:
         self._closing.push_async_callback(asyncio.to_thread, self._housekeeping.stop)
         self._closing.push_async_callback(self._stop_grpc)
         self._watch(disk_threads)
-        trimming = asyncio.create_task(give_back_when_idle(metrics.progress))
+        trimming = asyncio.create_task(give_back_when_idle(metrics.moved_bytes))
         self._closing.callback(trimming.cancel)
         if config.workers > 1:
             between = Gate(config, between_processes=True)

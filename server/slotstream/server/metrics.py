@@ -177,12 +177,10 @@ class Metrics:
         if store is not None:
             registry.register(_Stored(store))
 
-    def progress(self) -> tuple[float, ...]:
-        """Differs from what it was when this process took or gave rows, answered a request, or refused a stream."""
-        families = (self.chunk_bytes, self.sent_bytes, self.samples, self.requests, self.refused_streams)
-        return tuple(
-            s.value for family in families for one in family.collect() for s in one.samples if s.name.endswith("_total")
-        )
+    def moved_bytes(self) -> float:
+        """Of rows that this process took and gave."""
+        families = (self.chunk_bytes, self.sent_bytes)
+        return sum(s.value for family in families for one in family.collect() for s in one.samples if s.name.endswith("_total"))
 
     def sums(self, metric: Counter | Gauge) -> dict[tuple[tuple[str, str], ...], float]:
         """The values of one metric by its labels, those of all processes together."""

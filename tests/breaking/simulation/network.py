@@ -42,6 +42,7 @@ class Call:
         self._client: SimThread | None = None
         self._ended: tuple[str, str] | None = None  # Status and code, as the service left them.
         self._said: tuple[str, str] | None = None
+        self._done: list[Callable[[Any], None]] = []  # What the service asked to be told of the end.
         if server is None or not server.is_up:
             self.status = UNAVAILABLE
             return
@@ -133,6 +134,8 @@ class Call:
         self._ended = (CANCELLED, "") if task.cancelled() else task.result()
         self._server.calls.pop(self, None)
         self._wake()
+        for callback in self._done:
+            callback(self)
 
     def _cancel(self) -> None:
         if self._task is not None:
@@ -182,6 +185,9 @@ class Call:
 
     def peer(self) -> str:
         return self._peer
+
+    def add_done_callback(self, callback: Callable[[Any], None]) -> None:
+        self._done.append(callback)
 
     def invocation_metadata(self) -> tuple[()]:
         return ()

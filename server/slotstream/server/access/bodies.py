@@ -4,14 +4,15 @@ gRPC cannot be told how long the messages of one method may be, and takes as muc
 call's message is asked for; before that, as much as its window, which it makes as wide as the connection is fast. So the
 messages of one caller are asked for one by one, or a few at a time. A message that is here already costs nobody any time. One
 that does not come makes way for those behind it; and where a call that does not go on makes the process grow, those behind it
-are refused. Until that is done, gRPC takes what comes on their connection: where it is a lot, the connection is closed.
+are refused. Until that is done, gRPC takes what comes on their connection: where it is a lot, the connection is closed, if
+nobody else uses it (shared_connections.py).
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,6 +20,7 @@ from typing import Any
 import grpc.aio
 
 from slotstream.common.memory import resident_bytes
+from slotstream.server.access.shared_connections import SharedConnections
 from slotstream.wire.errors import BadParams, TooLarge, TooMany, TooSlow
 
 BODY_S = 10.0
@@ -69,11 +71,11 @@ class Bodies:
         one_by_one: bool = True,
         growth_bytes: int = _GROWTH_BYTES,
         call_bytes: int = 0,
-        hang_up: Callable[[Iterable[str]], None] = lambda peers: None,
+        connections: SharedConnections | None = None,
         resident: Callable[[], int] = resident_bytes,
     ) -> None:
-        """`bytes_max`: of one message. `resident`: bytes of memory that this process has. `hang_up` closes the connections of
-        these peers, as gRPC names them, where much came over them.
+        """`bytes_max`: of one message. `resident`: bytes of memory that this process has. `connections`: those that the calls
+        come over.
 
         The process may grow by `growth_bytes`, and by `call_bytes` for each call that is waited for.
 
@@ -84,14 +86,14 @@ class Bodies:
         self._one_by_one = one_by_one
         self._growth_bytes = growth_bytes
         self._call_bytes = call_bytes
-        self._hang_up = hang_up
+        self._connections = connections or SharedConnections()
         self._resident = resident
         self._resident_before = 0
         self._looking: asyncio.TimerHandle | None = None
         self._reading: dict[_Reading, None] = {}  # In the order in which they began.
         self._waiting: dict[str, deque[_Waiting]] = {}  # by caller, in the order of their turns
         self._turns: Counter[str] = Counter()  # Those that have theirs, by caller.
-        self._unwanted: set[str] = set()  # Their connections are closed within a moment.
+        self._unwanted: dict[str, set[str]] = {}  # Connections that are closed within a moment, each with its greedy callers.
         self._refused_until: dict[str, float] = {}  # by caller; on the loop's clock
 
     async def read(self, context: _Context, caller: str, limit_s: float) -> bytes:
@@ -105,35 +107,39 @@ class Bodies:
 
     async def next(self, context: _Context, caller: str, limit_s: float) -> Any:
         """The next message of a call, however long, or EOF. Raises TooSlow and TooMany."""
-        async with self._turn(context, caller):
+        self.admit(context, caller)
+        call = self._connections.begin(context, caller)
+        async with self._turn(call.peer, caller):
             now = asyncio.get_running_loop().time()
             try:
                 async with asyncio.timeout_at(now + limit_s) as patience:
-                    reading = _Reading(context.peer(), caller, now, patience)
+                    reading = _Reading(call.peer, caller, now, patience)
                     self._reading[reading] = None
                     try:
                         self._watch()
                         self._press()
-                        return await context.read()
+                        message = await context.read()
                     finally:
                         del self._reading[reading]
+                call.came = message is not EOF
+                return message
             except TimeoutError as error:
                 raise TooSlow("the message of the call did not come in time") from error
 
     def admit(self, context: _Context, caller: str) -> None:
         """Raises TooMany for a caller whose calls did not go on a moment ago."""
         if asyncio.get_running_loop().time() < self._refused_until.get(caller, 0.0):
+            call = self._connections.begin(context, caller)
             if self._growth >= self._growth_bytes + _HANG_UP_BYTES:
-                self._hang_up_soon(context.peer())
+                self._hang_up_soon(call.peer, caller)
             raise _do_not_go_on()
 
     @asynccontextmanager
-    async def _turn(self, context: _Context, caller: str) -> AsyncIterator[None]:
-        self.admit(context, caller)
+    async def _turn(self, peer: str, caller: str) -> AsyncIterator[None]:
         if self._has_room and self._may_read(caller):
             self._turns[caller] += 1
         else:
-            await self._wait(context, caller)
+            await self._wait(peer, caller)
         with ExitStack() as ending:
             ending.callback(self._end_turn, caller)
             if not self._one_by_one:  # Once, then or at the end.
@@ -141,9 +147,9 @@ class Bodies:
                 ending.callback(early.cancel)
             yield
 
-    async def _wait(self, context: _Context, caller: str) -> None:
+    async def _wait(self, peer: str, caller: str) -> None:
         """Returns when it is this caller's turn, which is counted."""
-        waiting = _Waiting(context.peer())
+        waiting = _Waiting(peer)
         self._waiting.setdefault(caller, deque()).append(waiting)
         self._watch()
         self._press()
@@ -190,15 +196,15 @@ class Bodies:
             for reading in self._in_the_way():
                 reading.hurry(reading.begun + _PRESSED_S)
 
-    def _hang_up_soon(self, peer: str) -> None:
+    def _hang_up_soon(self, peer: str, caller: str) -> None:
         """With others that come meanwhile: it looks at every descriptor each time."""
         if not self._unwanted:
             asyncio.get_running_loop().call_later(_TOGETHER_S, self._hang_up_now)
-        self._unwanted.add(peer)
+        self._unwanted.setdefault(peer, set()).add(caller)
 
     def _hang_up_now(self) -> None:
-        unwanted, self._unwanted = self._unwanted, set()
-        self._hang_up(unwanted)
+        unwanted, self._unwanted = self._unwanted, {}
+        self._connections.hang_up(unwanted)
 
     @property
     def _growth(self) -> int:
@@ -230,7 +236,8 @@ class Bodies:
         refused = [one for caller in greedy for one in self._waiting.pop(caller, ())]
         cut = [one for one in stalled if one.caller in greedy]
         if growth >= growth_max + _HANG_UP_BYTES:
-            self._hang_up({one.peer for one in cut} | {one.peer for one in refused})
+            peers = {one.peer for one in cut} | {one.peer for one in refused}
+            self._connections.hang_up(dict.fromkeys(peers, greedy))
         now = loop.time()
         for reading in cut:
             reading.hurry(now)

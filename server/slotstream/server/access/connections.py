@@ -29,6 +29,8 @@ _log = logging.getLogger(__name__)
 _EVERY_S = 0.5
 _AGAIN_S = 0.05  # After a look that closed some: who opens them without end must not fill the last quarter meanwhile.
 _MUCH_BYTES = 2 << 20  # Requests are small: a connection that brought so much, and no message, is not that of a busy caller.
+_THROTTLED_BYTES = 4 << 10
+_WINDOW_BYTES = 1 << 30  # As large as the kernel lets it be.
 _TCP_INFO_BYTES_RECEIVED = (128, 136)  # Where `struct tcp_info` of <linux/tcp.h> has it.
 _DESCRIPTORS = Path("/proc/self/fd")
 _Peer = tuple[str, int]  # Host and port.
@@ -68,13 +70,23 @@ class Connections:
 
     def hang_up(self, peers: Iterable[str]) -> None:
         """On these, as gRPC names them, where they sent much. For the event loop; looks at every descriptor."""
+        for descriptor, peer in self._found(peers):
+            if _hang_up(descriptor, peer, _MUCH_BYTES):
+                self._say_hung_up(peer[0])
+
+    def throttle(self, peers: Iterable[str], *, on: bool) -> None:
+        """While it is on, the kernel takes next to nothing from these, which must keep what they have to say."""
+        for descriptor, peer in self._found(peers):
+            _set_window(descriptor, peer, _THROTTLED_BYTES if on else _WINDOW_BYTES)
+
+    def _found(self, peers: Iterable[str]) -> list[tuple[int, _Peer]]:
+        """Descriptors of their connections. None where this system shows none, or none is left to look with."""
         wanted = {host for peer in peers if (host := host_of(peer)) is not None}
-        if not wanted:
-            return
-        with suppress(OSError):  # No descriptor is left to look with, or this system shows none.
-            for descriptor, peer in list(self._accepted([int(path.name) for path in _DESCRIPTORS.iterdir()])):
-                if peer in wanted and _hang_up(descriptor, peer, _MUCH_BYTES):
-                    self._say_hung_up(peer[0])
+        with suppress(OSError):
+            if wanted:
+                descriptors = [int(path.name) for path in _DESCRIPTORS.iterdir()]
+                return [(descriptor, peer) for descriptor, peer in self._accepted(descriptors) if peer in wanted]
+        return []
 
     def _say_hung_up(self, host: str) -> None:
         if (unsaid := self._said.admit("unfinished")) is not None:
@@ -94,8 +106,8 @@ class Connections:
 
     def _look(self) -> bool:
         """Whether some were closed. Raises OSError."""
+        known = self._known.copy()  # First: what asks for something after that is not forgotten.
         descriptors = [int(path.name) for path in _DESCRIPTORS.iterdir()]
-        known = self._known.copy()
         if len(descriptors) <= min(self._of_address, self._of_all) and len(known) <= self._known_max:
             return False
         found = list(self._accepted(descriptors))
@@ -153,6 +165,13 @@ def _hang_up(descriptor: int, peer: _Peer, received_bytes_min: int = 0) -> bool:
             connection.shutdown(socket.SHUT_RDWR)
             return True
     return False
+
+
+def _set_window(descriptor: int, peer: _Peer, nbytes: int) -> None:
+    """How much of that connection, if it still is that one, the kernel receives before somebody reads it, at most."""
+    with suppress(OSError), _looked_at(descriptor) as connection:
+        if connection is not None and _peer_of(connection) == peer:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_WINDOW_CLAMP, nbytes)
 
 
 def _received_bytes(connection: socket.socket) -> int:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import ipaddress
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from urllib.parse import unquote
 
 import grpc.aio
 
+from slotstream.server.access.shared_connections import SharedConnections
 from slotstream.server.access.tokens import Principal, TokenFile, digest_of
 from slotstream.server.config import ServerConfig
 from slotstream.wire.access import AUTHORIZATION_KEY, bearer_token
@@ -59,18 +60,18 @@ class Gate:
         config: ServerConfig,
         *,
         note: Callable[[Context], None] = lambda context: None,
-        hang_up: Callable[[Iterable[str]], None] = lambda peers: None,
+        connections: SharedConnections | None = None,
         between_processes: bool = False,
     ) -> None:
-        """Raises ConfigError for a tokens file that cannot be used. `note` gets every call that is admitted, and `hang_up`
-        peers whose connections must be closed, as gRPC names them.
+        """Raises ConfigError for a tokens file that cannot be used. `note` gets every call that is admitted. `connections`:
+        those that calls come over.
 
         `between_processes`: callers are this server's own workers, which say for whom they call (`told_of`).
         """
         self._tokens = TokenFile(config.tokens_file) if config.tokens_file is not None else None
         self._between_processes = between_processes
         self._note = note
-        self.hang_up = hang_up
+        self.connections = connections or SharedConnections()
 
     def admit(self, context: Context) -> Session:
         """Raises Unauthenticated."""

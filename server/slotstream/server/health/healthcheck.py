@@ -7,7 +7,7 @@ told anything more (one condition for all of them is dropped with the first), an
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -18,6 +18,7 @@ from grpc_health.v1 import health_pb2
 from slotstream.server.access.bodies import BODY_S, Bodies
 from slotstream.server.access.gate import Context, Shares, address_of
 from slotstream.server.access.limits import HEALTH_CHECKS, HEALTH_WATCHES
+from slotstream.server.access.shared_connections import SharedConnections
 from slotstream.server.config import ServerConfig
 from slotstream.server.status import abort
 from slotstream.wire.errors import BadParams, SlotStreamError
@@ -33,14 +34,14 @@ class HealthService:
         self,
         config: ServerConfig,
         note: Callable[[Context], None] = lambda context: None,
-        hang_up: Callable[[Iterable[str]], None] = lambda peers: None,
+        connections: SharedConnections | None = None,
     ) -> None:
-        """`note` gets every call, and `hang_up` peers whose connections must be closed."""
+        """`note` gets every call. `connections`: those that calls come over."""
         self._note = note
         self._statuses: dict[str, int] = {}
         self._changes: set[asyncio.Event] = set()
         self._stopped = False
-        self._bodies = Bodies(_REQUEST_BYTES_MAX, hang_up=hang_up)
+        self._bodies = Bodies(_REQUEST_BYTES_MAX, connections=connections)
         self._watches = HEALTH_WATCHES.shares(config)
         self._checks = HEALTH_CHECKS.shares(config)
 

@@ -45,7 +45,7 @@ class Shared:
             one_by_one=False,
             growth_bytes=_HELLO_GROWTH_BYTES,
             call_bytes=_SILENT_STREAM_BYTES,
-            hang_up=parts.gate.hang_up,
+            connections=parts.gate.connections,
         )
         self.draining = False  # No more samples are opened.
         self.open_shares = OPEN_SAMPLES.shares(parts.config)

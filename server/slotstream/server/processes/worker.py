@@ -24,6 +24,7 @@ import grpc.aio
 from slotstream.server.access.bodies import BODY_S, Bodies
 from slotstream.server.access.connections import Connections
 from slotstream.server.access.gate import PEERS_ASSUMED, Gate, Shares
+from slotstream.server.access.shared_connections import SharedConnections
 from slotstream.server.access.tls import Certificates
 from slotstream.server.config import ServerConfig
 from slotstream.server.disk_threads import DiskThreads
@@ -82,14 +83,14 @@ class Worker:
         channel = grpc.aio.insecure_channel(self._primary, options=LOCAL_OPTIONS)
         with grpc.insecure_channel(self._primary, options=LOCAL_OPTIONS) as blocking:
             disk_threads, connections = DiskThreads(), Connections(self._config)
-            gate = Gate(self._config, note=connections.note, hang_up=connections.hang_up)
+            gate = Gate(self._config, note=connections.note, connections=SharedConnections(connections))
             certificates = Certificates(self._config) if self._config.tls_cert is not None else None
             store = RemoteStore(blocking, self._number, self._config.data_dir, self._config.free_bytes_min)
             # The primary wakes who waits for a sample, and applies retention: it hears of each one's beginning and end.
             readers = await asyncio.to_thread(start_readers, self._config, self.metrics)
             parts = ServerParts(self._config, store, disk_threads, self.metrics, Waiters(), gate, self._engines)
             ingest = IngestService(parts, lambda namespace: None, readers)
-            health = HealthService(self._config, connections.note, connections.hang_up)
+            health = HealthService(self._config, connections.note, gate.connections)
             health.serve("", *SERVICES)
             server = make_server(self._config)
             server.add_generic_rpc_handlers(
@@ -98,7 +99,7 @@ class Worker:
             add_ports(server, self._config, certificates)
             await server.start()
             connections.start(self._config.addresses)
-            trimming = asyncio.create_task(give_back_when_idle(self.metrics.progress))
+            trimming = asyncio.create_task(give_back_when_idle(self.metrics.moved_bytes))
             grace_s = None  # Without a primary nothing can be said of any sample: every stream ends at once.
             try:
                 if await self._follow_orders(channel, ingest, health):
@@ -146,7 +147,7 @@ class _PassOn(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # Generic in t
         self._channel = channel
         self._gate = gate
         self._metrics = metrics
-        self._bodies = Bodies(CONTROL_BYTES_MAX, hang_up=gate.hang_up)
+        self._bodies = Bodies(CONTROL_BYTES_MAX, connections=gate.connections)
         # Of calls that wait for their messages; those that are whole have finer shares in the primary.
         most, of_peer = config.reads_max + PEERS_ASSUMED * config.requests_max, config.peer_reads_max + config.requests_max
         self._shares = Shares("calls", most, of_peer)

@@ -53,7 +53,7 @@ class Calls:
         self._metrics = parts.metrics
         self._stall_s = parts.config.read_stall_s
         self._faults = Throttle(every_s=60.0)  # What is logged of them, by call and class.
-        self.bodies = Bodies(CONTROL_BYTES_MAX, hang_up=parts.gate.hang_up)
+        self.bodies = Bodies(CONTROL_BYTES_MAX, connections=parts.gate.connections)
         self.read_shares = READS.shares(parts.config)
         self.request_shares = REQUESTS.shares(parts.config)
 
