@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from slotstream.store.catalogue import page_token
-from slotstream.store.catalogue.row_sums import COLUMNS, STORED, MalformedRow, checked, row_sum
+from slotstream.store.catalogue.row_sums import COLUMNS, STORED, MalformedRow, checked, named_and_checked, row_sum
 from slotstream.store.records import SampleKey, SampleRecord, State, compact_json
 from slotstream.wire.errors import BadNamespace, BadParams, BadSampleId
 from slotstream.wire.hashing import xxh3
@@ -232,6 +232,17 @@ def scan(db: sqlite3.Connection, after_id: int, limit: int, namespace: str = "")
         after_id = row[0]
         page.append((after_id, record_from_row(row[1:])))
     return page
+
+
+def names(db: sqlite3.Connection, after_id: int, limit: int, *, check: bool) -> list[tuple[int, str, str, str]]:
+    """As `scan`, of each row no more than (id, namespace, sample_id, state). `check`: that its checksum holds."""
+    query = "SELECT id, namespace, sample_id, state FROM samples WHERE id > ? ORDER BY id LIMIT ?"
+    rows = named_and_checked(db, after_id, limit) if check else db.execute(query, (after_id, limit)).fetchall()
+    for row in rows:
+        if row[0] <= after_id:
+            raise MalformedRow("the rows of the catalogue are out of order")
+        after_id = row[0]
+    return rows
 
 
 def unfinished(db: sqlite3.Connection) -> list[SampleRecord]:
