@@ -13,7 +13,7 @@ import pytest
 from store.store_kit import Sample, crash, tree
 
 from slotstream.common import progress
-from slotstream.store.catalogue import sql
+from slotstream.store.catalogue import row_sums, sql
 from slotstream.store.catalogue.row_sums import MalformedRow
 from slotstream.store.catalogue.sql import ListQuery
 from slotstream.store.disk.files import Files
@@ -175,3 +175,26 @@ def test_rows_that_are_out_of_order_end_a_walk_over_names() -> None:
 
     with pytest.raises(MalformedRow):
         sql.names(Damaged(), 7, 256, check=False)  # type: ignore[arg-type]
+
+
+def test_the_database_spells_a_row_as_its_checksum_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    odd = "".join(map(chr, range(1, 128))) + "\x85\u2028\N{SNAIL}é</"
+    store = SampleStore.open(tmp_path)
+    Sample(model=odd, tags={"k": odd[31:126]}, metadata={"m": odd}).put(store)
+    monkeypatch.setattr(row_sums, "checked", lambda row: pytest.fail("it was looked at again"))
+    assert [page[1:] for page in store._catalogue.ask(lambda db: sql.names(db, 0, 9, check=True))] == [
+        ("default", "s", "committed")
+    ]
+    store.close()
+
+
+@pytest.mark.parametrize("changed", ["X'6d'", "'n'", "1", "''", "CAST(X'ff' AS TEXT)"])
+def test_a_row_that_is_not_what_was_written_does_not_pass(tmp_path: Path, changed: str) -> None:
+    store = SampleStore.open(tmp_path)
+    Sample().put(store)
+    store.close()
+    db = sqlite3.connect(tmp_path / "catalog.sqlite")
+    db.execute(f"UPDATE samples SET model = {changed}")
+    with pytest.raises((MalformedRow, sqlite3.OperationalError)):
+        sql.names(db, 0, 9, check=True)
+    db.close()

@@ -1,7 +1,7 @@
 """Which directories hold other files than the catalogue says, found without a look at each file.
 
 Each directory has a sum: of its files' names, less the names that its committed rows stand for. Where it is nothing, these are
-the same names, and nothing is to be done there. A name counts as 128 bits of a hash under a key that each start makes for
+the same names, and there is nothing to do. A name counts as 128 bits of a hash under a key that each start makes for
 itself, so nobody can choose names whose sums agree. Memory grows with directories, and not with samples.
 """
 

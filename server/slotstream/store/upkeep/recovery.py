@@ -22,6 +22,8 @@
 Rows that a power cut took from the catalogue are among these cases: the file is there and its row is not. A deletion's row is
 durable before its file goes, so what was deleted does not come back as DAMAGED. A clean shutdown seals the catalogue: if not a
 bit of it changed since, nothing can be missing, so only partials and rows that are neither COMMITTED nor FAILED are looked for.
+Any other start compares the names in each directory with those of its rows (`comparing`), and works through the cases where
+they differ. That is everywhere after a log that was cut, and where the catalogue is rebuilt.
 """
 
 from __future__ import annotations
