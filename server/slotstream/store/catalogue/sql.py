@@ -20,7 +20,7 @@ from typing import Any
 
 from slotstream.store.catalogue import page_token
 from slotstream.store.catalogue.row_sums import COLUMNS, STORED, MalformedRow, checked, named_and_checked, row_sum
-from slotstream.store.records import SampleKey, SampleRecord, State, compact_json
+from slotstream.store.records import SampleKey, SampleRecord, State, compact_json, kept_model
 from slotstream.wire.errors import BadNamespace, BadParams, BadSampleId
 from slotstream.wire.hashing import xxh3
 from slotstream.wire.names import PAGE_SIZE_MAX, READABLE_CHARS_MAX, TAG_FILTERS_MAX, readable_id
@@ -257,7 +257,9 @@ def list_page(db: sqlite3.Connection, query: ListQuery) -> tuple[list[SampleReco
     key = page_key(db)
     before = page_token.unseal(key, query.page_token, query.fingerprint()) if query.page_token else None
     # One walk a namespace, each as short as the page, and merged: a walk over all would take as long as others have samples.
-    parts = (query,) if query.namespaces is None else [replace(query, namespace=name) for name in query.namespaces]
+    parts = [query] if query.namespaces is None else [replace(query, namespace=name) for name in query.namespaces]
+    if (kept := kept_model(query.model)) != query.model:  # What is not stored keeps the beginning of a long name.
+        parts += [replace(part, model=kept) for part in parts]
     rows: list[tuple[Any, ...]] = []
     for part in parts:
         sql, values = _list_sql(db, part, before)
