@@ -26,6 +26,7 @@ from slotstream.store.samples import SampleStore
 _BATCH = 5000
 _SAMPLES = 50  # Samples that each cost is the median of.
 _PAGE = 200
+_STARTS = 3  # Of each kind.
 _TAGGED = 1000  # Every so many samples carry the tag that is looked for.
 
 
@@ -76,21 +77,34 @@ def sample_id(number: int) -> str:
 
 
 def measure_catalogue(count: int, data: Path) -> dict[str, Any]:
-    """Milliseconds of each request, medians; seconds of starts; MiB that the server holds at the end."""
+    """Milliseconds of each request, medians; seconds of starts, and how they compare; MiB that the server holds at the end."""
     fill(data, count)
-    clean_s, server = _start(data)
+    _, server = _start(data)
     try:
         with connect(server.address) as client:
             costs = _costs(client, count)
         costs["store ms"] = _store_cost(server.address)
         rss_mib = resident_mib(server.pid)
-        server.process.send_signal(signal.SIGKILL)
-        server.process.wait()
     finally:
         server.close()
-    killed_s, server = _start(data)
-    server.close()
-    return {"samples": count, **costs, "start s": clean_s, "start after a kill s": killed_s, "resident MiB": rss_mib}
+    clean_s, killed_s = _starts(data)
+    starts = {"start s": clean_s, "start after a kill s": killed_s, "after a kill / clean": killed_s / clean_s}
+    return {"samples": count, **costs, **starts, "resident MiB": rss_mib}
+
+
+def _starts(data: Path) -> tuple[float, float]:
+    """Seconds of a start after a clean stop, and of one after a kill, with nothing written between. In turns; medians."""
+    clean, killed = [], []
+    for _ in range(_STARTS):
+        seconds, server = _start(data)
+        clean.append(seconds)
+        server.process.send_signal(signal.SIGKILL)
+        server.process.wait()
+        server.close()
+        seconds, server = _start(data)
+        killed.append(seconds)
+        server.close()
+    return statistics.median(clean), statistics.median(killed)
 
 
 def _start(data: Path) -> tuple[float, Server]:

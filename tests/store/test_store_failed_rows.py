@@ -6,6 +6,7 @@ import random
 import string
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -57,14 +58,30 @@ LONGEST: dict[str, dict[str, Any]] = {
         "metadata": {"m": "x" * 55},
         "error_message": "x" * 256,
     },
+    "short_names": {
+        "model": "m" * 80,
+        "layer_ids": tuple(range(100, 119)),
+        "tags": {f"{n:02}": "" for n in range(32)},
+        "metadata": {"m": "x" * 55},
+        "error_message": "x" * 256,
+    },
+    "short_names_long_tags": {
+        "model": "m" * 80,
+        "layer_ids": tuple(range(100, 119)),
+        "tags": {f"{n:02}": "v" * 20 for n in range(32)},
+        "metadata": {"m": "x" * 55},
+        "error_message": "x" * 256,
+    },
 }
 
 
-def _records(fields: dict[str, Any]) -> list[SampleRecord]:
-    """With names of full length, in no order."""
+def _records(fields: dict[str, Any], *, short: bool) -> list[SampleRecord]:
+    """With names of full length, in no order; or with short ones."""
     made = {name: fields[name] for name in ("model", "layer_ids", "tags", "metadata")}
     names = ["".join(_rng.choices(_LETTERS, k=128)) for _ in range(ROWS)]
     spaces = ["".join(_rng.choices(_LETTERS, k=64)) for _ in range(ROWS)]
+    if short:
+        names, spaces = [name[:6] for name in names], [space[0] for space in spaces]
     return [
         SampleRecord(
             spaces[n],
@@ -99,7 +116,11 @@ def _sent_twice(catalogue: Catalogue, record: SampleRecord, message: str) -> lis
     return [*_aborted(catalogue, record, message), *_aborted(catalogue, record, message)]
 
 
-WAYS = [_aborted, _refused, _interrupted, _sent_twice]
+def _damaged(catalogue: Catalogue, record: SampleRecord, message: str) -> list[Future[Any]]:
+    return [catalogue.put_damaged(record, message)]
+
+
+WAYS = [_aborted, _refused, _interrupted, _sent_twice, _damaged]
 QUICK = [(_aborted, "kept"), (_refused, "letters")]
 
 
@@ -120,7 +141,11 @@ def test_a_row_of_what_is_not_stored_takes_at_most_two_kibibytes(
     catalogue = store._catalogue
     before = _bytes_of(catalogue)
     longest = LONGEST[fields]
-    asked = [future for record in _records(longest) for future in way(catalogue, record, longest["error_message"])]
+    asked = [
+        future
+        for record in _records(longest, short=fields.startswith("short"))
+        for future in way(catalogue, record, longest["error_message"])
+    ]
     for future in asked:
         future.result()
     crash(store)
@@ -132,22 +157,62 @@ def test_a_row_of_what_is_not_stored_takes_at_most_two_kibibytes(
     reopened.close()
 
 
-def test_a_damaged_samples_row_is_as_short(tmp_path: Path) -> None:
+def test_a_damaged_samples_row_is_as_short_and_says_where_the_file_is(tmp_path: Path) -> None:
     store = SampleStore.open(tmp_path)
     fields = LONGEST["letters"]
-    sample = Sample("s", model="m" * 1024, tags=fields["tags"], metadata=fields["metadata"], layer_ids=tuple(range(900)))
+    sample = Sample(
+        "s" * 128,
+        namespace="n" * 64,
+        model="m" * 1024,
+        tags=fields["tags"],
+        metadata=fields["metadata"],
+        layer_ids=tuple(range(900)),
+    )
     sample.put(store)
     record = store.stat(sample.key)
     assert record is not None
     sample.path(store).write_bytes(b"x")
-    done = store.lifetimes.quarantine(Verdict("default", "s", "TRUNCATED", "because " * 1000, record=record))
+    verdict = Verdict(record.namespace, record.sample_id, "HASH_MISMATCH", "because " * 1000, record=record)
+    done = store.lifetimes.quarantine(verdict)
     assert done is not None
     failed = store.stat(sample.key)
     assert failed is not None
     assert (failed.error_code, failed.tags, failed.metadata, failed.layer_ids) == ("DAMAGED", {}, {}, ())
     assert len(failed.model.encode()) <= 80
     assert len(failed.error_message.encode()) <= 256
+    where = done.removeprefix("moved to ")
+    assert (tmp_path / where).read_bytes() == b"x"
+    assert where in failed.error_message
     store.close()
+
+
+def test_a_listing_finds_what_is_not_stored_by_its_long_model_and_by_its_tags(tmp_path: Path) -> None:
+    store = SampleStore.open(tmp_path)
+    long = "/models/" + "m" * 200
+    tags = {"run": "2026-11-25-nightly", "split": "train", "source": "openwebtext", "shard": "00017"}
+    sample = Sample("cmpl-8a3f6f0e1b7a4b6c9d2e5f708192a3b4-0", model=long, tags=tags)
+    sample.send(store).abort(Failure("ABORTED", "no"))
+    Sample("stored", model=long, tags=tags).put(store)
+    Sample("another", model="/models/n").put(store)
+    both = {sample.sample_id, "stored"}
+    assert _listed(store, ListQuery(model=long)) == both
+    assert _listed(store, ListQuery(model=long, namespace="default", page_size=1)) == both
+    assert _listed(store, ListQuery(model=long, state=State.FAILED)) == {sample.sample_id}
+    for key, value in tags.items():
+        assert _listed(store, ListQuery(tags={key: value})) == both
+    assert _listed(store, ListQuery(tags=tags, model=long)) == both
+    store.close()
+
+
+def _listed(store: SampleStore, query: ListQuery) -> set[str]:
+    """Over all pages."""
+    found: list[str] = []
+    token = "-"
+    while token:
+        page, token = store.list_page(replace(query, page_token="" if token == "-" else token))
+        found += [record.sample_id for record in page]
+    assert len(found) == len(set(found))
+    return set(found)
 
 
 @pytest.mark.parametrize(

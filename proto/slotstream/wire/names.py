@@ -31,6 +31,7 @@ PAGE_SIZE_MAX = 1000  # Samples in a page of a list.
 READS_IN_CALL_MAX = 1000  # Samples that one call reads, or counts as read.
 TAG_FILTERS_MAX = 8  # Tags that a list filters by.
 
+NAMESPACE_CHARS_MAX = 64
 SAMPLE_ID_CHARS_MAX = 128
 READABLE_CHARS_MAX = 104
 """So many characters of a request's id stand in a sample id that is made of it and of a digest."""

@@ -16,8 +16,10 @@ from slotstream.wire.names import (
     CHUNK_BYTES_MAX,
     LAYERS_MAX,
     METADATA_BYTES_MAX,
+    NAMESPACE_CHARS_MAX,
     ROWS_MAX,
     SAMPLE_BYTES_MAX,
+    SAMPLE_ID_CHARS_MAX,
     check_namespace,
     check_sample_id,
     check_tags,
@@ -25,9 +27,11 @@ from slotstream.wire.names import (
 
 MODEL_BYTES_MAX = 1024
 # Of a sample that is not stored the catalogue keeps so many bytes of each field: with its indexes a row is at most 2 KiB then.
-# The model's name stands in the row and in two indexes, a tag in the row and in two more.
-_SLIM_MODEL_BYTES, _SLIM_MESSAGE_BYTES, _SLIM_LAYERS_BYTES = 80, 256, 80
-_SLIM_METADATA_BYTES, _SLIM_TAGS_BYTES, _SLIM_TAG_ROWS_BYTES = 64, 96, 32
+# The model's name stands in the row and in two indexes.
+_SLIM_MODEL_BYTES, _SLIM_MESSAGE_BYTES, _SLIM_LAYERS_BYTES, _SLIM_METADATA_BYTES = 80, 256, 80, 64
+# A tag stands in the row and in two indexes, each time with some bytes around it. Short names leave more room for tags.
+_SLIM_TAGS_BYTES, _SLIM_TAG_COPIES, _SLIM_TAG_BYTES_AROUND = 216, 3, 42
+_ID_COPIES, _NAMESPACE_COPIES = 2, 4
 PARTIAL_SUFFIX = ".partial"
 # Keys of a file's __metadata__ that the store writes itself; a connector's key of the same name is dropped.
 STORE_KEYS = frozenset(
@@ -173,17 +177,30 @@ class SampleRecord:
     def slim(self) -> SampleRecord:
         """What the catalogue keeps of a sample that is not stored: it may cost a peer nothing, so it must be little.
 
-        Names and messages are cut; lists of layers, tags and metadata that are longer than a line are left out.
+        Names and messages are cut; lists of layers and metadata that are longer than a line are left out, and so are tags that
+        have no room.
         """
-        tags = len(compact_json(dict(self.tags))) + _SLIM_TAG_ROWS_BYTES * len(self.tags)
         return replace(
             self,
-            model=_cut(self.model, _SLIM_MODEL_BYTES),
+            model=kept_model(self.model),
             error_message=_cut(self.error_message, _SLIM_MESSAGE_BYTES),
             layer_ids=self.layer_ids if len(compact_json(self.layer_ids)) <= _SLIM_LAYERS_BYTES else (),
-            tags=self.tags if tags <= _SLIM_TAGS_BYTES else {},
+            tags=self._slim_tags(),
             metadata=self.metadata if len(compact_json(dict(self.metadata))) <= _SLIM_METADATA_BYTES else {},
         )
+
+    def _slim_tags(self) -> Mapping[str, str]:
+        """The tags that have room, in their order."""
+        unused = _ID_COPIES * (SAMPLE_ID_CHARS_MAX - len(self.sample_id))
+        unused += _NAMESPACE_COPIES * (NAMESPACE_CHARS_MAX - len(self.namespace))
+        left = _SLIM_TAGS_BYTES + unused * 2 // 3  # An index is never quite full.
+        kept = {}
+        for key, value in self.tags.items():
+            cost = _SLIM_TAG_COPIES * (len(compact_json(key)) + len(compact_json(value)) - 4) + _SLIM_TAG_BYTES_AROUND
+            if cost <= left:
+                kept[key] = value
+                left -= cost
+        return kept
 
     def failed(self, code: str, message: str) -> SampleRecord:
         """The same sample, failed, and slim."""
@@ -207,6 +224,11 @@ class Failure:
     @classmethod
     def of(cls, error: SlotStreamError) -> Failure:
         return cls(error.code, str(error), error.retryable)
+
+
+def kept_model(model: str) -> str:
+    """The model's name, as the catalogue keeps it of a sample that is not stored."""
+    return _cut(model, _SLIM_MODEL_BYTES)
 
 
 def _cut(text: str, bytes_max: int) -> str:

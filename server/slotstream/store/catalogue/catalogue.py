@@ -33,6 +33,7 @@ from slotstream.wire.errors import ConfigError, Interrupted, IoError, SlotStream
 FILE_NAME = "catalog.sqlite"
 _log = logging.getLogger(__name__)
 _BATCH_MAX = 256  # Operations in one transaction.
+_NAMES_PAGE = 2048
 _LINGER_S = 0.05  # How long a change that nobody waits for may wait for others: a transaction costs as much for one as for ten.
 
 _T = TypeVar("_T")
@@ -360,6 +361,13 @@ class Catalogue:
             after = page[-1][0]
             for _, record in page:
                 yield record
+
+    def committed_names(self, *, check: bool) -> Iterator[list[tuple[str, str]]]:
+        """(namespace, sample_id) of every committed row, page by page, as `scan` goes. `check`: the checksums of all rows."""
+        after = 0
+        while page := self.ask(lambda db, after=after: sql.names(db, after, _NAMES_PAGE, check=check)):  # type: ignore[misc]
+            after = page[-1][0]
+            yield [(namespace, sample_id) for _, namespace, sample_id, state in page if state == "committed"]
 
     def scan_page(self, after: int, limit: int) -> list[tuple[int, SampleRecord]]:
         """Up to `limit` rows with their numbers, those numbered above `after`, in the order they were first seen."""

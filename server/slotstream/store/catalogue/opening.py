@@ -67,6 +67,7 @@ def open_database(path: Path) -> Opened:
         fresh = _prepare(writer, path, told)
         cut = written > log_end.frames_taken(path)
         if not (fresh or sealed):
+            _log.info("the catalogue was not closed cleanly: its %d MiB are checked", path.stat().st_size >> 20)
             checking.check(writer)
         following = _next_start(writer, path, told, fresh=fresh)
         readers = tuple(_connect_reader(path, opened) for _ in range(READERS))

@@ -57,6 +57,25 @@ def checked(row: tuple[Any, ...]) -> tuple[Any, ...]:
     raise MalformedRow("a row of the catalogue does not match its checksum")
 
 
+def named_and_checked(db: sqlite3.Connection, after_id: int, limit: int) -> list[tuple[int, str, str, str]]:
+    """(id, namespace, sample_id, state) of up to `limit` rows from `after_id` on. Raises MalformedRow for a wrong checksum.
+
+    SQLite spells the values as `row_sum` does, in half the time. What it spells otherwise is looked at again.
+    """
+    where = "FROM samples WHERE id > ? ORDER BY id LIMIT ?"
+    query = f"SELECT id, namespace, sample_id, state, json_array({SUMMED}), row_xxh3 {where}"
+    try:
+        rows = db.execute(query, (after_id, limit)).fetchall()
+        if all(xxh3(row[4].encode()) >> 1 == row[5] for row in rows):
+            return [row[:4] for row in rows]
+    except sqlite3.OperationalError:  # Such as a blob, which JSON cannot spell.
+        pass
+    rows = db.execute(f"SELECT id, {STORED} {where}", (after_id, limit)).fetchall()
+    for row in rows:
+        checked(row[1:])
+    return [row[:4] for row in rows]
+
+
 def find(db: sqlite3.Connection, namespace: str, sample_id: str) -> tuple[int, tuple[Any, ...]] | None:
     """The number and the summed columns of a sample's row. Raises MalformedRow."""
     query = f"SELECT id, {STORED} FROM samples WHERE namespace = ? AND sample_id = ?"

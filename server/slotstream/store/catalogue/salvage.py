@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from slotstream.common.progress import Progress
 from slotstream.store.catalogue import page_token, row_sums, schema, sql
 from slotstream.store.catalogue.damage import ERRORS
 from slotstream.store.catalogue.row_sums import LEASE, STORED, SUMMED, MalformedRow, checked, row_sum
@@ -47,7 +48,7 @@ def set_aside(path: Path) -> Path:
 
 def copy_rows(aside: Path, new: sqlite3.Connection) -> Saved:
     """Copy what is sound in the catalogue at `aside` to `new`, within its transaction. Rows keep their numbers."""
-    saved = Saved()
+    saved, read = Saved(), Progress(_log, "%s rows of the damaged catalogue are read")
     try:
         with closing(sqlite3.connect(aside, isolation_level=None)) as old:
             # Text that is none shows in its row's checksum, and does not keep the rows beside it from being read.
@@ -56,6 +57,7 @@ def copy_rows(aside: Path, new: sqlite3.Connection) -> Saved:
             give_sums(old)
             for row in _rows(old, saved):
                 _keep(new, row, saved)
+                read.step()
             _copy_leases(old, new, saved)
             _copy_meta(old, new)
     except ERRORS as error:

@@ -19,8 +19,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from slotstream.store.catalogue import page_token
-from slotstream.store.catalogue.row_sums import COLUMNS, STORED, MalformedRow, checked, row_sum
-from slotstream.store.records import SampleKey, SampleRecord, State, compact_json
+from slotstream.store.catalogue.row_sums import COLUMNS, STORED, MalformedRow, checked, named_and_checked, row_sum
+from slotstream.store.records import SampleKey, SampleRecord, State, compact_json, kept_model
 from slotstream.wire.errors import BadNamespace, BadParams, BadSampleId
 from slotstream.wire.hashing import xxh3
 from slotstream.wire.names import PAGE_SIZE_MAX, READABLE_CHARS_MAX, TAG_FILTERS_MAX, readable_id
@@ -234,6 +234,17 @@ def scan(db: sqlite3.Connection, after_id: int, limit: int, namespace: str = "")
     return page
 
 
+def names(db: sqlite3.Connection, after_id: int, limit: int, *, check: bool) -> list[tuple[int, str, str, str]]:
+    """As `scan`, of each row no more than (id, namespace, sample_id, state). `check`: that its checksum holds."""
+    query = "SELECT id, namespace, sample_id, state FROM samples WHERE id > ? ORDER BY id LIMIT ?"
+    rows = named_and_checked(db, after_id, limit) if check else db.execute(query, (after_id, limit)).fetchall()
+    for row in rows:
+        if row[0] <= after_id:
+            raise MalformedRow("the rows of the catalogue are out of order")
+        after_id = row[0]
+    return rows
+
+
 def unfinished(db: sqlite3.Connection) -> list[SampleRecord]:
     """Rows in states that only a running server may leave behind for long."""
     states = "state IN ('arriving', 'deleting') AND state <> 'committed'"
@@ -246,7 +257,9 @@ def list_page(db: sqlite3.Connection, query: ListQuery) -> tuple[list[SampleReco
     key = page_key(db)
     before = page_token.unseal(key, query.page_token, query.fingerprint()) if query.page_token else None
     # One walk a namespace, each as short as the page, and merged: a walk over all would take as long as others have samples.
-    parts = (query,) if query.namespaces is None else [replace(query, namespace=name) for name in query.namespaces]
+    parts = [query] if query.namespaces is None else [replace(query, namespace=name) for name in query.namespaces]
+    if (kept := kept_model(query.model)) != query.model:  # What is not stored keeps the beginning of a long name.
+        parts += [replace(part, model=kept) for part in parts]
     rows: list[tuple[Any, ...]] = []
     for part in parts:
         sql, values = _list_sql(db, part, before)

@@ -206,7 +206,7 @@ class Lifetimes:
             done = "gone"
         except OSError as error:
             raise store_error(error, f"moving {record.key} to the quarantine") from error
-        message = f"{verdict.damage}: {verdict.message}; the file is {done}"
+        message = f"file {done}; {verdict.damage}: {verdict.message}"  # Where it is comes first: a row keeps little.
         self._catalogue.put_damaged(record, message).result()
         with self._readers_lock:
             self.quarantined += 1

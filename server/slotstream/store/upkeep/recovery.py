@@ -22,17 +22,19 @@
 Rows that a power cut took from the catalogue are among these cases: the file is there and its row is not. A deletion's row is
 durable before its file goes, so what was deleted does not come back as DAMAGED. A clean shutdown seals the catalogue: if not a
 bit of it changed since, nothing can be missing, so only partials and rows that are neither COMMITTED nor FAILED are looked for.
+Any other start compares the names in each directory with those of its rows (`comparing`), and works through the cases where
+they differ. That is everywhere after a log that was cut, and where the catalogue is rebuilt.
 """
 
 from __future__ import annotations
 
 import logging
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields
-from itertools import islice
+from itertools import chain, islice, starmap
 from pathlib import Path
 
+from slotstream.common.progress import Progress
 from slotstream.store.catalogue.catalogue import FILE_NAME, Catalogue
 from slotstream.store.catalogue.damage import CatalogueCorrupt, CatalogueDamaged, CatalogueOld
 from slotstream.store.catalogue.retention_sql import latest_stamp
@@ -41,9 +43,10 @@ from slotstream.store.catalogue.seal import SUFFIX
 from slotstream.store.disk.files import Files
 from slotstream.store.records import PARTIAL_SUFFIX, SampleKey, SampleRecord, State
 from slotstream.store.sample.file import sample_file_at, unsupported_record_at
+from slotstream.store.upkeep.comparing import NameSums, place_of
 from slotstream.store.upkeep.deleting import remove_durably
 from slotstream.store.upkeep.quarantine import holds
-from slotstream.store.upkeep.verifying import key_of_path, tree_files
+from slotstream.store.upkeep.verifying import key_of_path, names_in, tree_files, tree_names
 from slotstream.wire.errors import BadNamespace, BadSampleId, ConfigError, Damaged, Interrupted, UnsupportedFormat
 
 _log = logging.getLogger(__name__)
@@ -126,34 +129,63 @@ def recover(files: Files, data_dir: Path, catalogue: Catalogue) -> Recovered:
     """Works through the cases above. Raises OSError, StoreFull, IoError and InternalFault."""
     done = Recovered()
     clean = catalogue.was_shut_down_cleanly
-
-    def others() -> Iterator[Path]:
-        for path in tree_files(files, data_dir):
-            if path.name.endswith(PARTIAL_SUFFIX):
-                _sweep_partial(files, data_dir, catalogue, path, done)
-            else:
-                yield path
-
-    if clean:
-        deque(others(), maxlen=0)
-    else:
-        if catalogue.log_was_cut:
-            _log.warning("the catalogue's log has a damaged or unfinished end: every row is compared with its file")
-        found = whole_files(files, data_dir, catalogue.get, others(), rows_may_be_old=catalogue.log_was_cut)
-        done.adopted = _adopt(catalogue, found)
-    for record in catalogue.unfinished() if clean else catalogue.scan():
+    sums, listed = NameSums(), Progress(_log, "%s files are listed")
+    at, place = data_dir, ""
+    for directory, name in tree_names(files, data_dir):
+        if name.endswith(PARTIAL_SUFFIX):
+            _sweep_partial(files, data_dir, catalogue, directory / name, done)
+        elif not clean:
+            if directory is not at:
+                at, place = directory, _place(data_dir, directory)
+            sums.add_file(place, name)
+            listed.step()
+    if not clean:
+        _compare(files, data_dir, catalogue, sums, listed.done, done)
+    for record in catalogue.unfinished():
         if record.state is State.DELETING:
             _finish_deletion(files, data_dir, catalogue, record, done)
-        elif record.state is State.ARRIVING:
+        else:
             catalogue.put_failed(record, Interrupted.code, _INTERRUPTED).result()
             done.interrupted += 1
-        elif record.state is State.COMMITTED and files.path_size(record.key.path(data_dir)) is None:
-            quarantined = holds(files, data_dir, record.key, record.committed_unix_ns)
-            where = "in the quarantine" if quarantined else "gone"
-            _log.error("sample %s was committed and its file is %s", record.key, where)
-            catalogue.put_damaged(record, f"the file of the committed sample is {where}").result()
-            done.missing += 1
     return done
+
+
+def _compare(files: Files, data_dir: Path, catalogue: Catalogue, sums: NameSums, count: int, done: Recovered) -> None:
+    """Files without rows get them, and committed rows without files are told. Only where the two are not the same ones."""
+    if catalogue.log_was_cut:
+        _log.warning("the catalogue's log has a damaged or unfinished end: every row is compared with its file")
+    checked = Progress(_log, "%s rows of the catalogue are checked")
+    for names in catalogue.committed_names(check=True):
+        sums.take_rows(names)
+        checked.step(len(names))
+    places = sums.places(differing=not catalogue.log_was_cut)
+    if not places:
+        return
+    paths = (path for place in sorted(places) for path in _files_of(files, data_dir, place))
+    found = whole_files(files, data_dir, catalogue.get, paths, rows_may_be_old=catalogue.log_was_cut, count=count)
+    done.adopted = _adopt(catalogue, found)
+    for key in starmap(SampleKey, chain.from_iterable(catalogue.committed_names(check=False))):
+        if place_of(key) not in places:
+            continue
+        if files.path_size(key.path(data_dir)) is None and (record := catalogue.get(key)) is not None:
+            _tell_missing(files, data_dir, catalogue, record)
+            done.missing += 1
+
+
+def _place(data_dir: Path, directory: Path) -> str:
+    return "" if directory == data_dir else str(directory.relative_to(data_dir))
+
+
+def _files_of(files: Files, data_dir: Path, place: str) -> Iterator[Path]:
+    directory = data_dir / place
+    return (directory / name for name, is_dir in names_in(files, data_dir, directory) if not is_dir)
+
+
+def _tell_missing(files: Files, data_dir: Path, catalogue: Catalogue, record: SampleRecord) -> None:
+    quarantined = holds(files, data_dir, record.key, record.committed_unix_ns)
+    where = "in the quarantine" if quarantined else "gone"
+    _log.error("sample %s was committed and its file is %s", record.key, where)
+    catalogue.put_damaged(record, f"the file of the committed sample is {where}").result()
 
 
 def _sweep_partial(files: Files, data_dir: Path, catalogue: Catalogue, path: Path, done: Recovered) -> None:
@@ -186,15 +218,18 @@ def whole_files(
     paths: Iterable[Path] | None = None,
     *,
     rows_may_be_old: bool = False,
+    count: int = 0,
 ) -> Iterator[SampleRecord]:
     """The records of whole files (of all, or of those at `paths`) whose samples are not catalogued as committed.
 
     A row that says committed is trusted: reads check it. But if `rows_may_be_old`, a file that was committed later beats it.
     Beside a row that is DELETING, the file may be that of a later upload, whose row a power cut took. The name of a file that
-    comes out of here is durable.
+    comes out of here is durable. `count`: how many files there are, for the log.
     """
     synced: Path | None = None
+    looked = Progress(_log, "%s files are compared with the catalogue", count)
     for path in tree_files(files, data_dir) if paths is None else paths:
+        looked.step()
         if path.name.endswith(PARTIAL_SUFFIX):
             continue
         key = key_of_path(data_dir, path)

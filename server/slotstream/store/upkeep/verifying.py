@@ -181,18 +181,35 @@ def key_of_path(data_dir: Path, path: Path) -> SampleKey | None:
 
 def tree_files(files: Files, data_dir: Path, namespace: str = "") -> Iterator[Path]:
     """Every file below the directory (or below one namespace) but the store's own; links are files, not followed."""
+    for directory, name in tree_names(files, data_dir, namespace):
+        yield directory / name
+
+
+def tree_names(files: Files, data_dir: Path, namespace: str = "") -> Iterator[tuple[Path, str]]:
+    """The directory and the name of each such file, directory by directory."""
     pending = [data_dir / namespace] if namespace else [data_dir]
     while pending:
         directory = pending.pop()
-        try:
-            for entry in files.walk(directory):
-                if entry.is_dir(follow_symlinks=False):
-                    if directory != data_dir or entry.name != QUARANTINE_NAME:
-                        pending.append(Path(entry.path))
-                elif directory != data_dir or not (entry.name == LOCK_NAME or entry.name.startswith(FILE_NAME)):
-                    yield Path(entry.path)
-        except PermissionError:
-            continue  # lost+found of a file system mounted here.
+        for name, is_dir in names_in(files, data_dir, directory):
+            if is_dir:
+                pending.append(directory / name)
+            else:
+                yield directory, name
+
+
+def names_in(files: Files, data_dir: Path, directory: Path) -> Iterator[tuple[str, bool]]:
+    """What is in one directory but the store's own, each with whether it is a directory."""
+    is_root = directory == data_dir
+    try:
+        for entry in files.walk(directory):
+            is_dir = entry.is_dir(follow_symlinks=False)
+            if is_root:
+                own = entry.name == QUARANTINE_NAME if is_dir else entry.name == LOCK_NAME or entry.name.startswith(FILE_NAME)
+                if own:
+                    continue
+            yield entry.name, is_dir
+    except PermissionError:
+        return  # lost+found of a file system mounted here.
 
 
 def foreign_files(
