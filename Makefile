@@ -60,9 +60,6 @@ $(VENV)/.tools: tests/fetch_tools.py | $(BIN)/python
 demo: $(VENV)/.vllm  ## Real vLLM and a real server on this machine; every row checked.
 	$(BIN)/slotstream demo
 
-loop: $(VENV)/.vllm $(VENV)/.dev $(VENV)/.trainers  ## Traffic captured beside a draft trains the next draft, twice: about 25 minutes on two cores.
-	PYTHONPATH=$(VENV)/trainers $(BIN)/python examples/closed_loop.py --work closed-loop
-
 PYTEST = $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 test: $(VENV)/.vllm $(VENV)/.dev $(VENV)/.tools  ## Everything that CI runs.
@@ -74,6 +71,9 @@ test: $(VENV)/.vllm $(VENV)/.dev $(VENV)/.tools  ## Everything that CI runs.
 # tests/engine is what starts vLLM: some of it cannot even be imported without.
 unit: $(VENV)/.dev $(VENV)/.tools  ## Every test that starts no vLLM and builds no wheel. Needs no vLLM.
 	$(PYTEST) -m "not vllm and not wheel" --ignore tests/engine
+
+loop: $(VENV)/.vllm $(VENV)/.dev $(VENV)/.trainers  ## Traffic captured beside a draft trains the next draft, twice: about 25 minutes on two cores.
+	PYTHONPATH=$(VENV)/trainers $(BIN)/python examples/closed_loop.py --work closed-loop
 
 tools: $(VENV)/.tools  ## The tools of the deployment's tests: helm, kubectl, promtool and prometheus.
 

@@ -198,10 +198,10 @@ def loop(work: Path, traffic: int, tests: int, steps: int, epochs: int) -> list[
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, required=True, help="folder for the Llama, which is kept, and all else")
-    parser.add_argument("--traffic", type=int, default=600, help="prompts captured for each generation (default: %(default)s)")
+    parser.add_argument("--traffic", type=int, default=400, help="prompts captured for each generation (default: %(default)s)")
     parser.add_argument("--tests", type=int, default=60, help="prompts that are only asked (default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=500, help="of the Llama's training (default: %(default)s)")
-    parser.add_argument("--epochs", type=int, default=4, help="of each draft's training (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=1500, help="of the Llama's training (default: %(default)s)")
+    parser.add_argument("--epochs", type=int, default=2, help="of each draft's training (default: %(default)s)")
     arguments = parser.parse_args()
     arguments.work.mkdir(parents=True, exist_ok=True)
     work: Path = arguments.work.resolve()
