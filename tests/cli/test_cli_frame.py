@@ -18,7 +18,22 @@ from slotstream.cli import common
 from slotstream.cli import main as cli
 from slotstream.wire.errors import ConfigError, StoreFull
 
-COMMANDS = ["serve", "ls", "stat", "get", "export", "rm", "ack", "lease", "verify", "flags", "retention", "token", "demo"]
+COMMANDS = [
+    "serve",
+    "ls",
+    "stat",
+    "get",
+    "export",
+    "rm",
+    "ack",
+    "lease",
+    "verify",
+    "flags",
+    "certify",
+    "retention",
+    "token",
+    "demo",
+]
 
 
 def test_help_lists_every_command_and_the_exit_codes() -> None:
