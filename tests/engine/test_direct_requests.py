@@ -16,6 +16,7 @@ import pytest
 import torch
 from support.idle import assert_idle
 from support.stack import Stack, stack
+from support.waiting import wait_until
 from support.workload import FINAL_ID, MODEL_NAME, Ask, assert_rows_are_true, random_prompts, send, text_tokens
 
 from slotstream.client import Client, SampleState, connect
@@ -92,6 +93,7 @@ def test_pooled_requests_are_captured_by_default_ids(truth_models: dict[str, Pat
         )
         with urllib.request.urlopen(request, timeout=300.0) as reply:
             assert len(json.load(reply)["data"]) == len(prompts)
+        wait_until(lambda: sum(1 for _ in client.list(state="committed")) == len(prompts), "a sample of each prompt")
         infos = list(client.list())
         samples = [client.get(info.sample_id) for info in infos]
         assert sorted(sample.token_ids.tolist() for sample in samples) == sorted(prompts)
