@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +52,20 @@ def engine(model: str, address: str, layers: Any, options: Sequence[str], log: P
     """vLLM serving `model` with a connector to the server at `address`, up; its URL. Raises ProcessFailed."""
     port = free_port()
     command = [*vllm_command(model, port), *connector_options(server=address, layers=layers), *options]
-    with Running("vLLM", _with_parent(signal.SIGTERM, command), log) as running:
-        running.wait_until(lambda: healthy(port), _ENGINE_UP_S)
+    with vllm(command, port, log):
         yield f"http://127.0.0.1:{port}"
+
+
+@contextlib.contextmanager
+def vllm(
+    command: Sequence[str], port: int, log: Path, up_s: float = _ENGINE_UP_S, waiting: Callable[[], None] = lambda: None
+) -> Iterator[Running]:
+    """vLLM's own command, up on 127.0.0.1:`port`; `waiting` is called until it is. Raises ProcessFailed."""
+
+    def up() -> bool:
+        waiting()
+        return healthy(port)
+
+    with Running("vLLM", _with_parent(signal.SIGTERM, command), log) as running:
+        running.wait_until(up, up_s)
+        yield running

@@ -106,7 +106,7 @@ def _told(model: _Model, options: ConnectorOptions, arguments: argparse.Namespac
     from slotstream.wire.layers import resolve_layers
 
     asked: Any = options.named_layers if options.named_layers is not None else options.layers
-    draft = _read(asked["draft"], "draft") if isinstance(asked, Mapping) else None
+    draft = read_config(asked["draft"], "draft") if isinstance(asked, Mapping) else None
     names = resolve_layers(asked, model.layers, draft)
     row_bytes = RowFormat.of(model.dtype, len(names), model.hidden).row_bytes
     # Of vLLM's configuration and the connector's they ask for no more than this.
@@ -172,7 +172,7 @@ def _own_options(given: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _model(name: str, dtype: str) -> _Model:
     """Raises ConfigError."""
-    config = _read(name, "model")
+    config = read_config(name, "model")
     inner = config.get("text_config")
     text = inner if isinstance(inner, Mapping) else config
     layers, hidden = text.get("num_hidden_layers"), text.get("hidden_size")
@@ -185,7 +185,7 @@ def _model(name: str, dtype: str) -> _Model:
     return _Model(name, layers, hidden, _DTYPES[dtype])
 
 
-def _read(name: str, what: str) -> Mapping[str, Any]:
+def read_config(name: str, what: str) -> Mapping[str, Any]:
     """The config of a model here, or in the hub's cache. Raises ConfigError."""
     path = Path(name)
     file = path / _CONFIG if path.is_dir() else path

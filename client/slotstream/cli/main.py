@@ -44,6 +44,7 @@ COMMANDS = {
     "verify": Command("verify", "check stored samples against their hashes"),
     "restore": Command("restore", "take samples out of the quarantine that verify again"),
     "flags": Command("flags", "print the flags that vllm serve needs for a model, or check them"),
+    "certify": Command("certify", "prove that an engine with your flags captures every row right", takes_rest=True),
     "retention": Command("retention", "show what retention rules would delete, and accept them"),
     "token": Command("token", "make a bearer token, and its entry for the server's tokens file"),
     "demo": Command("serve", "capture hidden states with a tiny model, end to end"),
