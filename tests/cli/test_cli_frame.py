@@ -31,6 +31,7 @@ COMMANDS = [
     "lease",
     "verify",
     "flags",
+    "certify",
     "retention",
     "token",
     "demo",

@@ -5,12 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
-from slotstream.truth.compare import Truth, compare
-
-if TYPE_CHECKING:
-    import torch
+from slotstream.truth.compare import Tensor, Truth, compare
 
 NAMED_MAX = 20  # Problems that are told one by one; the others are counted.
 _OF_A_SAMPLE_MAX = 3
@@ -62,7 +58,7 @@ class Findings:
             self.problems.append(Problem(code, sample, row, message))
 
     def compare(
-        self, sample: str, rows: torch.Tensor, token_ids: torch.Tensor, layer_ids: Sequence[int], truth: Truth, first: int = 0
+        self, sample: str, rows: Tensor, token_ids: Tensor, layer_ids: Sequence[int], truth: Truth, first: int = 0
     ) -> None:
         """Compare rows, [tokens, layers, hidden], with those of `token_ids` [tokens]. `first`: the first one's number."""
         wrong, named = compare(rows, token_ids, layer_ids, truth, named=_OF_A_SAMPLE_MAX)

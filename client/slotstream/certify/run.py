@@ -14,6 +14,7 @@ from typing import Any
 
 from slotstream.capture import processes
 from slotstream.certify import answers, load, sizes
+from slotstream.certify.files import write_prompts
 from slotstream.certify.flags import Flags
 from slotstream.certify.kinds import Stood, kind_of
 from slotstream.certify.load import Answer, EngineLost
@@ -64,6 +65,7 @@ def certify(flags: Flags, config: Mapping[str, Any], setting: Setting) -> Report
         flags.connect_to(address, str(setting.work / "spool"))
         with _engine(flags, model, setting) as (port, running):
             sent = _send(port, running, planned, report, setting)
+        write_prompts(setting.work, truth, {a.request.name: a.request.prompt for a in sent if a.request.capture})
         with connect(address) as client, setting.steps("comparing rows", len(sent)) as told:
             answers.check(client, sent, layer_ids, truth, report.findings, told)
     report.command = ["vllm", "serve", str(model), *flags.words()]

@@ -9,6 +9,7 @@ import torch
 
 from slotstream.truth import model as truth_model
 
+Tensor = torch.Tensor
 _ROWS_AT_ONCE = 2048  # In float32 of a hidden size of 256, 2 MiB a layer.
 
 
@@ -96,7 +97,7 @@ def _why(vector: torch.Tensor, token_id: int, layer_id: int, wrong: torch.Tensor
 
 
 def recognise(vector: torch.Tensor, truth: Truth) -> tuple[int, int] | None:
-    """Of which token and layer `vector` [hidden] is the row, exactly; None where it is nobody's."""
+    """Of which token and layer `vector` [hidden] is the row, exactly; None where it is of none."""
     bits = 2 ** torch.arange(truth_model.ID_BITS)
     token_id = int(((vector[: truth_model.ID_BITS].float() > 0).long() * bits).sum())
     if token_id >= truth_model.VOCAB:
