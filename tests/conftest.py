@@ -26,6 +26,7 @@ LONGEST = (
     "engine/test_requests.py",
     "engine/test_dense.py",
     "engine/test_swa.py",
+    "engine/test_certify.py",
     "engine/test_hook_guard.py",
     "engine/test_missing_seams.py",
     "engine/test_refused_start.py",

@@ -224,6 +224,17 @@ def test_sizes_are_written_into_the_flags_and_named() -> None:
     }
 
 
+def test_a_flag_that_is_set_again_is_named_once_with_what_the_user_gave() -> None:
+    found = flags("--max-model-len", "4096")
+    for value in ("47", "94"):
+        found.set("--num-gpu-blocks-override", value, "why")
+        found.set("--max-model-len", value, "why")
+    assert [(one.flag, one.yours, one.ours) for one in found.overrides] == [
+        ("--num-gpu-blocks-override", None, "94"),
+        ("--max-model-len", "4096", "94"),
+    ]
+
+
 @pytest.mark.parametrize(
     ("config", "kind", "close"),
     [

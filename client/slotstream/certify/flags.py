@@ -133,7 +133,9 @@ class Flags:
         self._flags = [one for one in self._flags if one.name != name]
         if value is not None:
             self._flags.append(Flag(name, (name, value)))
-        self.overrides.append(Override(name, yours, value, why))
+        before = [one for one in self.overrides if one.flag == name]
+        self.overrides = [one for one in self.overrides if one.flag != name]
+        self.overrides.append(Override(name, before[0].yours if before else yours, value, why))
 
     def drop_what_is_of_the_real_model(self) -> None:
         """Take away what no truth model can have."""
