@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +132,8 @@ def test_a_file_without_rows_is_a_problem_of_its_own(tmp_path: Path, capsys: pyt
 def test_a_file_of_no_prompt_is_told(tmp_path: Path) -> None:
     prompts = write_files(tmp_path / "out")
     del prompts["p1"]
+    prompts["p2 again"] = prompts["p2"]  # Of two equal prompts, each has a file.
+    shutil.copy(tmp_path / "out" / "s2.safetensors", tmp_path / "out" / "s4.safetensors")
     code, report = certify("--truth", made(prompts))
     assert (code, report["problem_counts"]) == (1, {"UNASKED": 1})
     assert report["problems"][0]["sample"] == "s1.safetensors"

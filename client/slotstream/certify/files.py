@@ -83,38 +83,37 @@ def check(
     step: Callable[[], None],
 ) -> None:
     """Every row of every file; and that each of `prompts`, id -> token ids, has a file."""
-    left = {tuple(tokens): name for name, tokens in prompts.items()}
+    left = {name: tuple(tokens) for name, tokens in prompts.items()}  # Two may be equal.
     unknown: list[tuple[str, tuple[int, ...]]] = []
     for path in files:
         name = path.relative_to(folder).as_posix()
         tokens = _check(name, path, told, truth, findings)
         if tokens is not None and prompts:
-            mine = max((p for p in left if tokens[: len(p)] == p), key=len, default=None)
+            mine = max((n for n, p in left.items() if tokens[: len(p)] == p), key=lambda n: len(left[n]), default=None)
             if mine is None:
                 unknown.append((name, tokens))
             else:
-                findings.output_rows += len(tokens) - len(mine)
-                del left[mine]
+                findings.output_rows += len(tokens) - len(left.pop(mine))
         step()
     for name, tokens in unknown:
         _unknown(name, tokens, left, findings)
-    for prompt, name in left.items():
+    for name, prompt in left.items():
         findings.missing(name, len(prompt), "no file has this prompt")
 
 
-def _unknown(name: str, tokens: tuple[int, ...], left: dict[tuple[int, ...], str], findings: Findings) -> None:
+def _unknown(name: str, tokens: tuple[int, ...], left: dict[str, tuple[int, ...]], findings: Findings) -> None:
     """A file that begins with no prompt: perhaps with most of one."""
 
-    def alike(prompt: tuple[int, ...]) -> int:
-        return sum(a == b for a, b in zip(prompt, tokens, strict=False))
+    def alike(prompt: str) -> int:
+        return sum(a == b for a, b in zip(left[prompt], tokens, strict=False))
 
-    near = max(left, key=alike, default=None)
-    if near is None or alike(near) * 2 < min(len(near), len(tokens)):
+    nearest = max(left, key=alike, default=None)
+    if nearest is None or alike(nearest) * 2 < min(len(left[nearest]), len(tokens)):
         findings.add(UNASKED, name, None, "its token ids are those of no prompt, or of one that another file has")
         return
+    near = left.pop(nearest)
     findings.tokens_differ(name, tokens[: len(near)], near)
     findings.lost += max(0, len(near) - len(tokens))
-    del left[near]
 
 
 def _check(name: str, path: Path, told: Told, truth: Truth, findings: Findings) -> tuple[int, ...] | None:
