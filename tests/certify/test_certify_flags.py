@@ -190,6 +190,16 @@ def test_a_connector_among_others_is_found() -> None:
     assert found.json("--kv-transfer-config")["kv_connector_extra_config"]["connectors"][0] == {"kv_connector": "X"}
 
 
+def test_a_connector_of_the_users_own_counts_as_ours() -> None:
+    own = {
+        **TRANSFER,
+        "kv_connector": "Mine",
+        "kv_connector_module_path": "my.own",
+        "kv_connector_extra_config": {"layers": [3]},
+    }
+    assert Flags(["m", "--kv-transfer-config", json.dumps(own)]).connector() == {"layers": [3]}
+
+
 @pytest.mark.parametrize(
     ("words", "wanted"),
     [

@@ -211,7 +211,9 @@ def _own(transfer: dict[str, Any]) -> dict[str, Any]:
 
 
 def _connectors(transfer: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    if transfer.get("kv_connector") == _CONNECTOR and isinstance(transfer, dict):
+    """Ours, by its name, or a class of the user's own: what is told to be of a module, and is not vLLM's."""
+    own = "kv_connector_module_path" in transfer and transfer.get("kv_connector") != "MultiConnector"
+    if (own or transfer.get("kv_connector") == _CONNECTOR) and isinstance(transfer, dict):
         yield transfer
     extra = transfer.get("kv_connector_extra_config")
     inner = extra.get("connectors") if isinstance(extra, Mapping) else None
