@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -46,7 +47,7 @@ def test_the_model_stands_first_or_has_its_flag(words: list[str], model: str) ->
         (["--enforce-eager"], "name the model first"),
         ([], "name the model first"),
         (["m", "n"], "'n' is no flag of vLLM's"),
-        (["m", "--config", "x.yaml"], "certify reads no --config file: write its flags out"),
+        (["m", "--config", "/nowhere/x.yaml"], "--config /nowhere/x.yaml: "),
         (["m", "--kv-transfer-config.kv_connector", "x"], "write --kv-transfer-config as one JSON object"),
     ],
 )
@@ -79,6 +80,22 @@ def test_flags_are_found_however_they_are_written() -> None:
         Flags(["m", "--block-size", "x"]).number("--block-size")
     with pytest.raises(ConfigError, match="is not JSON"):
         Flags(["m", "--kv-transfer-config", "{"]).connector()
+
+
+def test_a_config_file_of_vllms_is_read_and_the_command_line_counts_first(tmp_path: Path) -> None:
+    path = tmp_path / "serve.yaml"
+    path.write_text(
+        "model: m\nmax-model-len: 4096\nenforce_eager: true\nenable-prefix-caching: false\nport: 8000\n"
+        "cudagraph-capture-sizes: [1, 2]\nkv-transfer-config:\n  kv_connector: SlotStreamConnector\n"
+        "  kv_connector_extra_config: {layers: [1]}\n"
+    )
+    found = Flags(["--config", str(path), "--max-model-len", "2048"])
+    assert (found.model, found.number("--max-model-len"), found.connector()) == ("m", 2048, {"layers": [1]})
+    assert found.has("--enforce-eager")
+    assert sizes.is_off(found, "--enable-prefix-caching")
+    assert found.value("--cudagraph-capture-sizes") == "1 2"
+    found.drop_what_is_of_the_real_model()
+    assert not found.has("--port", "--config")
 
 
 def test_what_is_of_the_real_model_goes_and_the_rest_stays() -> None:

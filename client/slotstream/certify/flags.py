@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from slotstream.wire.errors import ConfigError
@@ -84,8 +85,6 @@ class Flags:
         """Raises ConfigError where they name no model, or in a way that is not understood."""
         self.model, self._flags = _read(list(words))
         for one in self._flags:
-            if one.name == "--config":
-                raise ConfigError("certify reads no --config file: write its flags out")
             if "." in one.name and one.name.partition(".")[0] in (_TRANSFER, _DRAFTER):
                 raise ConfigError(f"write {one.name.partition('.')[0]} as one JSON object, not in parts")
         self.overrides: list[Override] = []
@@ -225,9 +224,23 @@ def _connectors(transfer: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 def _read(words: list[str]) -> tuple[str, list[Flag]]:
     if words[:2] == ["vllm", "serve"]:
         words = words[2:]
-    flags, model = list[Flag](), None
-    if words and not words[0].startswith("-"):
-        model = words.pop(0)
+    model = words.pop(0) if words and not words[0].startswith("-") else None
+    flags = _grouped(words)
+    files = [one for one in flags if one.name == "--config"]
+    if len(files) > 1:
+        raise ConfigError("--config names more than one file")
+    # What stands on the command line counts before what a file says: the last one does.
+    flags = _grouped(_of_file(files[0].value)) + [one for one in flags if one.name != "--config"] if files else flags
+    named = [one.value for one in flags if one.name == "--model"]
+    flags = [one for one in flags if one.name != "--model"]
+    if (model := model or (named[-1] if named else None)) is None:
+        raise ConfigError("name the model first, as for vllm serve: slotstream certify -- MODEL FLAGS...")
+    return model, flags
+
+
+def _grouped(words: list[str]) -> list[Flag]:
+    """Each flag with the values behind it. Raises ConfigError for a word that is of none."""
+    flags = list[Flag]()
     while words:
         first = words.pop(0)
         if not _is_flag(first):
@@ -236,11 +249,28 @@ def _read(words: list[str]) -> tuple[str, list[Flag]]:
         while words and not _is_flag(words[0]):
             more.append(words.pop(0))
         flags.append(Flag(_name(first), (first, *more)))
-    named = [one.value for one in flags if one.name == "--model"]
-    flags = [one for one in flags if one.name != "--model"]
-    if (model := model or (named[-1] if named else None)) is None:
-        raise ConfigError("name the model first, as for vllm serve: slotstream certify -- MODEL FLAGS...")
-    return model, flags
+    return flags
+
+
+def _of_file(name: str) -> list[str]:
+    """The words of vLLM's own --config file. Raises ConfigError."""
+    import yaml  # vLLM needs it, too.
+
+    try:
+        said = yaml.safe_load(Path(name).read_text("utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise ConfigError(f"--config {name}: {error}") from error
+    if not isinstance(said, dict):
+        raise ConfigError(f"--config {name} does not map flags to values")
+    words = list[str]()
+    for key, value in said.items():
+        if isinstance(value, bool):
+            words.append(f"--{key}" if value else f"--no-{key}")
+        elif isinstance(value, list):
+            words += [f"--{key}", *map(str, value)] if value else []
+        else:
+            words += [f"--{key}", json.dumps(value) if isinstance(value, dict) else str(value)]
+    return words
 
 
 def _is_flag(word: str) -> bool:
