@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import socket
+import ssl
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -123,6 +124,45 @@ def test_what_speaks_something_else_is_no_slotstream_port(answer: bytes | None) 
         found = diagnose(address, Access())
     assert found is not None
     assert found.what == "no_slotstream"
+
+
+@pytest.mark.parametrize("is_secured", [False, True])
+def test_a_server_that_takes_no_more_connections_is_not_taken_for_one_that_wants_something(
+    tmp_path: Path, is_secured: bool
+) -> None:
+    access = Access(os.fspath(Authority(tmp_path / "ours").path)) if is_secured else Access()
+    with _answering(b"") as address:
+        found = diagnose(address, access)
+    assert found is not None
+    assert found.what == "hung_up"
+    assert "takes no more connections now" in found.sentence
+    assert "tls_c" not in found.sentence
+
+
+def test_a_peer_that_hangs_up_behind_the_handshake_is_no_reason_to_ask_for_a_certificate(tmp_path: Path) -> None:
+    """As a server does that has more connections of an address than it may have."""
+    authority = Authority(tmp_path / "ours")
+    pair = authority.issue("server")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(pair.cert, pair.key)
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def serve() -> None:
+        with suppress(OSError):
+            while True:
+                with suppress(ssl.SSLError):
+                    peer = context.wrap_socket(listener.accept()[0], server_side=True)
+                    peer.recv(100)
+                    peer.close()
+
+    thread = threading.Thread(target=serve, daemon=True)
+    thread.start()
+    found = diagnose(f"127.0.0.1:{listener.getsockname()[1]}", Access(os.fspath(authority.path)))
+    listener.shutdown(socket.SHUT_RDWR)
+    listener.close()
+    thread.join()
+    assert found is not None
+    assert (found.what, "certificate" in found.sentence) == ("hung_up", False)
 
 
 def test_where_nobody_listens_nothing_else_is_said(tmp_path: Path) -> None:
