@@ -6,48 +6,20 @@ import os
 import socket
 import ssl
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 from server.server_kit import RunningServer
+from support.answering import answering
 from support.secure import Authority
 
 from slotstream.cli import main as cli
 from slotstream.client import ServerUnavailable, connect
 from slotstream.client.diagnosis import Diagnosis, diagnose
 from slotstream.wire.access import Access
-
-
-@contextmanager
-def _answering(answer: bytes | None) -> Iterator[str]:
-    """A port that answers every connection with these bytes, or with nothing (None) for as long as that lasts."""
-    listener = socket.create_server(("127.0.0.1", 0))
-    held: list[socket.socket] = []
-
-    def serve() -> None:
-        while True:
-            try:
-                peer, _ = listener.accept()
-            except OSError:
-                return
-            held.append(peer)
-            if answer is not None:
-                peer.recv(100)
-                peer.sendall(answer)
-                peer.close()
-
-    thread = threading.Thread(target=serve, daemon=True)
-    thread.start()
-    yield f"127.0.0.1:{listener.getsockname()[1]}"
-    listener.shutdown(socket.SHUT_RDWR)
-    listener.close()
-    thread.join()
-    for peer in held:
-        peer.close()
 
 
 def _complaint(address: str, capsys: pytest.CaptureFixture[str], *options: str) -> str:
@@ -120,7 +92,7 @@ def test_the_metrics_port_is_no_slotstream_port(tmp_path: Path, capsys: pytest.C
 
 @pytest.mark.parametrize("answer", [b"SSH-2.0-OpenSSH_9.2\r\n", b"HTTP/1.1 400 Bad Request\r\n\r\n", b"x", None])
 def test_what_speaks_something_else_is_no_slotstream_port(answer: bytes | None) -> None:
-    with _answering(answer) as address:
+    with answering(answer) as address:
         found = diagnose(address, Access())
     assert found is not None
     assert found.what == "no_slotstream"
@@ -131,7 +103,7 @@ def test_a_server_that_takes_no_more_connections_is_not_taken_for_one_that_wants
     tmp_path: Path, is_secured: bool
 ) -> None:
     access = Access(os.fspath(Authority(tmp_path / "ours").path)) if is_secured else Access()
-    with _answering(b"") as address:
+    with answering(b"") as address:
         found = diagnose(address, access)
     assert found is not None
     assert found.what == "hung_up"

@@ -43,7 +43,10 @@ def _secured(plain: socket.socket, address: str, access: Access) -> Diagnosis | 
     except ssl.SSLCertVerificationError as error:
         return _certificate(error, address, access)
     except (ssl.SSLEOFError, ConnectionError):  # In answer to a handshake.
-        return Diagnosis("hung_up", "it hung up at once: this server speaks no TLS, or takes no more connections now")
+        with _connected(address) as plain:
+            if _answered(plain):
+                return Diagnosis("no_tls", "this server speaks no TLS: leave tls_ca out, or ask for another port")
+        return Diagnosis("hung_up", "it hung up at once: it takes no more connections now, or this server speaks no TLS")
     except ssl.SSLError as error:
         if error.reason and "ALERT" in error.reason:
             return _wants_certificate()
@@ -133,17 +136,25 @@ def _trusting() -> ssl.SSLContext:
 
 def _spoken(peer: socket.socket, address: str, access: Access) -> Diagnosis | None:
     """What the peer answers to the first words of HTTP/2."""
-    try:
-        peer.sendall(_PREFACE)
-        answer = b""
-        while len(answer) < _FRAME_HEAD and (more := peer.recv(_FRAME_HEAD - len(answer))):
-            answer += more
-    except TimeoutError:
+    answer = _answered(peer)
+    if answer is None:
         return Diagnosis("no_slotstream", "this is no slotstream port: it took the connection, and says nothing")
-    except (ConnectionError, ssl.SSLError):
-        answer = b""  # It hung up.
     if len(answer) == _FRAME_HEAD and answer[3] == _SETTINGS and not any(answer[5:]):
         return None
     if not answer or answer[0] == _TLS_ALERT:
         return _hung_up(address, access)
     return Diagnosis("no_slotstream", "this is no slotstream port: what answers there speaks no HTTP/2")
+
+
+def _answered(peer: socket.socket) -> bytes | None:
+    """The head of the first frame, or less; "" from a peer that hung up, None from one that says nothing."""
+    answer = b""
+    try:
+        peer.sendall(_PREFACE)
+        while len(answer) < _FRAME_HEAD and (more := peer.recv(_FRAME_HEAD - len(answer))):
+            answer += more
+    except TimeoutError:
+        return None
+    except (ConnectionError, ssl.SSLError):
+        return b""
+    return answer
