@@ -14,6 +14,7 @@ from typing import Any
 import grpc
 import pytest
 from server.server_kit import Peer, RunningServer, Sample
+from support.answering import answering
 from support.fake_samples import failing, serving
 from support.secure import Authority, entry, token, write_tokens
 
@@ -104,6 +105,14 @@ def test_a_port_that_speaks_something_else(tmp_path: Path, stack: ExitStack, cap
     address = server.server.metrics_address
     assert address is not None
     assert named(ask(capsys, "--server", address)) == {"port": "fail"}
+
+
+def test_a_port_that_hangs_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As a server that takes no more connections does."""
+    authority = Authority(tmp_path)
+    for words in ([], ["--tls-ca", str(authority.path)]):
+        with answering(b"") as address:
+            assert named(ask(capsys, "--server", address, *words)) == {"port": "fail"}
 
 
 def test_each_way_in_which_tls_does_not_fit(tmp_path: Path, stack: ExitStack, capsys: pytest.CaptureFixture[str]) -> None:

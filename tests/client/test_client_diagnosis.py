@@ -4,49 +4,22 @@ from __future__ import annotations
 
 import os
 import socket
+import ssl
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 from server.server_kit import RunningServer
+from support.answering import answering
 from support.secure import Authority
 
 from slotstream.cli import main as cli
 from slotstream.client import ServerUnavailable, connect
 from slotstream.client.diagnosis import Diagnosis, diagnose
 from slotstream.wire.access import Access
-
-
-@contextmanager
-def _answering(answer: bytes | None) -> Iterator[str]:
-    """A port that answers every connection with these bytes, or with nothing (None) for as long as that lasts."""
-    listener = socket.create_server(("127.0.0.1", 0))
-    held: list[socket.socket] = []
-
-    def serve() -> None:
-        while True:
-            try:
-                peer, _ = listener.accept()
-            except OSError:
-                return
-            held.append(peer)
-            if answer is not None:
-                peer.recv(100)
-                peer.sendall(answer)
-                peer.close()
-
-    thread = threading.Thread(target=serve, daemon=True)
-    thread.start()
-    yield f"127.0.0.1:{listener.getsockname()[1]}"
-    listener.shutdown(socket.SHUT_RDWR)
-    listener.close()
-    thread.join()
-    for peer in held:
-        peer.close()
 
 
 def _complaint(address: str, capsys: pytest.CaptureFixture[str], *options: str) -> str:
@@ -119,10 +92,49 @@ def test_the_metrics_port_is_no_slotstream_port(tmp_path: Path, capsys: pytest.C
 
 @pytest.mark.parametrize("answer", [b"SSH-2.0-OpenSSH_9.2\r\n", b"HTTP/1.1 400 Bad Request\r\n\r\n", b"x", None])
 def test_what_speaks_something_else_is_no_slotstream_port(answer: bytes | None) -> None:
-    with _answering(answer) as address:
+    with answering(answer) as address:
         found = diagnose(address, Access())
     assert found is not None
     assert found.what == "no_slotstream"
+
+
+@pytest.mark.parametrize("is_secured", [False, True])
+def test_a_server_that_takes_no_more_connections_is_not_taken_for_one_that_wants_something(
+    tmp_path: Path, is_secured: bool
+) -> None:
+    access = Access(os.fspath(Authority(tmp_path / "ours").path)) if is_secured else Access()
+    with answering(b"") as address:
+        found = diagnose(address, access)
+    assert found is not None
+    assert found.what == "hung_up"
+    assert "takes no more connections now" in found.sentence
+    assert "tls_c" not in found.sentence
+
+
+def test_a_peer_that_hangs_up_behind_the_handshake_is_no_reason_to_ask_for_a_certificate(tmp_path: Path) -> None:
+    """As a server does that has more connections of an address than it may have."""
+    authority = Authority(tmp_path / "ours")
+    pair = authority.issue("server")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(pair.cert, pair.key)
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def serve() -> None:
+        with suppress(OSError):
+            while True:
+                with suppress(ssl.SSLError):
+                    peer = context.wrap_socket(listener.accept()[0], server_side=True)
+                    peer.recv(100)
+                    peer.close()
+
+    thread = threading.Thread(target=serve, daemon=True)
+    thread.start()
+    found = diagnose(f"127.0.0.1:{listener.getsockname()[1]}", Access(os.fspath(authority.path)))
+    listener.shutdown(socket.SHUT_RDWR)
+    listener.close()
+    thread.join()
+    assert found is not None
+    assert (found.what, "certificate" in found.sentence) == ("hung_up", False)
 
 
 def test_where_nobody_listens_nothing_else_is_said(tmp_path: Path) -> None:

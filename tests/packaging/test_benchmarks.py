@@ -73,6 +73,7 @@ def test_scale(tmp_path: Path) -> None:
     figures = _figures(tmp_path, "scale.py", *options)
     assert [row["connectors"] for row in figures["connectors"]] == ["1", "8"]
     assert [row["samples"] for row in figures["catalogue"]] == [1000, 2000]
+    assert all(row["after a kill / clean"] > 0 for row in figures["catalogue"])
     assert len(figures["sizes"]) == 4
 
 

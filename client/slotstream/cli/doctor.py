@@ -120,7 +120,7 @@ def _ask_server(arguments: argparse.Namespace, say: Callable[[Finding], None]) -
         return
     with opened as client:
         found = diagnose(client.address, client.access)
-        if found is not None and found.what in ("unreachable", "no_slotstream"):
+        if found is not None and found.what in _PORT_TODO:
             say(Finding("port", "fail", f"{client.address}: {found.sentence}", _PORT_TODO[found.what]))
             return
         say(Finding("port", "ok", f"{client.address} answers"))
@@ -137,6 +137,7 @@ def _ask_server(arguments: argparse.Namespace, say: Callable[[Finding], None]) -
 _PORT_TODO = {
     "unreachable": "start slotstream serve there, or give its address: --server, or $SLOTSTREAM_SERVER; is a firewall between?",
     "no_slotstream": "give the address that serve --listen names, not that of --metrics or --probes",
+    "hung_up": "wait, or close connections that nobody uses; serve --connections-max allows more",
 }
 _TLS_TODO = {
     "no_tls": "leave --tls-ca and $SLOTSTREAM_TLS_CA out, or have the server speak TLS: serve --tls-cert, --tls-key",
