@@ -16,7 +16,7 @@ from support.stack import Stack
 from support.waiting import wait_until
 from support.workload import LAYER_IDS, MODEL_NAME, Ask, assert_rows_are_true, check_exact, random_prompts, send, text_tokens
 
-from slotstream.client import Client
+from slotstream.client import Client, EngineStatus
 from slotstream.demo.processes import complete
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
@@ -66,10 +66,15 @@ def test_status_shows_the_engine_as_it_is(dense: Stack, client: Client) -> None:
     asks = [Ask(text_tokens(random.Random(3), 40), {"namespace": "status", "sample_id": "seen"})]
     send(dense.vllm_port, asks)
     client.get("seen", namespace="status")
-    server = client.status().server
-    assert server is not None
-    (engine,) = [one for one in server.engines if one.connected]
-    assert engine.last_sample == "status/seen"
+
+    def connected() -> EngineStatus:
+        server = client.status().server
+        assert server is not None
+        (engine,) = [one for one in server.engines if one.connected]
+        return engine
+
+    wait_until(lambda: connected().last_sample == "status/seen")
+    engine = connected()
     assert engine.host == os.uname().nodename
     assert engine.layers == tuple(map(str, LAYER_IDS))
     assert engine.engine_id == client.stat("seen", namespace="status").metadata["engine_id"]
