@@ -63,11 +63,12 @@ def certify(flags: Flags, config: Mapping[str, Any], setting: Setting) -> Report
     model = _make(setting.work / "model", flags, stood, planned)
     with processes.server(setting.work / "data", setting.work / "server.log") as address:
         flags.connect_to(address, str(setting.work / "spool"))
-        with _engine(flags, model, setting) as (port, running):
+        with _engine(flags, model, setting) as (port, running), connect(address) as client:
             sent = _send(port, running, planned, report, setting)
-        write_prompts(setting.work, truth, {a.request.name: a.request.prompt for a in sent if a.request.capture})
-        with connect(address) as client, setting.steps("comparing rows", len(sent)) as told:
-            answers.check(client, sent, layer_ids, truth, report.findings, told)
+            write_prompts(setting.work, truth, {a.request.name: a.request.prompt for a in sent if a.request.capture})
+            # While the engine runs: it may send the last rows after the text has ended.
+            with setting.steps("comparing rows", len(sent)) as told:
+                answers.check(client, sent, layer_ids, truth, report.findings, told)
     report.command = ["vllm", "serve", str(model), *flags.words()]
     report.overrides = flags.overrides
     if not report.findings.output_rows:
