@@ -30,6 +30,7 @@ from slotstream.wire.names import FINAL
 
 _STARTS_MAX = 4  # Each with twice the blocks of the one before.
 _SAY_EVERY_S = 30.0
+_REFUSED = "slotstream cannot start: "
 # What a user's environment says of the user's own servers.
 _NOT_OURS = (
     *("SLOTSTREAM_TOKEN", "SLOTSTREAM_TOKEN_FILE", "VLLM_API_KEY"),
@@ -141,21 +142,23 @@ def _engine(flags: Flags, model: Path, setting: Setting) -> Iterator[tuple[int, 
         with contextlib.ExitStack() as stack:
             try:
                 running = stack.enter_context(processes.vllm(command, port, log, setting.up_s, waiting))
-            except ProcessFailed:
+            except ProcessFailed as error:
+                written = log.read_text("utf-8", "replace")
                 blocks = flags.number("--num-gpu-blocks-override")
                 ours = any(one.flag == "--num-gpu-blocks-override" for one in flags.overrides)
-                if (
-                    blocks is None
-                    or not ours
-                    or turn + 1 == _STARTS_MAX
-                    or not sizes.without_room(log.read_text("utf-8", "replace"))
-                ):
-                    raise
+                if blocks is None or not ours or turn + 1 == _STARTS_MAX or not sizes.without_room(written):
+                    raise ProcessFailed(refused(written) or str(error)) from error
                 setting.say(f"{blocks} blocks hold no longest request: again, with {2 * blocks}")
                 flags.set("--num-gpu-blocks-override", str(2 * blocks), "the smallest cache that holds a longest request")
                 continue
             yield port, running
             return
+
+
+def refused(log: str) -> str:
+    """The connector's own sentence on why vLLM does not start with it; "" where it wrote none. vLLM's own lines bury it."""
+    lines = [line for line in log.splitlines() if _REFUSED in line]
+    return _REFUSED + lines[0].partition(_REFUSED)[2] if lines else ""
 
 
 def _send(port: int, running: Running, planned: Sizes, report: Report, setting: Setting) -> list[Answer]:
