@@ -12,7 +12,7 @@ import pytest
 from slotstream.certify import load, sizes
 from slotstream.certify.flags import Flags
 from slotstream.certify.kinds import kind_of
-from slotstream.certify.run import gaps_of, layers_of, load_gaps, prepare
+from slotstream.certify.run import gaps_of, layers_of, load_gaps, prepare, refused
 from slotstream.certify.sizes import Sizes
 from slotstream.truth.compare import Truth
 from slotstream.wire.errors import ConfigError
@@ -332,6 +332,12 @@ def test_vllms_page_of_counts() -> None:
     assert load.counted(page, "vllm:none") == 0
     assert load.label(page, "vllm:cache_config_info", "num_gpu_blocks") == "47"
     assert load.label(page, "vllm:cache_config_info", "none") is None
+
+
+def test_the_connectors_own_sentence_is_found_in_vllms_log() -> None:
+    log = "INFO 1\nERROR [x.py:1] slotstream cannot start: unknown connector options ['chunk_bites']\nTraceback\n"
+    assert refused(log) == "slotstream cannot start: unknown connector options ['chunk_bites']"
+    assert refused("Traceback\n") == ""
 
 
 def test_a_cache_without_room_is_told_from_other_failures() -> None:

@@ -30,6 +30,7 @@ from slotstream.wire.names import FINAL
 
 _STARTS_MAX = 4  # Each with twice the blocks of the one before.
 _SAY_EVERY_S = 30.0
+_REFUSED = "slotstream cannot start: "
 # What a user's environment says of the user's own servers.
 _NOT_OURS = (
     *("SLOTSTREAM_TOKEN", "SLOTSTREAM_TOKEN_FILE", "VLLM_API_KEY"),
@@ -63,11 +64,12 @@ def certify(flags: Flags, config: Mapping[str, Any], setting: Setting) -> Report
     model = _make(setting.work / "model", flags, stood, planned)
     with processes.server(setting.work / "data", setting.work / "server.log") as address:
         flags.connect_to(address, str(setting.work / "spool"))
-        with _engine(flags, model, setting) as (port, running):
+        with _engine(flags, model, setting) as (port, running), connect(address) as client:
             sent = _send(port, running, planned, report, setting)
-        write_prompts(setting.work, truth, {a.request.name: a.request.prompt for a in sent if a.request.capture})
-        with connect(address) as client, setting.steps("comparing rows", len(sent)) as told:
-            answers.check(client, sent, layer_ids, truth, report.findings, told)
+            write_prompts(setting.work, truth, {a.request.name: a.request.prompt for a in sent if a.request.capture})
+            # While the engine runs: it may send the last rows after the text has ended.
+            with setting.steps("comparing rows", len(sent)) as told:
+                answers.check(client, sent, layer_ids, truth, report.findings, told)
     report.command = ["vllm", "serve", str(model), *flags.words()]
     report.overrides = flags.overrides
     if not report.findings.output_rows:
@@ -140,21 +142,23 @@ def _engine(flags: Flags, model: Path, setting: Setting) -> Iterator[tuple[int, 
         with contextlib.ExitStack() as stack:
             try:
                 running = stack.enter_context(processes.vllm(command, port, log, setting.up_s, waiting))
-            except ProcessFailed:
+            except ProcessFailed as error:
+                written = log.read_text("utf-8", "replace")
                 blocks = flags.number("--num-gpu-blocks-override")
                 ours = any(one.flag == "--num-gpu-blocks-override" for one in flags.overrides)
-                if (
-                    blocks is None
-                    or not ours
-                    or turn + 1 == _STARTS_MAX
-                    or not sizes.without_room(log.read_text("utf-8", "replace"))
-                ):
-                    raise
+                if blocks is None or not ours or turn + 1 == _STARTS_MAX or not sizes.without_room(written):
+                    raise ProcessFailed(refused(written) or str(error)) from error
                 setting.say(f"{blocks} blocks hold no longest request: again, with {2 * blocks}")
                 flags.set("--num-gpu-blocks-override", str(2 * blocks), "the smallest cache that holds a longest request")
                 continue
             yield port, running
             return
+
+
+def refused(log: str) -> str:
+    """The connector's own sentence on why vLLM does not start with it; "" where it wrote none. vLLM's own lines bury it."""
+    lines = [line for line in log.splitlines() if _REFUSED in line]
+    return _REFUSED + lines[0].partition(_REFUSED)[2] if lines else ""
 
 
 def _send(port: int, running: Running, planned: Sizes, report: Report, setting: Setting) -> list[Answer]:
