@@ -1,4 +1,4 @@
-"""The Status call: how the server is, and who is connected. It waits for no disk: what one that hangs keeps back is left out."""
+"""The Status call: how the server is, and who is connected. What a disk that hangs keeps back is left out."""
 
 from __future__ import annotations
 
