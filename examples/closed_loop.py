@@ -1,6 +1,6 @@
 """The closed loop: live traffic, captured beside the draft in use, trains the next draft. Two generations, on two cores.
 
-    pip install speculators
+    pip install speculators hs-connectors datasets
     python examples/closed_loop.py --work closed-loop
 
 A small Llama is trained first, once for each work folder. It then serves prompts without a draft, and slotstream captures them:
@@ -17,6 +17,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -203,6 +204,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=1500, help="of the Llama's training (default: %(default)s)")
     parser.add_argument("--epochs", type=int, default=2, help="of each draft's training (default: %(default)s)")
     arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # Else vLLM and the server would stay.
     arguments.work.mkdir(parents=True, exist_ok=True)
     work: Path = arguments.work.resolve()
     untrained, first, second = loop(work, arguments.traffic, arguments.tests, arguments.steps, arguments.epochs)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -19,7 +20,9 @@ from support.server import ServerProcess, run_cli
 from support.synthetic import SyntheticSample
 from support.waiting import wait_until
 
+from slotstream.capture.engine import Engine, EngineAway
 from slotstream.capture.lines import Job, read_lines, revision_of, sample_id
+from slotstream.capture.manifest import Manifest, Outcome
 from slotstream.client import Client, connect
 from slotstream.wire.errors import ConfigError
 
@@ -435,3 +438,35 @@ def test_wrong_options_are_refused(engine: FakeEngine, server: ServerProcess, na
     assert done.returncode == 2
     assert "is not of a manifest" in done.stderr
     assert engine.completions == []
+
+
+def test_a_run_that_ends_before_it_tells_of_its_lines_keeps_the_manifest(tmp_path: Path) -> None:
+    path = tmp_path / "p.jsonl.manifest.jsonl"
+    first = Manifest(path)
+    first.add(Outcome(1, "k", "own", "stored"))
+    first.close(None)
+    again = Manifest(path)
+    assert again.ids == {"k": "own"}
+    again.close(None)
+    assert Manifest(path).ids == {"k": "own"}
+
+
+def test_a_connection_whose_handshake_nobody_answers_ends_at_once() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        engine = Engine(f"https://127.0.0.1:{silent.getsockname()[1]}")
+        ended: list[Exception] = []
+
+        def ask() -> None:
+            try:
+                engine._ask("GET", "/v1/models")
+            except EngineAway as error:
+                ended.append(error)
+
+        asking = threading.Thread(target=ask)
+        asking.start()
+        accepted, _ = silent.accept()
+        with accepted:
+            assert accepted.recv(1)  # The handshake has begun.
+            engine.close()
+            asking.join(60)
+        assert ended

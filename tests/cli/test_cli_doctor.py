@@ -107,6 +107,14 @@ def test_a_port_that_speaks_something_else(tmp_path: Path, stack: ExitStack, cap
     assert named(ask(capsys, "--server", address)) == {"port": "fail"}
 
 
+def test_a_port_of_another_service_and_one_that_answers_no_question(capsys: pytest.CaptureFixture[str]) -> None:
+    with serving() as address:
+        assert named(ask(capsys, "--server", address)) == {"port": "fail"}
+    for code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.INTERNAL):
+        with serving(Status=failing(code, "x")) as address:
+            assert named(ask(capsys, "--server", address)) == {"port": "fail"}, code
+
+
 def test_a_port_that_hangs_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """As a server that takes no more connections does."""
     authority = Authority(tmp_path)

@@ -138,3 +138,19 @@ def test_hours_until_full_count_to_the_reserve() -> None:
     assert hours_until_full(before, now, 900) == 0
     assert hours_until_full(now, Counted(3600, free_bytes=800), 200) is None
     assert hours_until_full(before, Counted(1800), 200) is None
+
+
+def test_what_the_disk_does_is_counted_from_the_first_reading_that_knows_it() -> None:
+    clock, free = _Clock(), iter([None, 500, 400, 300, None])
+
+    def read(at: float) -> Counted:
+        return Counted(at, free_bytes=next(free))
+
+    history = History(read, clock)
+    for _ in range(2):
+        clock.now += 10
+        history.note()
+    clock.now += 10
+    before, now = history.over(3600, of_disk=True)
+    assert (before.free_bytes, now.free_bytes, now.at - before.at) == (500, 300, 20)
+    assert history.over(3600, of_disk=True)[1].free_bytes is None

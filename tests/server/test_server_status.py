@@ -18,6 +18,7 @@ from support.descendants import descendants
 from support.secure import bearer, entry, write_tokens
 from support.waiting import wait_until
 
+from slotstream.server.metrics import Metrics
 from slotstream.v1 import ingest_pb2 as pb
 from slotstream.v1 import samples_pb2 as read_pb
 
@@ -182,6 +183,30 @@ def test_a_server_that_drains_says_so(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(240)
+def test_where_the_catalogue_does_not_answer_all_else_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = threading.Event()
+    monkeypatch.setattr("slotstream.server.samples.status._CATALOGUE_S", 0.05)
+    monkeypatch.setattr("slotstream.server.samples.status.StatusCall._usages", lambda *_: answers.wait(60) and [])
+    try:
+        with RunningServer(tmp_path / "data") as server:
+            told = ask(server.address)
+            assert (told.namespaces_unknown, list(told.namespaces), told.health) == (True, [], "ok")
+            assert told.HasField("server")
+            answers.set()
+            assert not ask(server.address).namespaces_unknown
+    finally:
+        answers.set()
+
+
+def test_what_other_processes_counted_is_told_where_this_one_counted_nothing() -> None:
+    here, there = Metrics(None), Metrics(None)
+    there.samples.labels("committed", "").inc(5)
+    there.samples.labels("failed", "SLOT_MISMATCH").inc(3)
+    here.merge(1, there.values())
+    counted = here.counted(0.0, None)
+    assert (counted.committed, counted.failed) == (5, {"SLOT_MISMATCH": 3})
+
+
 def test_several_processes_tell_of_all_engines(tmp_path: Path) -> None:
     peers = 10  # Spread over three processes by the kernel: all in one of them is a chance of one in 20,000.
     with RunningServer(tmp_path / "data", workers=3) as server:

@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 from slotstream.wire.errors import ConfigError
 
 _TIMEOUT_S = 1800.0
+_CONNECT_S = 30.0
 BAD_ANSWER = "BAD_ANSWER"
 
 
@@ -99,7 +100,7 @@ class Engine:
             connection = self._connection(fresh=fresh)
             try:
                 if connection.sock is None:
-                    connection.connect()
+                    self._dial(connection)
                 self._watch(connection.sock)
                 connection.request(method, self._root + path, data, self._headers)
                 answer = connection.getresponse()
@@ -127,6 +128,26 @@ class Engine:
             self._sockets.add(connected)
             if self._closed:
                 raise EngineAway(f"the engine at {self.url} is asked for nothing any more")
+
+    def _dial(self, connection: http.client.HTTPConnection) -> None:
+        """Connects. `close` ends that too, the handshake of TLS included."""
+        handles: list[socket.socket] = []
+
+        def connected(address: tuple[str, int], *_: Any) -> socket.socket:
+            plain = socket.create_connection(address, _CONNECT_S)
+            plain.settimeout(_TIMEOUT_S)
+            handles.append(plain.dup())  # TLS takes the socket itself away.
+            self._watch(handles[0])
+            return plain
+
+        setattr(connection, "_create_connection", connected)  # noqa: B010  (http.client's own seam)
+        try:
+            connection.connect()
+        finally:
+            for handle in handles:
+                with self._lock:
+                    self._sockets.discard(handle)
+                handle.close()
 
     def _connect(self) -> http.client.HTTPConnection:
         kind = http.client.HTTPSConnection if self._parts.scheme == "https" else http.client.HTTPConnection

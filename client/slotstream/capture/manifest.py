@@ -61,9 +61,11 @@ class Manifest:
             self._file.write(_text(outcome))
             self._file.flush()
 
-    def close(self, outcomes: Iterable[Outcome]) -> None:
-        """All lines of the run, in their order, in place of what was noted."""
+    def close(self, outcomes: Iterable[Outcome] | None) -> None:
+        """All lines of the run, in their order, in place of what was noted. None: what was noted stays."""
         self._file.close()
+        if outcomes is None:
+            return
         partial = self.path.with_name(f".{self.path.name}.partial")
         with partial.open("w", encoding="utf-8") as file:
             file.writelines(map(_text, sorted(outcomes, key=lambda outcome: outcome.line)))

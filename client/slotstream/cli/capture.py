@@ -147,7 +147,7 @@ def _capture(arguments: argparse.Namespace) -> int:
 
 
 def _carried_out(run: Run, lines: Sequence[Line], prompts: Path, manifest: Manifest) -> int:
-    """The exit code. However it ends, the manifest has every line."""
+    """The exit code. Where it ends too early to tell of every line, the manifest keeps what it had."""
     outcomes: dict[int, Outcome] = {}  # By line.
     try:
         try:
@@ -160,7 +160,7 @@ def _carried_out(run: Run, lines: Sequence[Line], prompts: Path, manifest: Manif
 
                 away = run.over(lines, told)
         finally:
-            manifest.close(outcomes.values())
+            manifest.close(outcomes.values() if len(outcomes) == len(lines) else None)
     except (KeyboardInterrupt, SystemExit):
         _summary(prompts, manifest.path, outcomes.values(), InterruptedError("interrupted"))
         raise

@@ -174,8 +174,8 @@ def print_json(value: dict[str, Any]) -> None:
 
 
 def note(text: str) -> None:
-    """A remark beside the output, on stderr."""
-    print(text, file=sys.stderr)
+    """A remark beside the output, on stderr. It may hold what a peer said."""
+    print("\n".join(map(shown, text.split("\n"))), file=sys.stderr)
 
 
 def complain_about(command: str, what: str, error: SlotStreamError) -> None:

@@ -123,15 +123,24 @@ def _ask_server(arguments: argparse.Namespace, say: Callable[[Finding], None]) -
         if found is not None and found.what in _PORT_TODO:
             say(Finding("port", "fail", f"{client.address}: {found.sentence}", _PORT_TODO[found.what]))
             return
+        answer = _answer(client) if found is None else None
+        if isinstance(answer, Finding) and answer.check == "port":
+            say(answer)
+            return
         say(Finding("port", "ok", f"{client.address} answers"))
         say(tls := _tls(client.address, client.access, found))
         if tls.result == "fail":
             return
-        status = _ask_status(client, arguments, say)
-        if status is not None:
-            say(_versions(status))
-            say(_clock(status))
-            say(_disk(status))
+        if answer is not None and not isinstance(answer, Finding):
+            say(_rights(answer, arguments))
+            say(_versions(answer))
+            say(_clock(answer))
+            say(_disk(answer))
+        elif answer is not None:
+            say(answer)
+            if answer.result == "ok":
+                todo = "upgrade servers first, then connectors and clients"
+                say(Finding("versions", "warn", "the server is of an earlier version, and cannot be asked how it is", todo))
 
 
 _PORT_TODO = {
@@ -197,33 +206,31 @@ def _tls(address: str, access: Access, found: Diagnosis | None) -> Finding:
     return Finding("tls", "ok", message)
 
 
-def _ask_status(client: Client, arguments: argparse.Namespace, say: Callable[[Finding], None]) -> Status | None:
-    """Says what there is to say of the token, and of a server that cannot be asked. The server's status, where it has one."""
+def _answer(client: Client) -> Status | Finding:
+    """How the server is; where it does not say, what there is to say of the port or of the token."""
     try:
-        status = client.status()
+        return client.status()
     except Unauthenticated as error:
-        say(Finding("token", "fail", str(error), "give --token-file, whose entry is in the file that serve --tokens names"))
+        return Finding("token", "fail", str(error), "give --token-file, whose entry is in the file that serve --tokens names")
     except ProtocolViolation:
-        say(_known_token(client))
-        todo = "upgrade servers first, then connectors and clients"
-        say(Finding("versions", "warn", "the server is of an earlier version, and cannot be asked how it is", todo))
+        pass  # It knows no Status.
     except SlotStreamError as error:
-        say(Finding("token", "fail", f"{error} ({error.code})", "see the server's log"))
-    else:
-        say(_rights(status, arguments))
-        return status
-    return None
-
-
-def _known_token(client: Client) -> Finding:
-    """Of a server that knows no Status."""
+        return _unanswered(client, error)
     try:
         next(client.list(limit=1), None)
     except PermissionDenied:
-        pass  # It is known, and may do other things.
-    except SlotStreamError as error:
+        pass  # The token is known, and may do other things.
+    except Unauthenticated as error:
         return Finding("token", "fail", f"{error} ({error.code})", "give --token-file, with a token that the server knows")
+    except ProtocolViolation:
+        return Finding("port", "fail", f"{client.address}: this is no slotstream port", _PORT_TODO["no_slotstream"])
+    except SlotStreamError as error:
+        return _unanswered(client, error)
     return Finding("token", "ok", "the server takes it, or wants none")
+
+
+def _unanswered(client: Client, error: SlotStreamError) -> Finding:
+    return Finding("port", "fail", f"{client.address} gives no answer: {error} ({error.code})", "see the server's log")
 
 
 def _rights(status: Status, arguments: argparse.Namespace) -> Finding:

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from slotstream.cli.common import note
 from slotstream.cli.parser import Parser
 
 EXIT_FAILURE = 1
@@ -143,7 +144,7 @@ def _guarded(name: str, run: Callable[[], int]) -> int:
 
 
 def _complain(name: str, sentence: str, code: int) -> int:
-    print(f"slotstream {name}: {sentence}", file=sys.stderr)
+    note(f"slotstream {name}: {sentence}")
     return code
 
 

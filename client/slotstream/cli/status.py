@@ -104,7 +104,12 @@ def _facts(status: Status, address: str) -> list[str]:
         rows += [(name, "-  (needs admin of every namespace)") for name in ("engines", "rates", "disk")]
         rows += [("rights", ", ".join(status.rights) or "none")]
         rows += [("namespaces", ", ".join(status.covers or ("every one",)))]
-        rows += [(f"  {space.namespace}", f"{space.samples} samples, {size_text(space.bytes)}") for space in status.namespaces]
+        if status.namespaces is None:
+            rows += [("", "-  (the catalogue does not answer)")]
+        spaces = status.namespaces or ()
+        rows += [(f"  {space.namespace}", f"{space.samples} samples, {size_text(space.bytes)}") for space in spaces]
+        if status.namespaces_left_out:
+            rows += [("", "and more")]
         return [f"{shown(name):<{_WIDTH}}  {shown(text)}" for name, text in rows]
     rows[0] = (rows[0][0], f"{rows[0][1]}, {_setup(server)}")
     rows += [

@@ -159,7 +159,8 @@ class Status:
     now_unix_ns: int  # by the server's clock
     rights: tuple[str, ...]  # of the token
     covers: tuple[str, ...] | None  # namespaces that it covers; None: every one
-    namespaces: tuple[NamespaceUsage, ...]  # those of them that it may read; at most 1000
+    namespaces: tuple[NamespaceUsage, ...] | None  # those of them that it may read, at most 1000; None: the catalogue is slow
+    namespaces_left_out: bool  # there are more
     server: ServerStatus | None
 
     @classmethod
@@ -170,7 +171,8 @@ class Status:
             now_unix_ns=reply.now_unix_ns,
             rights=tuple(reply.rights),
             covers=tuple(reply.covers) or None,
-            namespaces=tuple(map(NamespaceUsage.from_wire, reply.namespaces)),
+            namespaces=None if reply.namespaces_unknown else tuple(map(NamespaceUsage.from_wire, reply.namespaces)),
+            namespaces_left_out=reply.namespaces_left_out,
             server=ServerStatus.from_wire(reply.server) if reply.HasField("server") else None,
         )
 
@@ -196,7 +198,9 @@ def _problems(server: ServerStatus, now_unix_ns: int) -> dict[str, str]:
     if server.processes < server.processes_wanted:
         found["processes_missing"] = f"{server.processes} of {server.processes_wanted} processes take ingest streams"
     if silent := _named(one for one in server.engines if one.connected and (one.report_s or 0.0) > SILENT_S):
-        found["engine_silent"] = f"connected, and silent for {SILENT_S:.0f} s or more, stopped for example: {silent}"
+        found["engine_silent"] = (
+            f"connected, and silent for {SILENT_S:.0f} s or more, stopped or held up by this server: {silent}"
+        )
     if full := _named(one for one in server.engines if one.connected and _is_full(one)):
         found["staging_full"] = f"staging is full, for rows come faster than they are stored: {full}"
     failed = {code: count for code, count in server.failed.items() if code not in _WANTED_ENDS}

@@ -71,7 +71,7 @@ class ConnectorOptions:
     wait_s_max: float = field(default=2.0, metadata={"help": "longest an engine step waits for staging, then samples fail"})
     ack_timeout_s: float = field(default=30.0, metadata={"help": "without any answer for so long, the stream is given up"})
     output_rows_per_chunk: int = field(
-        default=96,
+        default=48,
         metadata={"help": "output rows collected before they are read and sent; half as many go along when others are read"},
     )
     bad_rows: str = field(

@@ -367,7 +367,7 @@ class StatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class StatusReply(_message.Message):
-    __slots__ = ("version", "health", "now_unix_ns", "rights", "covers", "namespaces", "server")
+    __slots__ = ("version", "health", "now_unix_ns", "rights", "covers", "namespaces", "server", "namespaces_unknown", "namespaces_left_out")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     HEALTH_FIELD_NUMBER: _ClassVar[int]
     NOW_UNIX_NS_FIELD_NUMBER: _ClassVar[int]
@@ -375,6 +375,8 @@ class StatusReply(_message.Message):
     COVERS_FIELD_NUMBER: _ClassVar[int]
     NAMESPACES_FIELD_NUMBER: _ClassVar[int]
     SERVER_FIELD_NUMBER: _ClassVar[int]
+    NAMESPACES_UNKNOWN_FIELD_NUMBER: _ClassVar[int]
+    NAMESPACES_LEFT_OUT_FIELD_NUMBER: _ClassVar[int]
     version: str
     health: str
     now_unix_ns: int
@@ -382,7 +384,9 @@ class StatusReply(_message.Message):
     covers: _containers.RepeatedScalarFieldContainer[str]
     namespaces: _containers.RepeatedCompositeFieldContainer[NamespaceUsage]
     server: ServerStatus
-    def __init__(self, version: _Optional[str] = ..., health: _Optional[str] = ..., now_unix_ns: _Optional[int] = ..., rights: _Optional[_Iterable[str]] = ..., covers: _Optional[_Iterable[str]] = ..., namespaces: _Optional[_Iterable[_Union[NamespaceUsage, _Mapping]]] = ..., server: _Optional[_Union[ServerStatus, _Mapping]] = ...) -> None: ...
+    namespaces_unknown: bool
+    namespaces_left_out: bool
+    def __init__(self, version: _Optional[str] = ..., health: _Optional[str] = ..., now_unix_ns: _Optional[int] = ..., rights: _Optional[_Iterable[str]] = ..., covers: _Optional[_Iterable[str]] = ..., namespaces: _Optional[_Iterable[_Union[NamespaceUsage, _Mapping]]] = ..., server: _Optional[_Union[ServerStatus, _Mapping]] = ..., namespaces_unknown: bool = ..., namespaces_left_out: bool = ...) -> None: ...
 
 class ServerStatus(_message.Message):
     __slots__ = ("uptime_s", "tls", "certificate_expires_unix_s", "tokens", "processes", "processes_wanted", "nixl", "engines", "engines_left_out", "open_samples", "rates_s", "samples_per_s", "received_bytes_per_s", "sent_bytes_per_s", "counted_s", "failed", "hours_until_full", "free_bytes", "disk_bytes", "free_bytes_min", "reads", "waiting_reads", "clock", "age_held", "rules_held", "rules_wait_s", "damaged")

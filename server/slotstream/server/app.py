@@ -189,7 +189,7 @@ class Server:
         return About(
             history,
             health=lambda: self._probes.readyz()[1],
-            disk=lambda: (disk.free_bytes, disk.disk_bytes),
+            disk=lambda: (None, None) if disk.word == "disk" else (disk.free_bytes, disk.disk_bytes),
             processes=lambda: 1 + self._workers.count,
             certificate_expires=(lambda: 0.0) if certificates is None else certificates.expires_unix_s,
             nixl=nixl,

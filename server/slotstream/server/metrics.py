@@ -184,8 +184,10 @@ class Metrics:
 
     def sums(self, metric: Counter | Gauge) -> dict[tuple[tuple[str, str], ...], float]:
         """The values of one metric by its labels, those of all processes together."""
-        own = [s for family in metric.collect() for s in family.samples if not s.name.endswith("_created")]
-        sums = self._merged.others(own[0].name) if own else {}
+        (family,) = metric.collect()
+        own = [s for s in family.samples if not s.name.endswith("_created")]
+        # Also where this process has no value yet: the others may have some.
+        sums = self._merged.others(family.name + "_total" if family.type == "counter" else family.name)
         for s in own:
             labels = tuple(sorted(s.labels.items()))
             sums[labels] = sums.get(labels, 0.0) + s.value

@@ -14,6 +14,13 @@ _EPSILONS = ("variance_epsilon", "eps", "epsilon")  # As vLLM's norms call it, t
 
 def describe_last_norm(model: torch.nn.Module, num_layers: int) -> str | None:
     """Its class and epsilon as JSON, `{"class": "RMSNorm", "epsilon": 1e-06}`; None where the model does not show which."""
+    try:
+        return _described(model, num_layers)
+    except Exception:  # A model's attributes may do anything, and an engine must not stop for what is only told.
+        return None
+
+
+def _described(model: torch.nn.Module, num_layers: int) -> str | None:
     found = {json.dumps({"class": type(norm).__name__, "epsilon": epsilon}) for norm, epsilon in _last_norms(model, num_layers)}
     return found.pop() if len(found) == 1 else None
 

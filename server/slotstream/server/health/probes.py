@@ -67,15 +67,22 @@ class DiskWatch:
             self._asked_at = None
 
     def _run(self) -> None:
+        told = False
         while not self._stopping.is_set():
             try:
                 self.look()
-                self.looked()
             except Exception:
                 if self._stopping.is_set():
                     return  # The store was closed meanwhile.
                 self._word = "disk"
                 _log.exception("a fault while the data directory was looked at")
+            try:
+                self.looked()
+                told = False
+            except Exception:
+                if not told:  # Once, and not every second.
+                    _log.exception("a fault while what was counted was noted")
+                told = True
             self._stopping.wait(_LOOK_S)
 
 

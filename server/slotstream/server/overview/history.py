@@ -44,12 +44,13 @@ class History:
         with self._lock:
             self._readings.append(reading)
 
-    def over(self, seconds: float) -> tuple[Counted, Counted]:
-        """The earliest reading of the last `seconds`, or the first there is, and one of now."""
+    def over(self, seconds: float, *, of_disk: bool = False) -> tuple[Counted, Counted]:
+        """The earliest reading of the last `seconds`, or the last there is, and one of now. `of_disk`: that knows the disk."""
         now = self._read(self._clock())
         with self._lock:
-            within = [reading for reading in self._readings if now.at - reading.at <= seconds]
-            return (within or [self._readings[-1]])[0], now
+            known = [one for one in self._readings if one.free_bytes is not None] if of_disk else list(self._readings)
+            within = [reading for reading in known if now.at - reading.at <= seconds]
+            return (within or list(self._readings)[-1:])[0], now
 
 
 def failed_between(before: Counted, now: Counted) -> dict[str, int]:

@@ -1,7 +1,8 @@
-"""The Status call: how the server is, and who is connected. It asks no disk: what a disk that hangs would not say is known."""
+"""The Status call: how the server is, and who is connected. What a disk that hangs keeps back is left out."""
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from slotstream.wire.errors import SlotStreamError
 
 _NAMESPACES_MAX = 1000
 _ENGINES_MAX = 1000
+_CATALOGUE_S = 2.0
 _MINUTE_S, _HOUR_S = 60.0, 3600.0
 
 
@@ -50,32 +52,43 @@ class StatusCall:
         async with self._calls.answering("Status", gate, context) as (session, raw):
             parsed(pb.StatusRequest, raw)
             who = session.principal()
+            namespaces = await self._namespaces(who)
             return pb.StatusReply(
                 version=server_version(),
                 health=self._about.health(),
                 now_unix_ns=time.time_ns(),
                 rights=sorted(who.rights),
                 covers=sorted(who.namespaces or ()),
-                namespaces=await self._namespaces(who),
+                namespaces=(namespaces or ())[:_NAMESPACES_MAX],
+                namespaces_unknown=namespaces is None,
+                namespaces_left_out=len(namespaces or ()) > _NAMESPACES_MAX,
                 server=self._server() if "admin" in who.rights and who.namespaces is None else None,
             )
 
-    async def _namespaces(self, who: Principal) -> list[pb.NamespaceUsage]:
+    async def _namespaces(self, who: Principal) -> list[pb.NamespaceUsage] | None:
+        """One more than are told, at most; None where the catalogue's disk does not answer."""
         if "read" not in who.rights:
             return []
+        if self._about.health() == "disk":
+            return None
         try:
-            return await self._calls.look_up(self._usages, who.spaces("read"))
-        except SlotStreamError:
-            return []  # The catalogue's disk is in trouble, which `health` says.
+            async with asyncio.timeout(_CATALOGUE_S):
+                return await self._calls.look_up(self._usages, who.spaces("read"))
+        except (SlotStreamError, TimeoutError):
+            return None
 
     def _usages(self, spaces: tuple[str, ...] | None) -> list[pb.NamespaceUsage]:
         lifetimes, policy = self._store.lifetimes, self._housekeeping.policy
-        usages = lifetimes.usages("", _NAMESPACES_MAX) if spaces is None else map(lifetimes.usage, spaces)
+        usages = lifetimes.usages("", _NAMESPACES_MAX + 1) if spaces is None else map(lifetimes.usage, spaces)
         return [convert.usage_of(usage, policy) for usage in usages]
 
     def _server(self) -> pb.ServerStatus:
         config, metrics, about, housekeeping = self._config, self._metrics, self._about, self._housekeeping
         (minute_ago, now), (hour_ago, _) = about.history.over(_MINUTE_S), about.history.over(_HOUR_S)
+        disk_before, disk_now = about.history.over(_HOUR_S, of_disk=True)
+        hours = hours_until_full(disk_before, disk_now, config.free_bytes_min)
+        if now.at - disk_before.at < (now.at - hour_ago.at) / 2:  # The disk was away for most of the time: too short to tell.
+            hours = None
         engines = self._engines.all()
         free_bytes, disk_bytes = about.disk()
         return pb.ServerStatus(
@@ -92,7 +105,7 @@ class StatusCall:
             **_rates(minute_ago, now),
             counted_s=now.at - hour_ago.at,
             failed=failed_between(hour_ago, now),
-            hours_until_full=hours_until_full(hour_ago, now, config.free_bytes_min),
+            hours_until_full=hours,
             free_bytes=free_bytes,
             disk_bytes=disk_bytes,
             free_bytes_min=config.free_bytes_min,
