@@ -116,7 +116,7 @@ class SampleStore:
                 # What is there can still be read and deleted, which is also how room is made.
                 _log.warning("%s; samples are refused until there are more", full)
             catalogue, floor, recovered = open_recovered(files, directory)
-            looked = "partials only" if catalogue.was_shut_down_cleanly else "all files"
+            looked = "partials only" if catalogue.was_shut_down_cleanly else "all names"
             clock = Clock(floor, wall, elapsed)
             opened = OpenedDirectory(files, directory, lock_fd)
             store = cls(StoreParts(directory, files, opened, catalogue, clock, free_bytes_min), lock_fd, limit)
