@@ -103,6 +103,23 @@ _SERVER = """\
 
 `slotstream serve --help` prints the same. BYTES and SECONDS take units too: `10GiB`, `500MB`; `30s`, `1h30m`. `--retention`
 takes a file of rules: [storage.md](storage.md) has its keys. [security.md](security.md) says what each limit protects.
+
+Options may also stand in a TOML file, which `--config FILE` or the variable `SLOTSTREAM_SERVE_CONFIG` names, and in variables.
+In the file, `--free-bytes-min` is the key `free_bytes_min`. Its variable is `SLOTSTREAM_SERVE_FREE_BYTES_MIN`. A flag goes
+before a variable, and a variable before the file. `--config`, `--check-config` and `--no-malloc-tuning` are no keys.
+
+```toml
+data = "/var/lib/slotstream"
+listen = ["unix:/run/slotstream/ingest.sock", "0.0.0.0:50151"]  # with commas in the variable
+tokens = "tokens.toml"                                           # paths count from the folder of this file
+free_bytes_min = "10GiB"                                         # or a number of bytes
+drain_s = 30
+socket_mode = "0660"                                             # always a string
+allow_anonymous = false                                          # a switch: true or false
+```
+
+An unknown key, an unknown `SLOTSTREAM_SERVE_...` and an empty value stop the start. `slotstream serve --config FILE
+--check-config` checks file and variables, and all files that they name.
 """
 _CODES = """\
 ## Error codes
@@ -165,11 +182,12 @@ def _server_options() -> str:
     rows = []
     for action in parser._actions:
         flag = action.option_strings[0]
-        said, _, default = ((action.help or "") % {"default": action.default}).rpartition(" (default: ")
+        text = (action.help or "") % {"default": action.default}
+        said, _, default = text.rpartition(" (default: ")
         if action.nargs == 0:
-            said, default = said or str(action.help), "off"
-        elif action.required:
-            said, default = str(action.help), "required"
+            said, default = said or text, "off"
+        elif not said:
+            said, default = text.removesuffix(" (required)"), "required" if text.endswith(" (required)") else "none"
         value = "" if action.nargs == 0 else f" {action.metavar or '|'.join(action.choices or ())}"
         rows.append((f"`{flag}{value}`".replace("|", "\\|"), default.removesuffix(")"), said))
     return _table(("option", "default", "meaning"), rows)

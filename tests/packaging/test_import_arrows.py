@@ -71,6 +71,7 @@ WINGS = {
             "parts",
             "processes",
             "samples",
+            "service_manager",
         },
         "processes": _SERVER_BASE | {"access", "health", "malloc", "ingest", "listening", "nixl", "overview", "parts"},
         "ingest": _SERVER_BASE | {"access", "nixl", "overview", "parts"},

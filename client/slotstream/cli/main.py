@@ -71,6 +71,7 @@ environment:
   SLOTSTREAM_SERVER  the server that the commands talk to where --server is not given (default: 127.0.0.1:50151)
   SLOTSTREAM_TOKEN, SLOTSTREAM_TOKEN_FILE                       the bearer token for it, or a file with the token
   SLOTSTREAM_TLS_CA, SLOTSTREAM_TLS_CERT, SLOTSTREAM_TLS_KEY    PEM files, where it wants TLS (see docs/security.md)
+  SLOTSTREAM_SERVE_...  the options of slotstream serve: see its --help
   SLOTSTREAM_DEBUG   when set, unexpected faults show their traceback
 """
 

@@ -19,6 +19,12 @@ examples:
   slotstream serve --data samples --listen unix:/run/slotstream.sock --listen 0.0.0.0:50151 --tokens tokens.toml
   slotstream serve --data samples --metrics 127.0.0.1:9464 --probes 127.0.0.1:9465
   slotstream serve --data samples --retention rules.toml --check-config
+  slotstream serve --config /etc/slotstream/serve.toml
+  SLOTSTREAM_SERVE_LOG_FORMAT=json slotstream serve --config serve.toml --listen 127.0.0.1:50151
+
+The keys of the file of --config are the options without --: free_bytes_min = "10GiB", listen = ["ADDRESS", ...]. The variables
+are SLOTSTREAM_SERVE_FREE_BYTES_MIN and so on, and SLOTSTREAM_SERVE_CONFIG names the file. A flag goes before a variable, and a
+variable before the file. What is unknown there is refused. --check-config and --no-malloc-tuning are flags only.
 
 BYTES and SECONDS take units too: 10GiB, 500MB; 30s, 1h30m, 250ms.
 

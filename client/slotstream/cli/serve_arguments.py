@@ -1,4 +1,7 @@
-"""The options of `slotstream serve`, made of the fields of `ServerConfig`, and the configuration that they make."""
+"""The options of `slotstream serve`, made of the fields of `ServerConfig`, and the configuration that they make.
+
+`serve_settings` says where they may stand beside the command line.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, get_args, get_type_hints
 
-from slotstream.cli import units
+from slotstream.cli import serve_settings, units
 from slotstream.server.config import ServerConfig
 from slotstream.store.upkeep.retention import Policy
 from slotstream.wire.errors import ConfigError
@@ -22,6 +25,11 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     for field in fields(ServerConfig):
         if field.metadata:
             _add(parser, field, kinds[field.name])
+    parser.add_argument(
+        "--config",
+        metavar="FILE",
+        help=f"TOML file of these options; a flag and a variable {serve_settings.PREFIX}... go before it",
+    )
     parser.add_argument(
         "--no-malloc-tuning",
         action="store_true",
@@ -35,11 +43,8 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add(parser: argparse.ArgumentParser, field: Field[Any], kind: Any) -> None:
-    told, more = field.metadata, dict[str, Any]()
-    if field.default is not MISSING:
-        more["default"] = None if "more" in told else field.default
-    elif field.default_factory is MISSING:
-        more["required"] = True
+    told = field.metadata
+    more: dict[str, Any] = {"default": argparse.SUPPRESS}  # What no flag says may stand elsewhere.
     if kind is bool:
         more["action"] = "store_true"
     elif "choices" in told:
@@ -48,8 +53,12 @@ def _add(parser: argparse.ArgumentParser, field: Field[Any], kind: Any) -> None:
         more |= {"metavar": told["unit"], "type": _parser(told, kind)}
     if "more" in told:
         more["action"] = "append"
-    shown = "" if more.get("required") else f" (default: {_default(field)})"
+    shown = " (required)" if _is_required(field) else f" (default: {_default(field)})"
     parser.add_argument(told["flag"], dest=field.name, help=told["help"] + shown, **more)
+
+
+def _is_required(field: Field[Any]) -> bool:
+    return field.default is MISSING and field.default_factory is MISSING
 
 
 def _default(field: Field[Any]) -> str:
@@ -77,13 +86,47 @@ def _octal(text: str) -> int:
         raise argparse.ArgumentTypeError(f"{text!r} is not an octal file mode") from None
 
 
-def config_from_arguments(arguments: argparse.Namespace) -> ServerConfig:
-    """The configuration that the parsed options make. Raises ConfigError."""
-    values = {field.name: getattr(arguments, field.name) for field in fields(ServerConfig) if field.metadata}
-    listen, *also_listen = values["listen"] or [ServerConfig.__dataclass_fields__["listen"].default]
-    rules = values["retention"]
-    policy = Policy() if rules is None else Policy.from_toml(rules, free_bytes_min=arguments.free_bytes_min)
-    return ServerConfig(**{**values, "listen": listen, "also_listen": tuple(also_listen), "retention": policy})
+def server_options() -> list[serve_settings.Option]:
+    """Those that a variable and the file may set: the fields of ServerConfig."""
+    kinds = get_type_hints(ServerConfig)
+    return [
+        serve_settings.Option(
+            name=field.name,
+            flag=told["flag"],
+            read=_parser(told, kinds[field.name]),
+            switch=kinds[field.name] is bool,
+            many="more" in told,
+            number=told["unit"] in ("BYTES", "SECONDS", "N"),
+            file=told["unit"] in ("DIR", "FILE"),
+        )
+        for field in fields(ServerConfig)
+        if (told := field.metadata)
+    ]
+
+
+def config_from_arguments(arguments: argparse.Namespace, environ: Mapping[str, str] | None = None) -> ServerConfig:
+    """The configuration that flags, variables and the file make. Raises ConfigError.
+
+    `environ`: the variables, by default this process's.
+    """
+    options = server_options()
+    settings = serve_settings.gather(options, arguments, os.environ if environ is None else environ)
+    named = {option.name: option for option in options}
+    for field in fields(ServerConfig):
+        if field.name in named and field.name not in settings and _is_required(field):
+            option = named[field.name]
+            raise ConfigError(f"give {option.flag}, or {option.variable}, or {option.key} in the file of --config")
+    values = {name: setting.value for name, setting in settings.items()}
+    if "listen" in values:
+        values["listen"], *also_listen = values["listen"]
+        values["also_listen"] = tuple(also_listen)
+    try:
+        if "retention" in values:
+            room = values.get("free_bytes_min", ServerConfig.__dataclass_fields__["free_bytes_min"].default)
+            values["retention"] = Policy.from_toml(values["retention"], free_bytes_min=room)
+        return ServerConfig(**values)
+    except ConfigError as error:
+        raise ConfigError(f"{error}{serve_settings.places(str(error), options, settings)}") from error
 
 
 def check(config: ServerConfig) -> None:

@@ -38,7 +38,7 @@ class Running:
                 stdout=out,
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
-                env={**os.environ, **(env or {})},
+                env={**_inherited(), **(env or {})},
                 start_new_session=True,  # So that a signal to its group reaches vLLM's engine and workers too.
             )
 
@@ -71,6 +71,11 @@ class Running:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.stop()
+
+
+def _inherited() -> dict[str, str]:
+    """This process's environment, but for what is about the user's own server and its service manager."""
+    return {k: v for k, v in os.environ.items() if not k.startswith("SLOTSTREAM_SERVE_") and k != "NOTIFY_SOCKET"}
 
 
 def free_port() -> int:

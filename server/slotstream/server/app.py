@@ -36,6 +36,7 @@ from slotstream.server.processes.workers import WorkerProcesses
 from slotstream.server.pulse import Pulse, beat_forever
 from slotstream.server.samples.service import SamplesService
 from slotstream.server.samples.status import About
+from slotstream.server.service_manager import notify
 from slotstream.server.version import server_version
 from slotstream.server.waiters import Waiters
 from slotstream.store.samples import SampleStore
@@ -70,8 +71,10 @@ async def _serve(config: ServerConfig, ready: Callable[[str], None] | None) -> N
     await server.start()
     if ready is not None:
         ready(server.address)
+    notify("READY=1", f"STATUS=listening on {', '.join(server.addresses)}")
     try:
         await signals.first.wait()
+        notify("STOPPING=1", "STATUS=draining")
         await server.drain(hurry=signals.second)
     finally:
         await server.stop()

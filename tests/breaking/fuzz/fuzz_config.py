@@ -7,11 +7,13 @@ import json
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stderr
 from io import StringIO
+from pathlib import Path
 from typing import Any
 
 from fuzz_harness import Source, Target, sentence
 
-from slotstream.cli.serve_arguments import add_serve_arguments, config_from_arguments
+from slotstream.cli.serve_arguments import add_serve_arguments, config_from_arguments, server_options
+from slotstream.cli.serve_settings import from_toml
 from slotstream.connector.options import ConnectorOptions
 from slotstream.connector.planning.request_params import CaptureParams, parse_params
 from slotstream.server.config import ServerConfig
@@ -150,6 +152,20 @@ def check_arguments(data: bytes) -> None:
     _is_usable(config)
 
 
+def check_serve_file(data: bytes) -> None:
+    """Every content of a server's file sets options to values of their kinds, or is refused in a sentence."""
+    options = {option.name: option for option in server_options()}
+    try:
+        found = from_toml([*options.values()], data, Path("/nowhere/serve.toml"))
+    except ConfigError as error:
+        sentence(error)
+        return
+    for name, setting in found.items():
+        kind = bool if options[name].switch else list if options[name].many else str | int | float | Path
+        assert isinstance(setting.value, kind)
+        assert setting.place is not None
+
+
 def _is_usable(config: ServerConfig) -> None:
     ingest_pb2.Welcome(window_bytes=config.window_bytes)
     assert config.log_level_number >= 0
@@ -187,5 +203,15 @@ TARGETS = (
         3,
         128,
         lambda: (bytes((1, at % len(_FLAGS), 1, at % len(_WORDS))) for at in range(16)),
+    ),
+    Target(
+        "serve_file",
+        check_serve_file,
+        8,
+        256,
+        lambda: (
+            b'data = "d"\nlisten = ["127.0.0.1:0", "unix:/s"]\nworkers = 2\n',
+            b'free-bytes-min = "10GiB"\ndrain_s = 1.5\nallow_anonymous = true\nsocket_mode = "0660"\n',
+        ),
     ),
 )
