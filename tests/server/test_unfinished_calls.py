@@ -6,6 +6,8 @@ import asyncio
 import errno
 import re
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Coroutine, Iterable
 from contextlib import ExitStack
@@ -13,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support import bare_grpc
 from support.ports import free_port
 from support.server import ServerProcess
 from support.unfinished_calls import UnfinishedCalls
@@ -44,8 +47,8 @@ rights = ["read"]
 """
 
 
-def _memory(server: ServerProcess, what: str) -> int:
-    found = re.search(rf"{what}:\s+(\d+) kB", Path(f"/proc/{server.process.pid}/status").read_text())
+def _memory(pid: int, what: str) -> int:
+    found = re.search(rf"{what}:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
     assert found is not None
     return int(found[1]) << 10
 
@@ -64,15 +67,30 @@ def test_calls_that_never_end_take_little_memory(tmp_path: Path, tokens: Path, m
     options = ["--tokens", str(tokens)] if with_tokens else []
     access: dict[str, Any] = {"token": "0123456789abcdef"} if with_tokens else {}
     with ServerProcess(tmp_path / "data", *options, address=f"127.0.0.1:{free_port()}", **access) as server:
-        idle = _memory(server, "VmRSS")
+        idle = _memory(server.process.pid, "VmRSS")
         with UnfinishedCalls(server.address, method, CALLS) as attack, connect(server.address, **access) as client:
             attack.push(quiet_s=2.0, limit_s=5.0)
             assert list(client.list()) == []  # Others have theirs.
             attack.push(quiet_s=2.0, limit_s=20.0)
-        assert _memory(server, "VmHWM") - idle < GROWTH_BYTES_MAX
+        assert _memory(server.process.pid, "VmHWM") - idle < GROWTH_BYTES_MAX
         if with_tokens and "Health" not in method:
             assert set(attack.statuses.values()) == {UNAUTHENTICATED}
             assert len(attack.statuses) == CALLS
+
+
+def test_what_grpc_alone_takes_of_them() -> None:
+    """A window of megabytes for each call, which it makes as wide as that at once. security.md says so."""
+    address = f"127.0.0.1:{free_port()}"
+    command = [sys.executable, bare_grpc.__file__, address]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as server, ExitStack() as stack:
+        stack.callback(server.kill)
+        assert server.stdout is not None
+        server.stdout.readline()
+        idle = _memory(server.pid, "VmRSS")
+        with UnfinishedCalls(address, bare_grpc.METHOD, CALLS) as attack:
+            attack.push(quiet_s=2.0, limit_s=30.0)
+            assert not attack.is_closed
+        assert _memory(server.pid, "VmHWM") - idle > CALLS * (2 << 20)
 
 
 class _Call:
