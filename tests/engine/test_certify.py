@@ -83,6 +83,7 @@ def _is_right(done: Done) -> None:
     assert not [gap for gap in report["not_exercised"] if gap["needed"]]
 
 
+@pytest.mark.extended
 def test_an_engine_as_it_is_passes_and_its_files_too(tmp_path: Path) -> None:
     kept = tmp_path / "kept"
     done = certify(tmp_path, "dense", "--keep", str(kept), sender="process", chunk_bytes=16 << 10)

@@ -40,7 +40,7 @@ _SEAMS = [
 ]
 
 
-@pytest.mark.parametrize("seam", _SEAMS)
+@pytest.mark.parametrize("seam", [_SEAMS[0], *(pytest.param(seam, marks=pytest.mark.extended) for seam in _SEAMS[1:])])
 def test_a_seam_that_is_missing_is_named_alone(server: ServerProcess, seam: str) -> None:
     paths = ":".join((str(_WITHOUT_SEAMS), *filter(None, sys.path)))
     code, findings = _asked(server, SLOTSTREAM_TEST_MISSING=seam, PYTHONPATH=paths)
