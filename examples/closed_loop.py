@@ -126,7 +126,9 @@ def train(run: Path, name: str, model: Path, start: Path | None, address: str, b
 
 def _call(log: Path, *words: str) -> None:
     with log.open("ab") as written:
-        done = subprocess.run([sys.executable, *words], stdout=written, stderr=subprocess.STDOUT, env=dict(os.environ))
+        done = subprocess.run(
+            [sys.executable, *words], stdout=written, stderr=subprocess.STDOUT, env={**os.environ, "OMP_NUM_THREADS": "1"}
+        )
     if done.returncode:
         raise SystemExit(f"{' '.join(words[:2])} ended with {done.returncode}: {log} says why")
 
