@@ -118,12 +118,17 @@ def train(run: Path, name: str, model: Path, start: Path | None, address: str, b
         words += ["--from-pretrained", str(start), "--data-path", str(data), "--slotstream-server", address]
         words += ["--on-missing", "raise", "--train-data-ratio", "0.95", "--total-seq-len", "256", "--epochs", str(epochs)]
     _call(run / f"{name}.log", str(_OWN / "speculators_on_cpu.py"), "train", *words)
-    return out if start is None else out / str(epochs - 1)
+    made = out if start is None else out / str(epochs - 1)
+    if not (made / "config.json").exists():  # speculators ends with 0 also when it is told to end.
+        raise SystemExit(f"no draft came out of the training of {name}: {run / name}.log says why")
+    return made
 
 
 def _call(log: Path, *words: str) -> None:
     with log.open("ab") as written:
-        done = subprocess.run([sys.executable, *words], stdout=written, stderr=subprocess.STDOUT, env=dict(os.environ))
+        done = subprocess.run(
+            [sys.executable, *words], stdout=written, stderr=subprocess.STDOUT, env={**os.environ, "OMP_NUM_THREADS": "1"}
+        )
     if done.returncode:
         raise SystemExit(f"{' '.join(words[:2])} ended with {done.returncode}: {log} says why")
 
@@ -183,11 +188,11 @@ def loop(work: Path, traffic: int, tests: int, steps: int, epochs: int) -> list[
                 draft = train(run, name.replace(" ", "-"), model, draft, address, beside, epochs)
                 say(f"{name} trained on what was captured beside {beside}")
             with engine(run, name.replace(" ", "-"), model, address, untrained, draft) as vllm:
-                found = answers(vllm, unseen)
-                rows.append((name, counted(vllm), near_ties(model, wanted, found)))
+                found, acceptance = answers(vllm, unseen), counted(vllm)
                 say(f"{name} asked {len(unseen)} prompts that nothing was trained on")
                 if generation == 1:
                     capture(vllm, prompts[traffic:], name)
+            rows.append((name, acceptance, near_ties(model, wanted, found)))
     positions = "  ".join(f"{f'at {position + 1}':>8}" for position in range(DRAFT_TOKENS))
     print(f"\naccepted, of a draft's tokens by position\n{'':14}{positions}  {'drafts':>8}")
     for name, acceptance, gaps in rows:
