@@ -101,3 +101,40 @@ def test_memory_that_grows_while_the_server_is_idle_is_given_back_too(monkeypatc
         task.cancel()
 
     asyncio.run(asyncio.wait_for(test(), 60))
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc keeps so much")
+def test_memory_that_is_in_use_is_asked_for_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every sixth look while nothing is given back, and after a load at once again."""
+
+    async def test() -> None:
+        looks, moved = 0, 0.0
+        trims: list[int] = []
+        over = asyncio.Event()
+        resident = 1 << 30
+
+        def look() -> float:
+            nonlocal looks, moved, resident
+            looks += 1
+            if looks == 2:  # The first is before the loop.
+                resident += 100 << 20
+            if looks == 22:
+                moved += 1 << 30
+            if looks == 30:
+                over.set()
+            return moved
+
+        class Libc:
+            @staticmethod
+            def malloc_trim(pad: int) -> int:
+                trims.append(looks)
+                return 1
+
+        monkeypatch.setattr(ctypes, "CDLL", lambda name: Libc)
+        task = asyncio.create_task(give_back_when_idle(look, 0.001, lambda: resident))
+        await over.wait()
+        task.cancel()
+        assert trims == [3, 9, 15, 21, 24, 30][: len(trims)]
+        assert len(trims) >= 5
+
+    asyncio.run(asyncio.wait_for(test(), 60))

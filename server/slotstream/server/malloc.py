@@ -31,6 +31,7 @@ _LOOK_S = 5.0
 _LOOKS = 2  # So often little is seen to move before memory is given back.
 _LITTLE_BYTES = 16 << 20  # Between two looks. It pays with page faults for what is taken again.
 _WORTH_BYTES = 32 << 20
+_LOOKS_IN_USE = 6  # After memory was given back and it was less than that: what is there is in use.
 
 
 def reexec_with_malloc_settings(*, enabled: bool = True) -> None:
@@ -56,14 +57,19 @@ async def give_back_when_idle(
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is None:  # Not glibc.
         return
-    least, before, looks = resident(), moved_bytes(), 0
+    least, before, looks, looks_min = resident(), moved_bytes(), 0, _LOOKS
     while True:
         await asyncio.sleep(look_s)
         had, now = resident(), moved_bytes()
         least = min(least, had)
-        looks = looks + 1 if now - before < _LITTLE_BYTES else 0
+        if now - before < _LITTLE_BYTES:
+            looks += 1
+        else:
+            looks, looks_min = 0, _LOOKS
         before = now
         # Again and again: calls that nobody counts may fill memory too, and what they had is free only when they have ended.
-        if looks >= _LOOKS and had - least >= _WORTH_BYTES:
-            await asyncio.to_thread(trim, 0)  # Without the interpreter's lock.
-            _log.debug("gave %d bytes back to the system", had - resident())
+        if looks >= looks_min and had - least >= _WORTH_BYTES:
+            await asyncio.to_thread(trim, 0)  # Without the interpreter's lock. Who allocates meanwhile waits.
+            given = had - resident()
+            looks, looks_min = 0, _LOOKS if given >= _WORTH_BYTES else _LOOKS_IN_USE
+            _log.debug("gave %d bytes back to the system", given)

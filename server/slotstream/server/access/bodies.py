@@ -72,10 +72,11 @@ class Bodies:
         growth_bytes: int = _GROWTH_BYTES,
         call_bytes: int = 0,
         connections: SharedConnections | None = None,
+        saves_connections: bool = True,
         resident: Callable[[], int] = resident_bytes,
     ) -> None:
         """`bytes_max`: of one message. `resident`: bytes of memory that this process has. `connections`: those that the calls
-        come over.
+        come over. `saves_connections`: a call whose message came saves its connection from calls of other callers.
 
         The process may grow by `growth_bytes`, and by `call_bytes` for each call that is waited for.
 
@@ -87,6 +88,7 @@ class Bodies:
         self._growth_bytes = growth_bytes
         self._call_bytes = call_bytes
         self._connections = connections or SharedConnections()
+        self._saves_connections = saves_connections
         self._resident = resident
         self._resident_before = 0
         self._looking: asyncio.TimerHandle | None = None
@@ -108,7 +110,7 @@ class Bodies:
     async def next(self, context: _Context, caller: str, limit_s: float) -> Any:
         """The next message of a call, however long, or EOF. Raises TooSlow and TooMany."""
         self.admit(context, caller)
-        call = self._connections.begin(context, caller)
+        call = self._connections.begin(context, caller, saves=self._saves_connections)
         async with self._turn(call.peer, caller):
             now = asyncio.get_running_loop().time()
             try:

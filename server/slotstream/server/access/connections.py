@@ -10,6 +10,7 @@ And it hangs up on the connections of calls whose messages do not end while the 
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import socket
@@ -33,6 +34,7 @@ _THROTTLED_BYTES = 4 << 10
 _WINDOW_BYTES = 1 << 30  # As large as the kernel lets it be.
 _TCP_INFO_BYTES_RECEIVED = (128, 136)  # Where `struct tcp_info` of <linux/tcp.h> has it.
 _DESCRIPTORS = Path("/proc/self/fd")
+_SHORT = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 _Peer = tuple[str, int]  # Host and port.
 
 
@@ -70,23 +72,35 @@ class Connections:
 
     def hang_up(self, peers: Iterable[str]) -> None:
         """On these, as gRPC names them, where they sent much. For the event loop; looks at every descriptor."""
-        for descriptor, peer in self._found(peers):
-            if _hang_up(descriptor, peer, _MUCH_BYTES):
-                self._say_hung_up(peer[0])
-
-    def throttle(self, peers: Iterable[str], *, on: bool) -> None:
-        """While it is on, the kernel takes next to nothing from these, which must keep what they have to say."""
-        for descriptor, peer in self._found(peers):
-            _set_window(descriptor, peer, _THROTTLED_BYTES if on else _WINDOW_BYTES)
-
-    def _found(self, peers: Iterable[str]) -> list[tuple[int, _Peer]]:
-        """Descriptors of their connections. None where this system shows none, or none is left to look with."""
-        wanted = {host for peer in peers if (host := host_of(peer)) is not None}
         with suppress(OSError):
-            if wanted:
-                descriptors = [int(path.name) for path in _DESCRIPTORS.iterdir()]
-                return [(descriptor, peer) for descriptor, peer in self._accepted(descriptors) if peer in wanted]
-        return []
+            for descriptor, peer in self._found(peers):
+                if _hang_up(descriptor, peer, _MUCH_BYTES):
+                    self._say_hung_up(peer[0])
+
+    def throttle(self, peers: Iterable[str], *, on: bool) -> bool:
+        """While it is on, the kernel takes next to nothing from these, which must keep what they have to say.
+
+        False where no descriptor was left to look with: some of them may be as they were. Looks at every descriptor.
+        """
+        try:
+            for descriptor, peer in self._found(peers):
+                _set_window(descriptor, peer, _THROTTLED_BYTES if on else _WINDOW_BYTES)
+        except OSError as error:
+            if not on and (more := self._said.more("throttle")) is not None:
+                _log.warning("connections that were slowed down stay slow until this can be undone: %s%s", error, more)
+            return False
+        return True
+
+    def _found(self, peers: Iterable[str]) -> Iterator[tuple[int, _Peer]]:
+        """Descriptors of their connections; none where this system shows none. Raises OSError if none is left to look with."""
+        wanted = {host for peer in peers if (host := host_of(peer)) is not None}
+        if not wanted or not self._is_shown:
+            return
+        for descriptor in [int(path.name) for path in _DESCRIPTORS.iterdir()]:
+            with _or_gone():
+                peer = self._accepted_from(descriptor)
+                if peer is not None and peer in wanted:
+                    yield descriptor, peer
 
     def _say_hung_up(self, host: str) -> None:
         if (unsaid := self._said.admit("unfinished")) is not None:
@@ -138,9 +152,25 @@ class Connections:
 
     def _accepted(self, descriptors: list[int]) -> Iterator[tuple[int, _Peer]]:
         for descriptor in descriptors:
-            with suppress(OSError), _looked_at(descriptor) as connection:
-                if connection is not None and connection.getsockname()[1] in self._ports:
-                    yield descriptor, _peer_of(connection)
+            with suppress(OSError):
+                if (peer := self._accepted_from(descriptor)) is not None:
+                    yield descriptor, peer
+
+    def _accepted_from(self, descriptor: int) -> _Peer | None:
+        """Whom a connection is with; None for what is none of the accepted ones. Raises OSError."""
+        with _looked_at(descriptor) as connection:
+            is_ours = connection is not None and connection.getsockname()[1] in self._ports
+            return _peer_of(connection) if connection is not None and is_ours else None
+
+
+@contextmanager
+def _or_gone() -> Iterator[None]:
+    """Passes over a connection that ended meanwhile. Raises OSError where no descriptor is left to look with."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in _SHORT:
+            raise
 
 
 @contextmanager
@@ -168,8 +198,11 @@ def _hang_up(descriptor: int, peer: _Peer, received_bytes_min: int = 0) -> bool:
 
 
 def _set_window(descriptor: int, peer: _Peer, nbytes: int) -> None:
-    """How much of that connection, if it still is that one, the kernel receives before somebody reads it, at most."""
-    with suppress(OSError), _looked_at(descriptor) as connection:
+    """How much of that connection, if it still is that one, the kernel receives before somebody reads it, at most.
+
+    Raises OSError where no descriptor is left to look with.
+    """
+    with _or_gone(), _looked_at(descriptor) as connection:
         if connection is not None and _peer_of(connection) == peer:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_WINDOW_CLAMP, nbytes)
 

@@ -1,8 +1,8 @@
 """Connections are closed for calls that do not end, but not one that somebody else uses, as behind a proxy.
 
-There the calls are cut first, and gRPC frees what came of a call that has ended. Until they have ended the connection takes
-next to nothing. It is closed if the process grows on after that. Only calls whose message came count, and only those of other
-callers: a good call of their own buys nothing.
+Behind a proxy the calls are cut first, and gRPC frees what came of a call that has ended. Until they have ended the connection
+takes next to nothing. It is closed if the process grows on after that. Only calls whose message came count, and only those of
+other callers: a good call of their own buys nothing. Nor does one of the health service, which everybody may call.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ _CUTTING_S = 2.0  # So long calls that were cut may take to end: the event loop 
 _QUIET_S = 0.1  # After that long without any, the last was the last.
 _GROWTH_BYTES = 8 << 20  # So much more than when they had ended, and their connection is closed.
 _SPARED_S = 60.0  # After that long, calls are cut first again.
+_AGAIN_S = 1.0  # After a look that could not end a throttle.
 _Context = grpc.aio.ServicerContext[Any, Any]
 
 
@@ -30,8 +31,8 @@ class Sockets(Protocol):
     def hang_up(self, peers: Iterable[str]) -> None:
         """Closes those over which much came."""
 
-    def throttle(self, peers: Iterable[str], *, on: bool) -> None:
-        """While it is on, next to nothing comes over them."""
+    def throttle(self, peers: Iterable[str], *, on: bool) -> bool:
+        """While it is on, next to nothing comes over them. False: not all were reached, so ask again."""
 
 
 class NoSockets:
@@ -40,8 +41,8 @@ class NoSockets:
     def hang_up(self, peers: Iterable[str]) -> None:
         pass
 
-    def throttle(self, peers: Iterable[str], *, on: bool) -> None:
-        pass
+    def throttle(self, peers: Iterable[str], *, on: bool) -> bool:
+        return True
 
 
 @dataclass(slots=True, eq=False)
@@ -50,6 +51,7 @@ class Call:
 
     peer: str  # As gRPC names it.
     caller: str
+    saves: bool  # Its connection, once its message came.
     came: bool = False  # Its message.
 
 
@@ -60,7 +62,7 @@ class _Spared:
     since: float
     callers: set[str]  # Of these the calls are cut.
     changed: float  # When one of them last came or ended.
-    ended_bytes: int | None = None  # What the process had when all had ended.
+    ended_bytes: int | None = None  # What the process had when all had ended. None: the connection is throttled.
 
 
 class SharedConnections:
@@ -72,10 +74,14 @@ class SharedConnections:
         self._resident = resident
         self._calls: dict[str, set[Call]] = {}  # by connection
         self._spared: dict[str, _Spared] = {}  # by connection
+        self._looking: asyncio.TimerHandle | None = None
 
-    def begin(self, context: _Context, caller: str) -> Call:
-        """A call. Its caller says once its message came, and it counts until gRPC says that it has ended."""
-        call = Call(context.peer(), caller)
+    def begin(self, context: _Context, caller: str, *, saves: bool = True) -> Call:
+        """A call. Its caller says once its message came, and it counts until gRPC says that it has ended.
+
+        `saves`: its connection, from being closed for calls of other callers.
+        """
+        call = Call(context.peer(), caller, saves)
         self._calls.setdefault(call.peer, set()).add(call)
         self._note_change(call)
         ended: Any = partial(self._end, call)
@@ -95,30 +101,47 @@ class SharedConnections:
             spared.changed = asyncio.get_running_loop().time()
 
     def hang_up(self, greedy: Mapping[str, set[str]]) -> None:
-        """Closes these connections, each with the callers whose calls are cut there, or spares them."""
-        self._sockets.hang_up([peer for peer, callers in greedy.items() if not self._is_spared(peer, callers)])
+        """Closes these connections, each with the callers whose calls are cut there, or spares them.
 
-    def _is_spared(self, peer: str, callers: set[str]) -> bool:
-        if not any(call.came and call.caller not in callers for call in self._calls.get(peer, ())):
-            return False
-        loop = asyncio.get_running_loop()
-        now = loop.time()
-        self._spared = {peer: one for peer, one in self._spared.items() if now < one.since + _SPARED_S}
-        spared = self._spared.get(peer)
-        if spared is None:
-            spared = self._spared[peer] = _Spared(now, set(callers), now)
-            self._sockets.throttle([peer], on=True)
-            loop.call_later(_QUIET_S, self._look, peer, spared)
-        spared.callers |= callers
-        return spared.ended_bytes is None or self._resident() < spared.ended_bytes + _GROWTH_BYTES
+        All at once: each time the sockets look at every descriptor, and the event loop waits for it.
+        """
+        now = asyncio.get_running_loop().time()
+        self._spared = {p: one for p, one in self._spared.items() if one.ended_bytes is None or now < one.since + _SPARED_S}
+        resident = self._resident()
+        closed, throttled = [], []
+        for peer, callers in greedy.items():
+            spared = self._spared.get(peer)
+            if not any(call.came and call.saves and call.caller not in callers for call in self._calls.get(peer, ())):
+                closed.append(peer)
+            elif spared is None:
+                self._spared[peer] = _Spared(now, set(callers), now)
+                throttled.append(peer)
+            else:
+                spared.callers |= callers
+                if spared.ended_bytes is not None and resident >= spared.ended_bytes + _GROWTH_BYTES:
+                    closed.append(peer)
+        if closed:
+            self._sockets.hang_up(closed)
+        if throttled:
+            self._sockets.throttle(throttled, on=True)
+            if self._looking is None:
+                self._looking = asyncio.get_running_loop().call_later(_QUIET_S, self._look)
 
-    def _look(self, peer: str, spared: _Spared) -> None:
-        """Again and again, until the calls that are cut have ended."""
-        loop = asyncio.get_running_loop()
-        now = loop.time()
+    def _look(self) -> None:
+        """Again and again, until the calls that are cut have ended, and no connection is throttled."""
+        self._looking = None
+        throttled = {peer: one for peer, one in self._spared.items() if one.ended_bytes is None}
+        ended = {peer: one for peer, one in throttled.items() if self._has_ended(peer, one)}
+        resident = self._resident()
+        done = not ended or self._sockets.throttle(ended, on=False)
+        if done:
+            for one in ended.values():
+                one.ended_bytes = resident
+        if not done or len(ended) < len(throttled):
+            self._looking = asyncio.get_running_loop().call_later(_QUIET_S if done else _AGAIN_S, self._look)
+
+    def _has_ended(self, peer: str, spared: _Spared) -> bool:
+        """What is cut there, or it had its time."""
+        now = asyncio.get_running_loop().time()
         left = any(call.caller in spared.callers and not call.came for call in self._calls.get(peer, ()))
-        if now < spared.since + _CUTTING_S and (left or now < spared.changed + _QUIET_S):
-            loop.call_later(_QUIET_S, self._look, peer, spared)
-        else:
-            spared.ended_bytes = self._resident()
-            self._sockets.throttle([peer], on=False)
+        return now >= spared.since + _CUTTING_S or not (left or now < spared.changed + _QUIET_S)

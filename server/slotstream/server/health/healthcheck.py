@@ -41,7 +41,8 @@ class HealthService:
         self._statuses: dict[str, int] = {}
         self._changes: set[asyncio.Event] = set()
         self._stopped = False
-        self._bodies = Bodies(_REQUEST_BYTES_MAX, connections=connections)
+        # Everybody may call it: else a peer would save its own connection with a call here, as another caller.
+        self._bodies = Bodies(_REQUEST_BYTES_MAX, connections=connections, saves_connections=False)
         self._watches = HEALTH_WATCHES.shares(config)
         self._checks = HEALTH_CHECKS.shares(config)
 
