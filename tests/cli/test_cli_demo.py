@@ -83,7 +83,7 @@ def test_the_users_own_server_is_not_the_demos(tmp_path: Path, monkeypatch: pyte
 @pytest.mark.parametrize("kept", [True, False])
 def test_what_is_printed_can_be_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kept: bool) -> None:
     found: Any = None
-    monkeypatch.setattr(run.shutil, "which", lambda name: found)
+    monkeypatch.setattr("shutil.which", lambda name: found)
     work = tmp_path / "a folder"
     said = run._how_to_use("127.0.0.1:1", 2, work, kept=kept)
     lines = [line for line in said.splitlines() if line.startswith("  ")]
