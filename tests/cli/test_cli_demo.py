@@ -7,6 +7,7 @@ import shlex
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,14 @@ from slotstream.demo import run
 from slotstream.demo.processes import ProcessFailed, Running
 
 _IGNORES_SIGTERM = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); signal.pause()"
+
+
+@pytest.fixture(autouse=True)
+def _children_hear_ctrl_c() -> Iterator[None]:
+    """A shell that started these tests in the background has them, and their children, ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 def test_staying_ends_when_a_process_does(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,14 @@ from support.waiting import wait_until
 from slotstream.demo.processes import Running
 
 pytestmark = pytest.mark.vllm
+
+
+@pytest.fixture(autouse=True)
+def _children_hear_ctrl_c() -> Iterator[None]:
+    """A shell that started these tests in the background has them, and their children, ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 def test_what_it_prints_can_be_used_until_ctrl_c(tmp_path: Path) -> None:
