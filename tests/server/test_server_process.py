@@ -132,6 +132,18 @@ def test_a_life(tmp_path: Path) -> None:
     assert sum("listening on" in line for line in server.lines) == 1
 
 
+def test_a_file_and_variables_set_what_no_flag_says(tmp_path: Path) -> None:
+    (tmp_path / "serve.toml").write_text('data = "not here"\nmetrics = "127.0.0.1:0"\nlog_format = "text"\n')
+    environment = {"SLOTSTREAM_SERVE_CONFIG": str(tmp_path / "serve.toml"), "SLOTSTREAM_SERVE_LOG_FORMAT": "json"}
+    with Process(tmp_path / "data", **environment) as server:
+        assert _health(server.address) == SERVING
+        server.signal()
+        assert server.wait() == 0
+    said = [json.loads(line)["message"] for line in server.lines]
+    assert [line for line in said if line.startswith("metrics on http://127.0.0.1:")]
+    assert {path.name for path in tmp_path.iterdir()} == {"data", "serve.toml"}
+
+
 def test_a_second_signal_ends_the_drain(tmp_path: Path) -> None:
     with Process(tmp_path, "--drain-s", "3600") as server, Peer(server.address) as peer:
         peer.say(Sample().open(1), Sample().chunk(1, 1, 0, 20))

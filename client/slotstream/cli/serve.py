@@ -55,7 +55,7 @@ def add_demo_arguments(parser: argparse.ArgumentParser) -> None:
     except ImportError as error:
         raise _demo_needs_more(error) from error
     add(parser)
-    parser.epilog = "example:\n  slotstream demo --keep demo-data\n"
+    parser.epilog = "examples:\n  slotstream demo --keep demo-data\n  slotstream demo --stay   # then use its server and vLLM\n"
 
 
 def run_demo(arguments: argparse.Namespace) -> int:

@@ -46,11 +46,15 @@ class Running:
         """Return once `ready()`. Raises ProcessFailed when the process ends first or the time passes."""
         deadline = time.monotonic() + timeout_s
         while not ready():
-            if self.process.poll() is not None:
-                raise ProcessFailed(f"{self.name} exited with {self.process.returncode}:\n{self.tail()}")
+            self.check_alive()
             if time.monotonic() > deadline:
                 raise ProcessFailed(f"{self.name} was not ready after {timeout_s:.0f} s:\n{self.tail()}")
             time.sleep(POLL_S)
+
+    def check_alive(self) -> None:
+        """Raises ProcessFailed when the process has ended."""
+        if self.process.poll() is not None:
+            raise ProcessFailed(f"{self.name} exited with {self.process.returncode}:\n{self.tail()}")
 
     def tail(self, lines: int = 30) -> str:
         """The last lines of the log."""
@@ -58,12 +62,14 @@ class Running:
 
     def stop(self, timeout_s: float = STOP_S) -> int:
         """SIGTERM, then SIGKILL for what is left of its process group; returns the exit status."""
-        if self.process.poll() is None:
-            self.process.terminate()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self.process.wait(timeout_s)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
+        try:
+            if self.process.poll() is None:
+                self.process.terminate()
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self.process.wait(timeout_s)
+        finally:  # Also after a second Ctrl-C.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
         return self.process.wait()
 
     def __enter__(self) -> Self:

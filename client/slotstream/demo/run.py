@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import json
 import random
+import shlex
 import shutil
 import signal
 import sys
@@ -20,8 +23,10 @@ from rich.table import Table
 
 from slotstream.client import Sample, connect
 from slotstream.demo.processes import (
+    POLL_S,
     SMALL_ENGINE,
     ProcessFailed,
+    Running,
     complete,
     connector_options,
     free_port,
@@ -49,6 +54,11 @@ def add_demo_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `slotstream demo`."""
     parser.add_argument("--requests", type=int, default=12, help="completions to send (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the prompts (default: %(default)s)")
+    parser.add_argument(
+        "--stay",
+        action="store_true",
+        help="leave server and vLLM running after the check, until Ctrl-C, and say how to use them",
+    )
     parser.add_argument("--keep", type=Path, metavar="DIR", help="keep model, samples and logs in DIR, which must not exist")
 
 
@@ -66,7 +76,7 @@ def run_demo(arguments: argparse.Namespace) -> int:
     work = arguments.keep or Path(tempfile.mkdtemp(prefix="slotstream-demo-"))
     work.mkdir(parents=True, exist_ok=True)
     try:
-        return _demo(work, arguments.requests, arguments.seed, console)
+        return _demo(work, arguments, console)
     except ProcessFailed as error:
         print(f"slotstream demo: {error}", file=sys.stderr)
         return 1
@@ -75,14 +85,14 @@ def run_demo(arguments: argparse.Namespace) -> int:
             shutil.rmtree(work, ignore_errors=True)
 
 
-def _demo(work: Path, requests: int, seed: int, console: Console) -> int:
+def _demo(work: Path, arguments: argparse.Namespace, console: Console) -> int:
     console.print("[1/4] making a tiny model whose hidden states spell their token and layer")
     model = truth_model.make(work / "model")
     server_port, vllm_port = free_port(), free_port()
     address = f"127.0.0.1:{server_port}"
     console.print(f"[2/4] starting slotstream serve on {address} and vLLM on 127.0.0.1:{vllm_port} (about half a minute)")
     with (
-        start_server(work / "data", work / "server.log", server_port),
+        start_server(work / "data", work / "server.log", server_port) as server,
         start_vllm(
             model,
             work / "vllm.log",
@@ -90,10 +100,10 @@ def _demo(work: Path, requests: int, seed: int, console: Console) -> int:
             *SMALL_ENGINE,
             "--served-model-name=truth",
             *connector_options(server=address, layers=LAYERS),
-        ),
+        ) as engine,
     ):
-        prompts = _prompts(requests, random.Random(seed))
-        console.print(f"[3/4] sending {requests} completions, a third of them with a shared prefix")
+        prompts = _prompts(arguments.requests, random.Random(arguments.seed))
+        console.print(f"[3/4] sending {arguments.requests} completions, a third of them with a shared prefix")
         answers = _send(vllm_port, prompts)
         console.print("[4/4] reading every sample back and checking every row")
         with connect(address) as client:
@@ -101,11 +111,44 @@ def _demo(work: Path, requests: int, seed: int, console: Console) -> int:
                 _check(client.get(answer["sample_id"], namespace=answer["namespace"]), prompt)
                 for answer, prompt in zip(answers, prompts, strict=True)
             ]
-    console.print(_table(checked))
-    wrong = sum(c.wrong_rows for c in checked)
-    rows = sum(len(c.sample.token_ids) for c in checked)
-    console.print(f"{rows} rows of {len(checked)} samples checked, {wrong} wrong")
+        console.print(_table(checked))
+        wrong = sum(c.wrong_rows for c in checked)
+        rows = sum(len(c.sample.token_ids) for c in checked)
+        console.print(f"{rows} rows of {len(checked)} samples checked, {wrong} wrong")
+        if arguments.stay:
+            # As it is: a line that rich breaks cannot be copied.
+            print(_how_to_use(address, vllm_port, work, kept=arguments.keep is not None), flush=True)
+            _stay(server, engine)
     return 1 if wrong else 0
+
+
+def _how_to_use(address: str, vllm_port: int, work: Path, *, kept: bool) -> str:
+    command = "slotstream" if shutil.which("slotstream") else f"{shlex.quote(sys.executable)} -m slotstream.cli.main"
+    prompt = [truth_model.FIRST_TEXT_TOKEN + i for i in range(8)]
+    params = {"slotstream": {"sample_id": "mine", "include_output_tokens": True}}
+    body = json.dumps({"model": "truth", "prompt": prompt, "max_tokens": 8, "kv_transfer_params": params})
+    read = f'from slotstream.client import connect; print(connect("{address}").get("mine"))'
+    return f"""
+The server on {address} and vLLM on 127.0.0.1:{vllm_port} stay up until Ctrl-C. In another shell:
+
+  export SLOTSTREAM_SERVER={address}
+  curl -s http://127.0.0.1:{vllm_port}/v1/completions -H 'Content-Type: application/json' -d {shlex.quote(body)}
+  {command} get mine -o mine.safetensors
+  {command} ls
+  {command} status
+  {shlex.quote(sys.executable)} -c {shlex.quote(read)}
+
+Samples and logs lie below {work}{"" if kept else ", and go with Ctrl-C; --keep DIR keeps them"}.
+"""
+
+
+def _stay(*running: Running) -> None:
+    """Returns at Ctrl-C. Raises ProcessFailed when one of them ends before."""
+    with contextlib.suppress(KeyboardInterrupt):
+        while True:
+            for each in running:
+                each.check_alive()
+            time.sleep(POLL_S)
 
 
 def _prompts(count: int, rng: random.Random) -> list[list[int]]:
