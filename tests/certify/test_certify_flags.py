@@ -12,6 +12,7 @@ import pytest
 from slotstream.certify import load, sizes
 from slotstream.certify.flags import Flags
 from slotstream.certify.kinds import kind_of
+from slotstream.certify.report import Report
 from slotstream.certify.run import gaps_of, layers_of, load_gaps, prepare, refused
 from slotstream.certify.sizes import Sizes
 from slotstream.truth.compare import Truth
@@ -131,6 +132,18 @@ def test_what_is_of_the_real_model_goes_and_the_rest_stays() -> None:
         at = kept.index(words[0])
         assert kept[at : at + len(words)] == words
     assert not {"secret", "8000", "draft"} & {word for word in kept if not word.startswith("{")}
+
+
+def test_the_report_holds_no_secret_of_the_users() -> None:
+    found = flags(
+        *("--api-key", "sk-SECRET", "--hf-token=hf-SECRET", "--ssl-keyfile-password", "SECRET"),
+        *("--model-loader-extra-config", '{"aws_secret_access_key": "SECRET"}', "--api-key", "more-SECRET"),
+    )
+    prepare(found, kind_of({"num_hidden_layers": 36}), gpu=True)
+    report = Report("m", "dense", 36, ["final"], command=found.words(), overrides=found.overrides)
+    assert {one.yours for one in found.overrides if one.ours is None} == {"set"}
+    assert "SECRET" not in json.dumps(report.as_json())
+    assert "SECRET" not in "\n".join(report.lines())
 
 
 @pytest.mark.parametrize(

@@ -49,6 +49,11 @@ _GO: dict[str, tuple[str, ...]] = {
     ),
     "vLLM's own counts are read": ("--disable-log-stats", "--no-enable-metrics"),
 }
+# Whose values may hold keys and passwords: the report is passed on, and says only that they were set.
+_SECRET = (
+    *("--api-key", "--hf-token", "--ssl-*", "--model-loader-extra-config", "--kv-events-config", "--otlp-traces-endpoint"),
+    "--middleware",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +75,10 @@ class Flag:
 
 @dataclass(frozen=True, slots=True)
 class Override:
-    """A flag that the truth model has otherwise. `yours` and `ours` are values; None where the flag is not there."""
+    """A flag that the truth model has otherwise. `yours` and `ours` are values; None where the flag is not there.
+
+    `yours` is "set" where the value may be a secret.
+    """
 
     flag: str
     yours: str | None
@@ -132,6 +140,8 @@ class Flags:
         self._flags = [one for one in self._flags if one.name != name]
         if value is not None:
             self._flags.append(Flag(name, (name, value)))
+        if yours is not None and any(_matches(name, pattern) for pattern in _SECRET):
+            yours = "set"
         before = [one for one in self.overrides if one.flag == name]
         self.overrides = [one for one in self.overrides if one.flag != name]
         self.overrides.append(Override(name, before[0].yours if before else yours, value, why))
