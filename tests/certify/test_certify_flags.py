@@ -13,7 +13,7 @@ from slotstream.certify import load, sizes
 from slotstream.certify.flags import Flags
 from slotstream.certify.kinds import kind_of
 from slotstream.certify.report import Report
-from slotstream.certify.run import gaps_of, layers_of, load_gaps, prepare, refused
+from slotstream.certify.run import backend_gaps, gaps_of, layers_of, load_gaps, prepare, refused, transport_gap
 from slotstream.certify.sizes import Sizes
 from slotstream.truth.compare import Truth
 from slotstream.wire.errors import ConfigError
@@ -132,6 +132,38 @@ def test_what_is_of_the_real_model_goes_and_the_rest_stays() -> None:
         at = kept.index(words[0])
         assert kept[at : at + len(words)] == words
     assert not {"secret", "8000", "draft"} & {word for word in kept if not word.startswith("{")}
+
+
+def test_what_runs_otherwise_than_the_users_engine_is_no_part_of_the_proof() -> None:
+    found = flags("--enable-expert-parallel", "--attention-backend", "FLASHMLA")
+    stood = kind_of({"num_hidden_layers": 6, "kv_lora_rank": 512})
+    gaps = gaps_of(found, {}, stood)
+    prepare(found, stood, gpu=True)
+    told = {gap.what: gap.why for gap in gaps + backend_gaps(found)}
+    assert "expert parallelism" in told
+    assert "TRITON_MLA" in told["attention backend"]
+    on_cpu = flags("--attention-backend", "FLASHMLA")
+    prepare(on_cpu, stood, gpu=False)
+    assert backend_gaps(on_cpu) == []
+
+
+@pytest.mark.parametrize(
+    ("asked", "used", "fallbacks", "needed", "said"),
+    [
+        (None, {"nixl"}, 0, False, "rows came over nixl, by a socket of this host"),
+        ("auto", {"grpc"}, 3, False, "rows came over grpc"),
+        ("nixl", {"nixl"}, 0, False, "rows came over nixl"),
+        ("nixl", {"nixl", "grpc"}, 0, True, "nixl was asked for, and did not always work; rows came over grpc and nixl"),
+        ("nixl", {"nixl"}, 1, True, "nixl was asked for, and did not always work"),
+        ("nixl", set(), 0, True, "rows came over an unknown transport"),
+    ],
+)
+def test_how_rows_came_is_said_and_nixl_that_fell_back_stops_a_pass(
+    asked: str | None, used: set[str], fallbacks: float, needed: bool, said: str
+) -> None:
+    gap = transport_gap(asked, used, fallbacks)
+    assert (gap.what, gap.needed) == ("transport", needed)
+    assert said in gap.why
 
 
 def test_the_report_holds_no_secret_of_the_users() -> None:
