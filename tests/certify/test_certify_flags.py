@@ -296,6 +296,46 @@ def test_sizes_are_written_into_the_flags_and_named() -> None:
     }
 
 
+def test_flags_in_parts_are_one_flag_behind_all_others() -> None:
+    found = flags(
+        *(
+            "--compilation-config.pass_config.fuse",
+            "true",
+            "-cc.mode",
+            "3",
+            "-cc.splitting_ops+",
+            "a,b",
+            "-cc.splitting_ops+=c",
+        ),
+        *("--compilation_config.max_size", "8k", "--attention-config", '{"x": 1}', "-ac.y=1", "--enforce-eager"),
+    )
+    assert found.json("--compilation-config") == {
+        "pass_config": {"fuse": True},
+        "mode": 3,
+        "splitting_ops": ["a", "b", "c"],
+        "max_size": 8000,
+    }
+    assert found.json("--attention-config") == {"y": 1}  # The last one counts, and vLLM puts what it joined last.
+    assert not [word for word in found.words() if word.startswith("-") and "." in word]
+    assert found.has("--enforce-eager")
+    with pytest.raises(ConfigError, match=r"--eplb-config.x has no value"):
+        flags("--eplb-config.x")
+
+
+def test_a_flag_in_parts_undoes_no_override() -> None:
+    found = flags("--attention-config.backend", "FLASHMLA", "--eplb-config.window_size", "9", "--generation-config.x", "1")
+    prepare(found, kind_of({"num_hidden_layers": 6, "kv_lora_rank": 512}), gpu=True)
+    changed = {one.flag: (one.yours, one.ours) for one in found.overrides}
+    assert changed["--attention-config"] == ('{"backend": "FLASHMLA"}', '{"backend": "TRITON_MLA"}')
+    assert changed["--eplb-config"] == ('{"window_size": 9}', None)
+    assert changed["--generation-config"] == ('{"x": 1}', None)
+    assert not {"FLASHMLA", "9"} & set(found.words())
+    gdn = flags("--additional-config.mine", "1")
+    prepare(gdn, kind_of({"num_hidden_layers": 6, "linear_num_key_heads": 4}), gpu=True)
+    assert gdn.json("--additional-config") == {"mine": 1, "gdn_prefill_backend": "triton"}
+    assert sum("additional-config" in word for word in gdn.words()) == 1
+
+
 def test_a_flag_that_is_set_again_is_named_once_with_what_the_user_gave() -> None:
     found = flags("--max-model-len", "4096")
     for value in ("47", "94"):

@@ -95,6 +95,7 @@ class Flags:
         for one in self._flags:
             if "." in one.name and one.name.partition(".")[0] in (_TRANSFER, _DRAFTER):
                 raise ConfigError(f"write {one.name.partition('.')[0]} as one JSON object, not in parts")
+        self._flags = _joined(self._flags)
         self.overrides: list[Override] = []
 
     def words(self) -> list[str]:
@@ -115,12 +116,10 @@ class Flags:
         text = self.value(name)
         if text is None or text in ("auto", "-1"):
             return None
-        match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([kKmMgG]?)", text)
-        if match is None:
+        count = _count(text)
+        if count is None:
             raise ConfigError(f"{name} {text!r} is not a whole number")
-        unit = match[2]
-        scale = (1000 if unit.islower() else 1024) ** ("kmg".index(unit.lower()) + 1) if unit else 1
-        return int(float(match[1]) * scale)
+        return count
 
     def json(self, name: str) -> Any:
         """As `value`, parsed; None without. Raises ConfigError."""
@@ -262,6 +261,52 @@ def _grouped(words: list[str]) -> list[Flag]:
     return flags
 
 
+def _joined(flags: list[Flag]) -> list[Flag]:
+    """With --FLAG.KEY VALUE as one --FLAG of JSON behind all others, as vLLM has it. Raises ConfigError for one without."""
+    found: dict[str, dict[str, Any]] = {}
+    for one in flags:
+        head, *keys = one.name.removesuffix("+").split(".")
+        if not keys:
+            continue
+        if not one.value:
+            raise ConfigError(f"{one.name} has no value")
+        more: Any = one.value.split(",") if one.name.endswith("+") else _parsed(one.value)
+        for key in reversed(keys):
+            more = {key: more}
+        _merge(found.setdefault(head, {}), more)
+    joined = [Flag(head, (head, json.dumps(value))) for head, value in found.items()]
+    return [one for one in flags if "." not in one.name] + joined
+
+
+def _merge(into: dict[str, Any], more: Mapping[str, Any]) -> None:
+    for key, value in more.items():
+        there = into.get(key)
+        if isinstance(there, dict) and isinstance(value, dict):
+            _merge(there, value)
+        elif isinstance(there, list) and isinstance(value, list):
+            there += value
+        else:
+            into[key] = value
+
+
+def _parsed(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        count = _count(text)
+        return text if count is None else count
+
+
+def _count(text: str) -> int | None:
+    """A whole number, also as in 8k or 32K; None for anything else."""
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([kKmMgGtT]?)", text)
+    if match is None:
+        return None
+    unit = match[2]
+    scale = (1000 if unit.islower() else 1024) ** ("kmgt".index(unit.lower()) + 1) if unit else 1
+    return int(float(match[1]) * scale)
+
+
 def _of_file(name: str) -> list[str]:
     """The words of vLLM's own --config file. Raises ConfigError."""
     import yaml  # vLLM needs it, too.
@@ -290,10 +335,8 @@ def _is_flag(word: str) -> bool:
 def _name(word: str) -> str:
     """vLLM's own spelling: dashes, no short form."""
     name = word.partition("=")[0]
-    if name.startswith("--"):
-        head, dot, rest = name.partition(".")
-        return head.replace("_", "-") + dot + rest
-    return _SHORT.get(name, name)
+    head, dot, rest = name.partition(".")
+    return (head.replace("_", "-") if head.startswith("--") else _SHORT.get(head, head)) + dot + rest
 
 
 def _matches(name: str, pattern: str) -> bool:
