@@ -281,6 +281,22 @@ def test_sizes_let_happen_what_must(words: list[str], wanted: Sizes) -> None:
     assert sizes.sizes_of(flags(*words), "dense", gpu=True) == wanted
 
 
+@pytest.mark.parametrize("words", [["--max-model-len=63"], ["--max-num-batched-tokens=63", "--no-enable-chunked-prefill"]])
+def test_requests_that_are_too_short_for_the_load_are_refused(words: list[str]) -> None:
+    with pytest.raises(ConfigError, match="at most 63 tokens, and the load needs 64"):
+        sizes.sizes_of(flags(*words), "dense", gpu=True)
+
+
+@pytest.mark.parametrize("seqs", ["1", "16", "256"])
+def test_the_shortest_requests_make_a_load(seqs: str) -> None:
+    planned = sizes.sizes_of(flags("--max-model-len=64", "--max-num-seqs", seqs), "dense", gpu=True)
+    for seed in range(20):
+        rng = random.Random(seed)
+        sent = load.mixed(rng, 36, planned) + [one for turn in load.alike(rng, planned) for one in turn]
+        sent += [one for turn in range(load.ROUNDS) for one in load.long_texts(rng, turn, 200, planned)]
+        assert all(r.prompt and r.max_tokens >= 1 and len(r.prompt) + r.max_tokens <= 64 for r in sent)
+
+
 def test_sizes_are_written_into_the_flags_and_named() -> None:
     found = flags("--max-model-len", "131072", "--kv-cache-memory-bytes", "1G", "--attention-backend", "FLASHMLA")
     prepare(found, kind_of({"num_hidden_layers": 6, "kv_lora_rank": 512}), gpu=True)
