@@ -99,6 +99,15 @@ def test_a_config_file_of_vllms_is_read_and_the_command_line_counts_first(tmp_pa
     assert not found.has("--port", "--config")
 
 
+def test_false_in_a_config_file_is_a_flag_only_where_vllm_has_one(tmp_path: Path) -> None:
+    path = tmp_path / "serve.yaml"
+    path.write_text(
+        "enable-prefix-caching: false\nenforce_eager: false\ndisable-log-stats: false\nheadless: false\n"
+        "aggregate-engine-logging: false\ndata-parallel-multi-port-external-lb: false\n"
+    )
+    assert Flags(["m", "--config", str(path)]).words() == ["--no-enable-prefix-caching"]
+
+
 def test_what_is_of_the_real_model_goes_and_the_rest_stays() -> None:
     given = [
         *("--tokenizer", "t", "--hf-overrides", "{}", "--quantization", "fp8", "--limit-mm-per-prompt", '{"image": 1}'),

@@ -41,7 +41,7 @@ _GO: dict[str, tuple[str, ...]] = {
         *("--host", "--port", "--uds", "--api-key", "--ssl-*", "--enable-ssl-refresh", "--root-path", "--middleware"),
         *("--served-model-name", "--headless", "--api-server-count", "--allowed-origins", "--allowed-methods"),
         *("--allowed-headers", "--allow-credentials", "--kv-events-config", "--otlp-traces-endpoint"),
-        *("--collect-detailed-traces", "--fd-*"),
+        *("--collect-detailed-traces", "--fd-*", "--grpc", "--grpc-port"),
     ),
     "the truth model is no chat model": (
         *("--chat-template*", "--trust-request-chat-template", "--reasoning-*", "--tool-*", "--enable-auto-tool-choice"),
@@ -49,6 +49,11 @@ _GO: dict[str, tuple[str, ...]] = {
     ),
     "vLLM's own counts are read": ("--disable-log-stats", "--no-enable-metrics"),
 }
+# vLLM has no --no-... of these: `false` for one in a --config file says nothing.
+_SWITCHES = (
+    *("--disable-log-stats", "--headless", "--grpc", "--aggregate-engine-logging"),
+    "--data-parallel-multi-port-external-lb",
+)
 # Whose values may hold keys and passwords: the report is passed on, and says only that they were set.
 _SECRET = (
     *("--api-key", "--hf-token", "--ssl-*", "--model-loader-extra-config", "--kv-events-config", "--otlp-traces-endpoint"),
@@ -320,7 +325,12 @@ def _of_file(name: str) -> list[str]:
     words = list[str]()
     for key, value in said.items():
         if isinstance(value, bool):
-            words.append(f"--{key}" if value else f"--no-{key}")
+            if value:
+                words.append(f"--{key}")
+            elif (
+                "_" not in key and f"--{key}" not in _SWITCHES
+            ):  # vLLM finds no --no-... with an underscore, and leaves it out.
+                words.append(f"--no-{key}")
         elif isinstance(value, list):
             words += [f"--{key}", *map(str, value)] if value else []
         else:

@@ -6,7 +6,6 @@ import contextlib
 import math
 import os
 import random
-import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from slotstream.certify.load import Answer, EngineLost
 from slotstream.certify.report import Gap, Report, Steps, gpu_names
 from slotstream.certify.sizes import Sizes
 from slotstream.client import Client, connect
-from slotstream.demo.processes import ProcessFailed, Running, free_port
+from slotstream.demo.processes import ProcessFailed, Running, free_port, vllm_command
 from slotstream.truth import model as truth_model
 from slotstream.truth.compare import Truth
 from slotstream.wire.errors import ConfigError
@@ -67,14 +66,13 @@ def certify(flags: Flags, config: Mapping[str, Any], setting: Setting) -> Report
     model = _make(setting.work / "model", flags, stood, planned)
     with processes.server(setting.work / "data", setting.work / "server.log") as address:
         flags.connect_to(address, str(setting.work / "spool"))
-        with _engine(flags, model, setting) as (port, running), connect(address) as client:
+        with _engine(flags, model, setting) as (port, running, report.command), connect(address) as client:
             sent = _send(port, running, planned, report, setting)
             write_prompts(setting.work, truth, {a.request.name: a.request.prompt for a in sent if a.request.capture})
             # While the engine runs: it may send the last rows after the text has ended.
             with setting.steps("comparing rows", len(sent)) as told:
                 answers.check(client, sent, layer_ids, truth, report.findings, told)
             report.gaps.append(_transport(client, port, asked))
-    report.command = ["vllm", "serve", str(model), *flags.words()]
     report.overrides = flags.overrides
     if not report.findings.output_rows:
         report.gaps.append(Gap("output rows", "none was captured", needed=True))
@@ -154,8 +152,8 @@ def _make(out: Path, flags: Flags, stood: Stood, planned: Sizes) -> Path:
 
 
 @contextlib.contextmanager
-def _engine(flags: Flags, model: Path, setting: Setting) -> Iterator[tuple[int, Running]]:
-    """The engine, up, with the blocks that it needs at least. Raises ProcessFailed."""
+def _engine(flags: Flags, model: Path, setting: Setting) -> Iterator[tuple[int, Running, list[str]]]:
+    """The engine, up, with the blocks that it needs at least, and its command. Raises ProcessFailed."""
     for turn in range(_STARTS_MAX):
         log = setting.work / f"vllm{turn}.log"
         port = free_port()
@@ -168,8 +166,7 @@ def _engine(flags: Flags, model: Path, setting: Setting) -> Iterator[tuple[int, 
                 said = time.monotonic()
                 setting.say(f"vLLM is still starting, for {said - began:.0f} s")
 
-        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), *flags.words()]
-        command += ["--host", "127.0.0.1", "--port", str(port)]
+        command = [*vllm_command(model, port), *flags.words()]
         with contextlib.ExitStack() as stack:
             try:
                 running = stack.enter_context(processes.vllm(command, port, log, setting.up_s, waiting))
@@ -182,7 +179,7 @@ def _engine(flags: Flags, model: Path, setting: Setting) -> Iterator[tuple[int, 
                 setting.say(f"{blocks} blocks hold no longest request: again, with {2 * blocks}")
                 flags.set("--num-gpu-blocks-override", str(2 * blocks), "the smallest cache that holds a longest request")
                 continue
-            yield port, running
+            yield port, running, command
             return
 
 
