@@ -12,7 +12,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from support.plants import LAYER_IDS, plant, write_files
 
+from slotstream.certify import elsewhere
 from slotstream.certify.files import write_prompts
+from slotstream.certify.report import Report
 from slotstream.cli import main as cli
 from slotstream.truth.compare import Truth
 from slotstream.truth.model import Kind
@@ -187,3 +189,40 @@ def test_rows_that_tell_no_layers_must_be_named(tmp_path: Path, capsys: pytest.C
     save_file({"hidden_states": torch.ones(4, 2, 256), "token_ids": torch.arange(4)}, tmp_path / "out" / "a.safetensors")
     assert cli.main(["certify", "--files", "out"]) == 2
     assert "name them with --layers" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("report", "said"),
+    [
+        ("out", "--report: out is a folder, and no file"),
+        ("/proc/report.json", "--report: nothing can be written to /proc: "),
+        ("nowhere/report.json", "--report: there is no folder nowhere"),
+    ],
+)
+def test_a_report_that_cannot_be_written_is_refused_first(
+    report: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_files(tmp_path / "out")
+    assert cli.main(["certify", "--files", "out", "--report", report]) == 2
+    told = capsys.readouterr()
+    assert said in told.err
+    assert told.out == ""
+
+
+def test_what_was_found_is_told_also_where_the_report_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_files(tmp_path / "out")
+
+    check_files = elsewhere.check_files
+
+    def meanwhile(*arguments: Any) -> Report:
+        found = check_files(*arguments)
+        (tmp_path / "report.json").mkdir()  # Meanwhile somebody else's.
+        return found
+
+    monkeypatch.setattr(elsewhere, "check_files", meanwhile)
+    assert cli.main(["certify", "--files", "out", "--report", "report.json"]) == 1
+    told = capsys.readouterr()
+    assert "rows       126 of 4 samples" in told.out
+    assert "cannot write the report to report.json: Is a directory" in told.err

@@ -12,7 +12,8 @@ import pytest
 from slotstream.certify import load, sizes
 from slotstream.certify.flags import Flags
 from slotstream.certify.kinds import kind_of
-from slotstream.certify.run import gaps_of, layers_of, load_gaps, prepare, refused
+from slotstream.certify.report import Report
+from slotstream.certify.run import backend_gaps, gaps_of, layers_of, load_gaps, prepare, refused, transport_gap
 from slotstream.certify.sizes import Sizes
 from slotstream.truth.compare import Truth
 from slotstream.wire.errors import ConfigError
@@ -98,6 +99,15 @@ def test_a_config_file_of_vllms_is_read_and_the_command_line_counts_first(tmp_pa
     assert not found.has("--port", "--config")
 
 
+def test_false_in_a_config_file_is_a_flag_only_where_vllm_has_one(tmp_path: Path) -> None:
+    path = tmp_path / "serve.yaml"
+    path.write_text(
+        "enable-prefix-caching: false\nenforce_eager: false\ndisable-log-stats: false\nheadless: false\n"
+        "aggregate-engine-logging: false\ndata-parallel-multi-port-external-lb: false\n"
+    )
+    assert Flags(["m", "--config", str(path)]).words() == ["--no-enable-prefix-caching"]
+
+
 def test_what_is_of_the_real_model_goes_and_the_rest_stays() -> None:
     given = [
         *("--tokenizer", "t", "--hf-overrides", "{}", "--quantization", "fp8", "--limit-mm-per-prompt", '{"image": 1}'),
@@ -131,6 +141,50 @@ def test_what_is_of_the_real_model_goes_and_the_rest_stays() -> None:
         at = kept.index(words[0])
         assert kept[at : at + len(words)] == words
     assert not {"secret", "8000", "draft"} & {word for word in kept if not word.startswith("{")}
+
+
+def test_what_runs_otherwise_than_the_users_engine_is_no_part_of_the_proof() -> None:
+    found = flags("--enable-expert-parallel", "--attention-backend", "FLASHMLA")
+    stood = kind_of({"num_hidden_layers": 6, "kv_lora_rank": 512})
+    gaps = gaps_of(found, {}, stood)
+    prepare(found, stood, gpu=True)
+    told = {gap.what: gap.why for gap in gaps + backend_gaps(found)}
+    assert "expert parallelism" in told
+    assert "TRITON_MLA" in told["attention backend"]
+    on_cpu = flags("--attention-backend", "FLASHMLA")
+    prepare(on_cpu, stood, gpu=False)
+    assert backend_gaps(on_cpu) == []
+
+
+@pytest.mark.parametrize(
+    ("asked", "used", "fallbacks", "needed", "said"),
+    [
+        (None, {"nixl"}, 0, False, "rows came over nixl, by a socket of this host"),
+        ("auto", {"grpc"}, 3, False, "rows came over grpc"),
+        ("nixl", {"nixl"}, 0, False, "rows came over nixl"),
+        ("nixl", {"nixl", "grpc"}, 0, True, "nixl was asked for, and did not always work; rows came over grpc and nixl"),
+        ("nixl", {"nixl"}, 1, True, "nixl was asked for, and did not always work"),
+        ("nixl", set(), 0, True, "rows came over an unknown transport"),
+    ],
+)
+def test_how_rows_came_is_said_and_nixl_that_fell_back_stops_a_pass(
+    asked: str | None, used: set[str], fallbacks: float, needed: bool, said: str
+) -> None:
+    gap = transport_gap(asked, used, fallbacks)
+    assert (gap.what, gap.needed) == ("transport", needed)
+    assert said in gap.why
+
+
+def test_the_report_holds_no_secret_of_the_users() -> None:
+    found = flags(
+        *("--api-key", "sk-SECRET", "--hf-token=hf-SECRET", "--ssl-keyfile-password", "SECRET"),
+        *("--model-loader-extra-config", '{"aws_secret_access_key": "SECRET"}', "--api-key", "more-SECRET"),
+    )
+    prepare(found, kind_of({"num_hidden_layers": 36}), gpu=True)
+    report = Report("m", "dense", 36, ["final"], command=found.words(), overrides=found.overrides)
+    assert {one.yours for one in found.overrides if one.ours is None} == {"set"}
+    assert "SECRET" not in json.dumps(report.as_json())
+    assert "SECRET" not in "\n".join(report.lines())
 
 
 @pytest.mark.parametrize(
@@ -236,6 +290,22 @@ def test_sizes_let_happen_what_must(words: list[str], wanted: Sizes) -> None:
     assert sizes.sizes_of(flags(*words), "dense", gpu=True) == wanted
 
 
+@pytest.mark.parametrize("words", [["--max-model-len=63"], ["--max-num-batched-tokens=63", "--no-enable-chunked-prefill"]])
+def test_requests_that_are_too_short_for_the_load_are_refused(words: list[str]) -> None:
+    with pytest.raises(ConfigError, match="at most 63 tokens, and the load needs 64"):
+        sizes.sizes_of(flags(*words), "dense", gpu=True)
+
+
+@pytest.mark.parametrize("seqs", ["1", "16", "256"])
+def test_the_shortest_requests_make_a_load(seqs: str) -> None:
+    planned = sizes.sizes_of(flags("--max-model-len=64", "--max-num-seqs", seqs), "dense", gpu=True)
+    for seed in range(20):
+        rng = random.Random(seed)
+        sent = load.mixed(rng, 36, planned) + [one for turn in load.alike(rng, planned) for one in turn]
+        sent += [one for turn in range(load.ROUNDS) for one in load.long_texts(rng, turn, 200, planned)]
+        assert all(r.prompt and r.max_tokens >= 1 and len(r.prompt) + r.max_tokens <= 64 for r in sent)
+
+
 def test_sizes_are_written_into_the_flags_and_named() -> None:
     found = flags("--max-model-len", "131072", "--kv-cache-memory-bytes", "1G", "--attention-backend", "FLASHMLA")
     prepare(found, kind_of({"num_hidden_layers": 6, "kv_lora_rank": 512}), gpu=True)
@@ -249,6 +319,46 @@ def test_sizes_are_written_into_the_flags_and_named() -> None:
         "--attention-backend": ("FLASHMLA", None),
         "--attention-config": (None, '{"backend": "TRITON_MLA"}'),
     }
+
+
+def test_flags_in_parts_are_one_flag_behind_all_others() -> None:
+    found = flags(
+        *(
+            "--compilation-config.pass_config.fuse",
+            "true",
+            "-cc.mode",
+            "3",
+            "-cc.splitting_ops+",
+            "a,b",
+            "-cc.splitting_ops+=c",
+        ),
+        *("--compilation_config.max_size", "8k", "--attention-config", '{"x": 1}', "-ac.y=1", "--enforce-eager"),
+    )
+    assert found.json("--compilation-config") == {
+        "pass_config": {"fuse": True},
+        "mode": 3,
+        "splitting_ops": ["a", "b", "c"],
+        "max_size": 8000,
+    }
+    assert found.json("--attention-config") == {"y": 1}  # The last one counts, and vLLM puts what it joined last.
+    assert not [word for word in found.words() if word.startswith("-") and "." in word]
+    assert found.has("--enforce-eager")
+    with pytest.raises(ConfigError, match=r"--eplb-config.x has no value"):
+        flags("--eplb-config.x")
+
+
+def test_a_flag_in_parts_undoes_no_override() -> None:
+    found = flags("--attention-config.backend", "FLASHMLA", "--eplb-config.window_size", "9", "--generation-config.x", "1")
+    prepare(found, kind_of({"num_hidden_layers": 6, "kv_lora_rank": 512}), gpu=True)
+    changed = {one.flag: (one.yours, one.ours) for one in found.overrides}
+    assert changed["--attention-config"] == ('{"backend": "FLASHMLA"}', '{"backend": "TRITON_MLA"}')
+    assert changed["--eplb-config"] == ('{"window_size": 9}', None)
+    assert changed["--generation-config"] == ('{"x": 1}', None)
+    assert not {"FLASHMLA", "9"} & set(found.words())
+    gdn = flags("--additional-config.mine", "1")
+    prepare(gdn, kind_of({"num_hidden_layers": 6, "linear_num_key_heads": 4}), gpu=True)
+    assert gdn.json("--additional-config") == {"mine": 1, "gdn_prefill_backend": "triton"}
+    assert sum("additional-config" in word for word in gdn.words()) == 1
 
 
 def test_a_flag_that_is_set_again_is_named_once_with_what_the_user_gave() -> None:

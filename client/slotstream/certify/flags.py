@@ -41,7 +41,7 @@ _GO: dict[str, tuple[str, ...]] = {
         *("--host", "--port", "--uds", "--api-key", "--ssl-*", "--enable-ssl-refresh", "--root-path", "--middleware"),
         *("--served-model-name", "--headless", "--api-server-count", "--allowed-origins", "--allowed-methods"),
         *("--allowed-headers", "--allow-credentials", "--kv-events-config", "--otlp-traces-endpoint"),
-        *("--collect-detailed-traces", "--fd-*"),
+        *("--collect-detailed-traces", "--fd-*", "--grpc", "--grpc-port"),
     ),
     "the truth model is no chat model": (
         *("--chat-template*", "--trust-request-chat-template", "--reasoning-*", "--tool-*", "--enable-auto-tool-choice"),
@@ -49,6 +49,16 @@ _GO: dict[str, tuple[str, ...]] = {
     ),
     "vLLM's own counts are read": ("--disable-log-stats", "--no-enable-metrics"),
 }
+# vLLM has no --no-... of these: `false` for one in a --config file says nothing.
+_SWITCHES = (
+    *("--disable-log-stats", "--headless", "--grpc", "--aggregate-engine-logging"),
+    "--data-parallel-multi-port-external-lb",
+)
+# Whose values may hold keys and passwords: the report is passed on, and says only that they were set.
+_SECRET = (
+    *("--api-key", "--hf-token", "--ssl-*", "--model-loader-extra-config", "--kv-events-config", "--otlp-traces-endpoint"),
+    "--middleware",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +80,10 @@ class Flag:
 
 @dataclass(frozen=True, slots=True)
 class Override:
-    """A flag that the truth model has otherwise. `yours` and `ours` are values; None where the flag is not there."""
+    """A flag that the truth model has otherwise. `yours` and `ours` are values; None where the flag is not there.
+
+    `yours` is "set" where the value may be a secret.
+    """
 
     flag: str
     yours: str | None
@@ -87,6 +100,7 @@ class Flags:
         for one in self._flags:
             if "." in one.name and one.name.partition(".")[0] in (_TRANSFER, _DRAFTER):
                 raise ConfigError(f"write {one.name.partition('.')[0]} as one JSON object, not in parts")
+        self._flags = _joined(self._flags)
         self.overrides: list[Override] = []
 
     def words(self) -> list[str]:
@@ -107,12 +121,10 @@ class Flags:
         text = self.value(name)
         if text is None or text in ("auto", "-1"):
             return None
-        match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([kKmMgG]?)", text)
-        if match is None:
+        count = _count(text)
+        if count is None:
             raise ConfigError(f"{name} {text!r} is not a whole number")
-        unit = match[2]
-        scale = (1000 if unit.islower() else 1024) ** ("kmg".index(unit.lower()) + 1) if unit else 1
-        return int(float(match[1]) * scale)
+        return count
 
     def json(self, name: str) -> Any:
         """As `value`, parsed; None without. Raises ConfigError."""
@@ -132,6 +144,8 @@ class Flags:
         self._flags = [one for one in self._flags if one.name != name]
         if value is not None:
             self._flags.append(Flag(name, (name, value)))
+        if yours is not None and any(_matches(name, pattern) for pattern in _SECRET):
+            yours = "set"
         before = [one for one in self.overrides if one.flag == name]
         self.overrides = [one for one in self.overrides if one.flag != name]
         self.overrides.append(Override(name, before[0].yours if before else yours, value, why))
@@ -252,6 +266,52 @@ def _grouped(words: list[str]) -> list[Flag]:
     return flags
 
 
+def _joined(flags: list[Flag]) -> list[Flag]:
+    """With --FLAG.KEY VALUE as one --FLAG of JSON behind all others, as vLLM has it. Raises ConfigError for one without."""
+    found: dict[str, dict[str, Any]] = {}
+    for one in flags:
+        head, *keys = one.name.removesuffix("+").split(".")
+        if not keys:
+            continue
+        if not one.value:
+            raise ConfigError(f"{one.name} has no value")
+        more: Any = one.value.split(",") if one.name.endswith("+") else _parsed(one.value)
+        for key in reversed(keys):
+            more = {key: more}
+        _merge(found.setdefault(head, {}), more)
+    joined = [Flag(head, (head, json.dumps(value))) for head, value in found.items()]
+    return [one for one in flags if "." not in one.name] + joined
+
+
+def _merge(into: dict[str, Any], more: Mapping[str, Any]) -> None:
+    for key, value in more.items():
+        there = into.get(key)
+        if isinstance(there, dict) and isinstance(value, dict):
+            _merge(there, value)
+        elif isinstance(there, list) and isinstance(value, list):
+            there += value
+        else:
+            into[key] = value
+
+
+def _parsed(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        count = _count(text)
+        return text if count is None else count
+
+
+def _count(text: str) -> int | None:
+    """A whole number, also as in 8k or 32K; None for anything else."""
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([kKmMgGtT]?)", text)
+    if match is None:
+        return None
+    unit = match[2]
+    scale = (1000 if unit.islower() else 1024) ** ("kmgt".index(unit.lower()) + 1) if unit else 1
+    return int(float(match[1]) * scale)
+
+
 def _of_file(name: str) -> list[str]:
     """The words of vLLM's own --config file. Raises ConfigError."""
     import yaml  # vLLM needs it, too.
@@ -265,7 +325,12 @@ def _of_file(name: str) -> list[str]:
     words = list[str]()
     for key, value in said.items():
         if isinstance(value, bool):
-            words.append(f"--{key}" if value else f"--no-{key}")
+            if value:
+                words.append(f"--{key}")
+            elif (
+                "_" not in key and f"--{key}" not in _SWITCHES
+            ):  # vLLM finds no --no-... with an underscore, and leaves it out.
+                words.append(f"--no-{key}")
         elif isinstance(value, list):
             words += [f"--{key}", *map(str, value)] if value else []
         else:
@@ -280,10 +345,8 @@ def _is_flag(word: str) -> bool:
 def _name(word: str) -> str:
     """vLLM's own spelling: dashes, no short form."""
     name = word.partition("=")[0]
-    if name.startswith("--"):
-        head, dot, rest = name.partition(".")
-        return head.replace("_", "-") + dot + rest
-    return _SHORT.get(name, name)
+    head, dot, rest = name.partition(".")
+    return (head.replace("_", "-") if head.startswith("--") else _SHORT.get(head, head)) + dot + rest
 
 
 def _matches(name: str, pattern: str) -> bool:

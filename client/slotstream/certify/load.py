@@ -14,6 +14,7 @@ from typing import Any
 
 from slotstream.certify.flags import MODEL_NAME
 from slotstream.certify.sizes import Sizes
+from slotstream.demo.processes import open_here
 from slotstream.truth.model import FIRST_TEXT_TOKEN, TEXT_TOKENS
 
 NAMESPACE = "certify"
@@ -120,7 +121,7 @@ def _send(port: int, request: Request) -> Answer:
         f"http://127.0.0.1:{port}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
     )
     try:
-        with urllib.request.urlopen(asked, timeout=_REQUEST_S_MAX) as answer:
+        with open_here(asked, _REQUEST_S_MAX) as answer:
             parsed = json.load(answer)
     except urllib.error.HTTPError as error:
         return Answer(request, failure=f"HTTP {error.code}: {_short(error.read())}")
@@ -137,7 +138,7 @@ def _short(body: bytes) -> str:
 def metrics(port: int) -> str:
     """vLLM's own page of counts. Raises EngineLost."""
     try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30.0) as answer:
+        with open_here(f"http://127.0.0.1:{port}/metrics", 30.0) as answer:
             return str(answer.read().decode())
     except (OSError, http.client.HTTPException) as error:
         raise EngineLost(f"the engine tells no counts: {type(error).__name__}: {error}") from error

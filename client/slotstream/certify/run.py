@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import random
-import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,8 +20,8 @@ from slotstream.certify.kinds import Stood, kind_of
 from slotstream.certify.load import Answer, EngineLost
 from slotstream.certify.report import Gap, Report, Steps, gpu_names
 from slotstream.certify.sizes import Sizes
-from slotstream.client import connect
-from slotstream.demo.processes import ProcessFailed, Running, free_port
+from slotstream.client import Client, connect
+from slotstream.demo.processes import ProcessFailed, Running, free_port, vllm_command
 from slotstream.truth import model as truth_model
 from slotstream.truth.compare import Truth
 from slotstream.wire.errors import ConfigError
@@ -60,17 +60,19 @@ def certify(flags: Flags, config: Mapping[str, Any], setting: Setting) -> Report
     report = Report(flags.model, stood.kind, stood.layers, [truth.name_of(layer_id) for layer_id in layer_ids])
     report.gaps = gaps_of(flags, config, stood)
     planned = prepare(flags, stood, gpu=gpu)
+    report.gaps += backend_gaps(flags)
+    asked = flags.connector().get("transport")
     setting.say(f"making a {stood.kind} model of {stood.layers} layers whose rows spell their token")
     model = _make(setting.work / "model", flags, stood, planned)
     with processes.server(setting.work / "data", setting.work / "server.log") as address:
         flags.connect_to(address, str(setting.work / "spool"))
-        with _engine(flags, model, setting) as (port, running), connect(address) as client:
+        with _engine(flags, model, setting) as (port, running, report.command), connect(address) as client:
             sent = _send(port, running, planned, report, setting)
             write_prompts(setting.work, truth, {a.request.name: a.request.prompt for a in sent if a.request.capture})
             # While the engine runs: it may send the last rows after the text has ended.
             with setting.steps("comparing rows", len(sent)) as told:
                 answers.check(client, sent, layer_ids, truth, report.findings, told)
-    report.command = ["vllm", "serve", str(model), *flags.words()]
+            report.gaps.append(_transport(client, port, asked))
     report.overrides = flags.overrides
     if not report.findings.output_rows:
         report.gaps.append(Gap("output rows", "none was captured", needed=True))
@@ -103,9 +105,36 @@ def gaps_of(flags: Flags, config: Mapping[str, Any], stood: Stood) -> list[Gap]:
         found.append(Gap("quantised weights", "the truth model's are bfloat16"))
     if flags.has("--enable-lora"):
         found.append(Gap("LoRA", "no adapter is loaded"))
+    if flags.has("--enable-expert-parallel"):
+        found.append(Gap("expert parallelism", "the truth model has no experts"))
     if any(key in config for key in ("vision_config", "audio_config")):
         found.append(Gap("images, video and audio", "the truth model takes text alone"))
     return found
+
+
+def backend_gaps(flags: Flags) -> list[Gap]:
+    """Which of the user's backends did not run, once the flags are prepared."""
+    why = "ran with {}, for other kernels take no model of the truth model's sizes"
+    of = ("--attention-config", "--additional-config")
+    return [Gap("attention backend", why.format(one.ours)) for one in flags.overrides if one.flag in of and one.ours]
+
+
+def transport_gap(asked: str | None, used: Collection[str], fallbacks: float) -> Gap:
+    """`asked`: the connector's option. `used`: how the workers' last chunks came. `fallbacks`: of NIXL, to gRPC."""
+    over = " and ".join(sorted(name for name in used if name)) or "an unknown transport"
+    why = f"rows came over {over}, by a socket of this host: no network, TLS or token of yours"
+    fell = asked == "nixl" and (set(used) != {"nixl"} or fallbacks > 0)
+    return Gap("transport", f"nixl was asked for, and did not always work; {why}" if fell else why, needed=fell)
+
+
+def _transport(client: Client, port: int, asked: str | None) -> Gap:
+    server = client.status().server
+    used = {one.transport for one in server.engines} if server is not None else set()
+    try:
+        fallbacks = load.counted(load.metrics(port), "slotstream_connector_nixl_fallbacks_total")
+    except EngineLost:  # After its load, and with all rows compared: only this is not known.
+        fallbacks = math.inf
+    return transport_gap(asked, used, fallbacks)
 
 
 def prepare(flags: Flags, stood: Stood, *, gpu: bool) -> Sizes:
@@ -123,8 +152,8 @@ def _make(out: Path, flags: Flags, stood: Stood, planned: Sizes) -> Path:
 
 
 @contextlib.contextmanager
-def _engine(flags: Flags, model: Path, setting: Setting) -> Iterator[tuple[int, Running]]:
-    """The engine, up, with the blocks that it needs at least. Raises ProcessFailed."""
+def _engine(flags: Flags, model: Path, setting: Setting) -> Iterator[tuple[int, Running, list[str]]]:
+    """The engine, up, with the blocks that it needs at least, and its command. Raises ProcessFailed."""
     for turn in range(_STARTS_MAX):
         log = setting.work / f"vllm{turn}.log"
         port = free_port()
@@ -137,8 +166,7 @@ def _engine(flags: Flags, model: Path, setting: Setting) -> Iterator[tuple[int, 
                 said = time.monotonic()
                 setting.say(f"vLLM is still starting, for {said - began:.0f} s")
 
-        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), *flags.words()]
-        command += ["--host", "127.0.0.1", "--port", str(port)]
+        command = [*vllm_command(model, port), *flags.words()]
         with contextlib.ExitStack() as stack:
             try:
                 running = stack.enter_context(processes.vllm(command, port, log, setting.up_s, waiting))
@@ -151,7 +179,7 @@ def _engine(flags: Flags, model: Path, setting: Setting) -> Iterator[tuple[int, 
                 setting.say(f"{blocks} blocks hold no longest request: again, with {2 * blocks}")
                 flags.set("--num-gpu-blocks-override", str(2 * blocks), "the smallest cache that holds a longest request")
                 continue
-            yield port, running
+            yield port, running, command
             return
 
 

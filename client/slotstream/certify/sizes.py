@@ -8,7 +8,9 @@ from dataclasses import dataclass
 
 from slotstream.certify.flags import MODEL_NAME, Flags
 from slotstream.truth.model import Kind
+from slotstream.wire.errors import ConfigError
 
+_TOKENS_MIN = 64  # Of a request, prompt and output: the load is made of such.
 _STEP_TOKENS = 2048  # Where the flags do not say.
 _UNCHUNKED_TOKENS = 2048
 _REQUESTS_HELD = 2.5  # So many of the longest requests fit the cache.
@@ -31,7 +33,7 @@ class Sizes:
 
 
 def sizes_of(flags: Flags, kind: Kind, *, gpu: bool) -> Sizes:
-    """Raises ConfigError for a flag that is no number."""
+    """Raises ConfigError for a flag that is no number, and where a request is too short for the load."""
     longest, step = flags.number("--max-model-len"), flags.number("--max-num-batched-tokens")
     sequences = flags.number("--max-num-seqs") or _SEQUENCES
     if is_off(flags, "--enable-chunked-prefill"):
@@ -43,6 +45,8 @@ def sizes_of(flags: Flags, kind: Kind, *, gpu: bool) -> Sizes:
             step = max(longest // 2, sequences)
         tokens_max = min(longest or step + max(512, step // 4), step + max(512, step // 4))
         step = step if step < tokens_max else None
+    if tokens_max < _TOKENS_MIN:
+        raise ConfigError(f"with these flags a request has at most {tokens_max} tokens, and the load needs {_TOKENS_MIN}")
     blocks = None if flags.has("--num-gpu-blocks-override") else _blocks(flags, kind, tokens_max, sequences, gpu=gpu)
     return Sizes(tokens_max, step, sequences, blocks)
 

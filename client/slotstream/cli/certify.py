@@ -107,12 +107,15 @@ def run_certify(arguments: argparse.Namespace) -> int:
         ) from error
     except ProcessFailed as error:
         raise CommandFailed(str(error)) from error
-    report.write(arguments.report)
     if arguments.json:
         print_json(report.as_json())
     else:
         for line in report.lines():
             print(shown(line))
+    try:
+        report.write(arguments.report)
+    except OSError as error:
+        raise CommandFailed(f"cannot write the report to {arguments.report}: {error.strerror}") from error
     note(f"the report is in {arguments.report}")
     return 0 if report.verdict == "right" else 1
 
@@ -134,12 +137,26 @@ def _check(arguments: argparse.Namespace) -> None:
         raise ConfigError(f"--requests must be from 1 to {_REQUESTS_MAX}")
     if not 1 <= arguments.engine_up_s <= 86_400:
         raise ConfigError("--engine-up-s must be from 1s to 1d")
-    if not arguments.report.resolve().parent.is_dir():
-        raise ConfigError(f"--report: there is no folder {arguments.report.parent}")
+    if arguments.make is None:
+        _check_report(arguments.report)
     for name in ("keep", "make"):
         path = getattr(arguments, name)
         if path is not None and path.exists():
             raise ConfigError(f"--{name}: {path} exists already")
+
+
+def _check_report(report: Path) -> None:
+    """Raises ConfigError where no report can be written there. Told now: a run takes long."""
+    folder = report.resolve().parent
+    if not folder.is_dir():
+        raise ConfigError(f"--report: there is no folder {report.parent}")
+    if report.is_dir():
+        raise ConfigError(f"--report: {report} is a folder, and no file")
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ConfigError(f"--report: nothing can be written to {report.parent}: {error.strerror}") from error
 
 
 def _of_engine(arguments: argparse.Namespace) -> Report:

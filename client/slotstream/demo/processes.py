@@ -170,10 +170,15 @@ def start_vllm(
     return engine
 
 
+def open_here(request: urllib.request.Request | str, timeout_s: float) -> Any:
+    """As `urlopen`, for this machine: through no proxy of the environment's, which would look for 127.0.0.1 on its own."""
+    return urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=timeout_s)
+
+
 def healthy(port: int) -> bool:
     """Whether vLLM serves on 127.0.0.1:`port`."""
     try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=2.0) as answer:
+        with open_here(f"http://127.0.0.1:{port}/health", 2.0) as answer:
             return bool(answer.status == 200)
     except (OSError, urllib.error.URLError):
         return False
@@ -186,6 +191,6 @@ def complete(port: int, body: Mapping[str, Any], timeout_s: float = 300.0) -> di
         data=json.dumps(body).encode(),
         headers={"Content-Type": "application/json"},
     )
-    with urllib.request.urlopen(request, timeout=timeout_s) as answer:
+    with open_here(request, timeout_s) as answer:
         parsed: dict[str, Any] = json.load(answer)
         return parsed
