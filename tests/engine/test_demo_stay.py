@@ -16,7 +16,7 @@ from support.waiting import wait_until
 
 from slotstream.demo.processes import Running
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]  # One test, with the start of an engine in it.
+pytestmark = [pytest.mark.vllm, pytest.mark.extended, pytest.mark.timeout(900)]  # It starts an engine.
 
 
 @pytest.fixture(autouse=True)
