@@ -22,7 +22,6 @@ from slotstream.store.samples import SampleStore
 from slotstream.store.upkeep.comparing import NameSums
 
 SAMPLES = 40
-CHANGES = ["row lost", "file lost", "file moved", "a copy", "not a sample", "a link", "a directory", "a shard lost"]
 
 
 class CountedFiles(Files):
@@ -152,6 +151,18 @@ def _opened(directory: Path) -> tuple[object, object]:
     listed = store.list_page(ListQuery(page_size=1000))[0]
     crash(store)
     return tree(directory), sorted((r.namespace, r.sample_id, r.state, r.error_code, r.header_xxh3) for r in listed)
+
+
+def test_a_file_of_any_name_takes_one_line_of_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    samples = _killed(tmp_path)
+    for name in ("\udcff.safetensors", "two\nlines.safetensors"):
+        samples[0].key.path(tmp_path).with_name(name).write_bytes(b"mine")
+    _opened(tmp_path)
+    said = [record.getMessage() for record in caplog.records if "is left alone" in record.getMessage()]
+    assert len(said) == 2
+    for line in said:
+        assert line.isprintable()
+        line.encode()
 
 
 def test_a_rebuild_tells_the_log_how_far_it_is(

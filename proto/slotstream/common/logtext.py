@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 _CHARS_MAX = 500
 
 
@@ -14,3 +16,8 @@ def log_text(code: str, message: str) -> str:
         return code
     line = "".join(c if c.isprintable() else "?" for c in message[:_CHARS_MAX])
     return f"{code}: {line}"
+
+
+def path_text(path: Path) -> str:
+    """A path on one line, as UTF-8 can hold it: a file that lies about may be named by anybody."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in str(path))

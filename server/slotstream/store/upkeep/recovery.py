@@ -34,6 +34,7 @@ from dataclasses import dataclass, fields
 from itertools import chain, islice, starmap
 from pathlib import Path
 
+from slotstream.common.logtext import path_text
 from slotstream.common.progress import Progress
 from slotstream.store.catalogue.catalogue import FILE_NAME, Catalogue
 from slotstream.store.catalogue.damage import CatalogueCorrupt, CatalogueDamaged, CatalogueOld
@@ -234,7 +235,7 @@ def whole_files(
             continue
         key = key_of_path(data_dir, path)
         if key is None:
-            _log.warning("%s is not a file of a sample; it is left alone", path)
+            _log.warning("%s is not a file of a sample; it is left alone", path_text(path))
             continue
         before = known(key)
         committed = before if before is not None and before.state is State.COMMITTED else None
@@ -243,10 +244,10 @@ def whole_files(
         try:
             record = _record_at(files, path)
         except Damaged as error:
-            _log.warning("%s is left alone: %s", path, error)
+            _log.warning("%s is left alone: %s", path_text(path), error)
             continue
         if record.key != key:
-            _log.warning("%s is left alone: it is the file of sample %s", path, record.key)
+            _log.warning("%s is left alone: it is the file of sample %s", path_text(path), record.key)
             continue
         if committed is not None and not _is_older(files, data_dir, committed, record):
             continue

@@ -25,6 +25,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol, TypeVar
 
+from slotstream.common.logtext import path_text
 from slotstream.store.catalogue import sql
 from slotstream.store.catalogue.catalogue import FILE_NAME
 from slotstream.store.catalogue.salvage import give_sums
@@ -102,7 +103,7 @@ def verify_record(
         files.drop_cached(path)
     second = _look(files, path, record, lambda _: None)
     if first.damage != second.damage:
-        _log.warning("%s was looked at twice: %r, then %r", path, first.message, second.message)
+        _log.warning("%s was looked at twice: %r, then %r", path_text(path), first.message, second.message)
     if not second.damage or (first.damage, first.message) == (second.damage, second.message):
         return second
     return replace(second, damage=IO_ERROR, message=f"two looks at the file differ: {first.message}; {second.message}")
