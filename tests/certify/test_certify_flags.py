@@ -326,13 +326,12 @@ def test_flags_in_parts_are_one_flag_behind_all_others() -> None:
         *(
             "--compilation-config.pass_config.fuse",
             "true",
-            "-cc.mode",
-            "3",
-            "-cc.splitting_ops+",
-            "a,b",
-            "-cc.splitting_ops+=c",
+            "--compilation_config.mode=3",
+            "--compilation_config.max_size",
+            "8k",
         ),
-        *("--compilation_config.max_size", "8k", "--attention-config", '{"x": 1}', "-ac.y=1", "--enforce-eager"),
+        *("--compilation-config.splitting_ops+", "a,b", "--compilation-config.splitting_ops+=c"),
+        *("--attention-config", '{"x": 1}', "-ac.y=1", "-ac.z=2", "--enforce-eager"),
     )
     assert found.json("--compilation-config") == {
         "pass_config": {"fuse": True},
@@ -340,9 +339,10 @@ def test_flags_in_parts_are_one_flag_behind_all_others() -> None:
         "splitting_ops": ["a", "b", "c"],
         "max_size": 8000,
     }
-    assert found.json("--attention-config") == {"y": 1}  # The last one counts, and vLLM puts what it joined last.
+    assert found.json("--attention-config") == {"y": 1, "z": 2}  # The last one counts, and vLLM puts what it joined last.
     assert not [word for word in found.words() if word.startswith("-") and "." in word]
     assert found.has("--enforce-eager")
+    assert flags("--attention-config.x", "1", "-ac.y", "1").json("--attention-config") == {"y": 1}  # Joined by spelling.
     with pytest.raises(ConfigError, match=r"--eplb-config.x has no value"):
         flags("--eplb-config.x")
 

@@ -270,16 +270,17 @@ def _joined(flags: list[Flag]) -> list[Flag]:
     """With --FLAG.KEY VALUE as one --FLAG of JSON behind all others, as vLLM has it. Raises ConfigError for one without."""
     found: dict[str, dict[str, Any]] = {}
     for one in flags:
-        head, *keys = one.name.removesuffix("+").split(".")
+        _, *keys = one.name.removesuffix("+").split(".")
         if not keys:
             continue
+        head = one.words[0].partition(".")[0].replace("_", "-")  # A short form counts as another flag: vLLM joins by spelling.
         if not one.value:
             raise ConfigError(f"{one.name} has no value")
         more: Any = one.value.split(",") if one.name.endswith("+") else _parsed(one.value)
         for key in reversed(keys):
             more = {key: more}
         _merge(found.setdefault(head, {}), more)
-    joined = [Flag(head, (head, json.dumps(value))) for head, value in found.items()]
+    joined = [Flag(_name(head), (head, json.dumps(value))) for head, value in found.items()]
     return [one for one in flags if "." not in one.name] + joined
 
 
