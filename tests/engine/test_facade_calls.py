@@ -8,6 +8,7 @@ from support.plan_rig import PlanRig
 from support.worker_rig import config
 
 from slotstream.connector.hook_guard import HookGuard
+from slotstream.connector.planning.row_planner import STEPS_MAX
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 
@@ -19,7 +20,7 @@ def _hooks_of_a_quiet_step(captures: int) -> tuple[int, int]:
     rig = PlanRig()
     for _ in range(captures):
         rig.add(17)
-    for _ in range(6):
+    for _ in range(STEPS_MAX + 2):  # Their prompts are read.
         rig.step()
     connector = object.__new__(SlotStreamConnector)
     connector._config, connector._scheduler = config(layers=[0]), rig.half
