@@ -19,6 +19,7 @@ from server.server_kit import Peer, Sample, hello
 from support.ports import free_port
 from support.server import ServerProcess
 from support.unfinished_calls import UnfinishedCalls
+from support.waiting import wait_until
 
 from slotstream.server.access import connections, shared_connections
 from slotstream.server.access.connections import Connections
@@ -75,7 +76,7 @@ def test_a_stream_over_the_connection_of_unfinished_calls_goes_on(server: Server
         proxy.say(stream, sample.commit(1).SerializeToString())
         replies = [_reply(proxy, stream) for _ in range(2)]
         assert replies[1].HasField("committed"), replies
-        assert len(proxy.statuses) == CALLS  # Every one of the others was ended.
+        wait_until(lambda: proxy.is_connected() and len(proxy.statuses) == CALLS, "the end of every one of the others")
 
 
 def test_a_read_over_the_connection_of_unfinished_calls_goes_on(server: ServerProcess) -> None:
