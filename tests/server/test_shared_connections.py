@@ -76,7 +76,7 @@ def test_a_stream_over_the_connection_of_unfinished_calls_goes_on(server: Server
         proxy.say(stream, sample.commit(1).SerializeToString())
         replies = [_reply(proxy, stream) for _ in range(2)]
         assert replies[1].HasField("committed"), replies
-        wait_until(lambda: proxy.is_connected() and len(proxy.statuses) == CALLS, "the end of every one of the others")
+        wait_until(lambda: proxy.is_connected and not proxy.open, "the end of every one of the others")
 
 
 def test_a_read_over_the_connection_of_unfinished_calls_goes_on(server: ServerProcess) -> None:
