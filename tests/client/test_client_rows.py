@@ -87,9 +87,14 @@ _SHARES = [(1, 1), (1, 4), (2, 2), (3, 1), (4, 3)]
 _ALL_SHARES = [(world_size, workers) for world_size in (1, 2, 3, 4) for workers in (0, 1, 2, 3, 4)]
 
 
-@pytest.mark.parametrize("drop_last", [False, True])
 @pytest.mark.parametrize(
-    "shares", [_SHARES, pytest.param(_ALL_SHARES, marks=pytest.mark.extended)], ids=["a few", "every number"]
+    ("shares", "drop_last"),
+    [
+        pytest.param(_SHARES, True, id="a few"),
+        pytest.param(_SHARES, False, id="a few, each row once", marks=pytest.mark.extended),
+        pytest.param(_ALL_SHARES, True, id="every number", marks=pytest.mark.extended),
+        pytest.param(_ALL_SHARES, False, id="every number, each row once", marks=pytest.mark.extended),
+    ],
 )
 def test_workers_of_ranks_share_the_rows(
     server: ServerProcess, many: str, shares: list[tuple[int, int]], drop_last: bool

@@ -37,7 +37,7 @@ def _simulate(*arguments: str, timeout_s: float = 280.0) -> subprocess.Completed
 
 @pytest.mark.timeout(900)
 def test_some_seeds() -> None:
-    ran = _simulate("--seeds", "250", timeout_s=850)
+    ran = _simulate("--seeds", "400", timeout_s=850)
     assert ran.returncode == 0, ran.stdout[-6000:] + ran.stderr[-2000:]
 
 
