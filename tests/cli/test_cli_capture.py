@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from support.fake_engine import FakeEngine
 from support.ingest_client import IngestClient
-from support.server import ServerProcess, run_cli
+from support.server import INTERRUPTIBLE, ServerProcess, run_cli
 from support.synthetic import SyntheticSample
 from support.waiting import wait_until
 
@@ -189,13 +189,6 @@ def test_an_answer_that_is_none_fails_its_line_alone(
     assert done.stderr.count("\n") == 1
 
 
-# Python leaves SIGINT alone where it was ignored, as it is for what a shell runs in the background.
-_INTERRUPTIBLE = (
-    "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
-    "from slotstream.cli.main import main; sys.exit(main(sys.argv[1:]))"
-)
-
-
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("stuck", ["engine", "server"])
 def test_an_interrupted_run_ends_at_once_and_the_next_one_sends_the_rest(
@@ -220,7 +213,7 @@ def test_an_interrupted_run_ends_at_once_and_the_next_one_sends_the_rest(
             busy._ids.add((namespace, body["kv_transfer_params"]["slotstream"]["sample_id"]))  # It stores nothing.
 
     with FakeEngine(ingest, server.address, stop) as busy:
-        command = [sys.executable, "-c", _INTERRUPTIBLE, *words(prompts, busy, server, namespace, "-j", "3")]
+        command = [sys.executable, "-c", INTERRUPTIBLE, *words(prompts, busy, server, namespace, "-j", "3")]
         running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         assert reached.wait(60)
         wait_until(lambda: len(list(client.list(namespace=namespace, state="COMMITTED"))) == 4)

@@ -17,7 +17,7 @@ import pytest
 from support.fake_samples import failing, serving
 from support.ingest_client import IngestClient
 from support.secure import bearer, entry, token, write_tokens
-from support.server import ServerProcess
+from support.server import INTERRUPTIBLE, ServerProcess
 from support.synthetic import SyntheticSample
 
 from slotstream.cli import main as cli
@@ -201,10 +201,7 @@ def test_an_older_server_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> 
 
 @pytest.mark.usefixtures("as_root")
 def test_watching_goes_on_until_it_is_interrupted() -> None:
-    # A run of the tests in the background has its children ignore Ctrl-C.
-    begin = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
-    begin += "from slotstream.cli.main import main; sys.exit(main())"
-    command = [sys.executable, "-c", begin, "status", "--watch", "0.1", "--json"]
+    command = [sys.executable, "-c", INTERRUPTIBLE, "status", "--watch", "0.1", "--json"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as watching:
         assert watching.stdout is not None
         told = [json.loads(watching.stdout.readline()) for _ in range(3)]

@@ -53,7 +53,7 @@ def test_an_engine_that_is_gone_is_forgotten_after_an_hour() -> None:
     assert engines.all() == []
 
 
-def test_a_peer_that_comes_and_goes_pushes_out_its_own_and_then_those_of_whoever_left_most() -> None:
+def test_a_peer_that_comes_and_goes_pushes_out_its_own_and_then_those_of_the_peer_that_left_most() -> None:
     engines = Engines(_Clock())
     engines.ended(_connect(engines, "kept", "quiet"))
     for number in range(GONE_OF_PEER_MAX + 10):

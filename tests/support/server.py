@@ -89,6 +89,13 @@ class ServerProcess:
             raise AssertionError(f"the server did not start:\n{self.log()}") from None
 
 
+# The command line, by `python -c`. Python leaves SIGINT alone where it was ignored, as for what a shell runs in the background.
+INTERRUPTIBLE = (
+    "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
+    "from slotstream.cli.main import main; sys.exit(main(sys.argv[1:]))"
+)
+
+
 def run_cli(*arguments: str, stdin: str = "", environment: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     """`slotstream ...` in a process of its own, its output captured: what a script sees."""
     command: Sequence[str] = [sys.executable, "-m", "slotstream.cli.main", *arguments]

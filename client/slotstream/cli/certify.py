@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from slotstream.cli import units
 from slotstream.cli.common import CommandFailed, add_json_argument, note, print_json, progress_bar, shown
+from slotstream.cli.get import layers_argument
 from slotstream.wire.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ def add_certify_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--layers",
         metavar="LAYERS",
-        type=_layers,
+        type=layers_argument,
         help="with --files: the layers of the files, such as 1,3,6,final (default: as the files say, or their rows)",
     )
     parser.add_argument(
@@ -219,10 +220,3 @@ def _make(arguments: argparse.Namespace) -> int:
     for line in make(arguments.make, arguments.kind or "dense", arguments.requests, arguments.seed):
         print(line)
     return 0
-
-
-def _layers(text: str) -> list[int | str]:
-    try:
-        return [word if word == "final" else int(word) for word in text.split(",")]
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list of layers such as 1,3,6,final") from None

@@ -16,7 +16,7 @@ EXPIRY_S = 7 * 86400.0
 SILENT_S = 20.0  # Connectors that report do so every five.
 STAGING_FULL = 0.95
 _NAMED_MAX = 5
-# Samples that ended so were given up by whoever asked for them: nothing is wrong.
+# The request ended before its rows were whole, as its caller wanted: nothing is wrong.
 _WANTED_ENDS = frozenset({"ABORTED"})
 
 
