@@ -44,9 +44,12 @@ class History:
         with self._lock:
             self._readings.append(reading)
 
-    def over(self, seconds: float, *, of_disk: bool = False) -> tuple[Counted, Counted]:
-        """The earliest reading of the last `seconds`, or the last there is, and one of now. `of_disk`: that knows the disk."""
-        now = self._read(self._clock())
+    def over(self, seconds: float, now: Counted | None = None, *, of_disk: bool = False) -> tuple[Counted, Counted]:
+        """The earliest reading of the last `seconds`, or the last there is, and one of now: the one given, else a new one.
+
+        `of_disk`: the earliest that knows the disk.
+        """
+        now = now or self._read(self._clock())
         with self._lock:
             known = [one for one in self._readings if one.free_bytes is not None] if of_disk else list(self._readings)
             within = [reading for reading in known if now.at - reading.at <= seconds]

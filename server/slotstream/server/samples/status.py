@@ -84,9 +84,10 @@ class StatusCall:
 
     def _server(self) -> pb.ServerStatus:
         config, metrics, about, housekeeping = self._config, self._metrics, self._about, self._housekeeping
-        (minute_ago, now), (hour_ago, _) = about.history.over(_MINUTE_S), about.history.over(_HOUR_S)
-        disk_before, disk_now = about.history.over(_HOUR_S, of_disk=True)
-        hours = hours_until_full(disk_before, disk_now, config.free_bytes_min)
+        minute_ago, now = about.history.over(_MINUTE_S)
+        hour_ago, _ = about.history.over(_HOUR_S, now)
+        disk_before, _ = about.history.over(_HOUR_S, now, of_disk=True)
+        hours = hours_until_full(disk_before, now, config.free_bytes_min)
         if now.at - disk_before.at < (now.at - hour_ago.at) / 2:  # The disk was away for most of the time: too short to tell.
             hours = None
         engines = self._engines.all()
