@@ -36,7 +36,7 @@ REQUESTS = int(os.environ.get("SLOTSTREAM_LOAD_REQUESTS", "100"))
         "async-swa-direct",
         "async-swa-extraction",
         "async-mla-direct",
-        "async-dense-drafts",
+        "sync-dense-drafts",  # vLLM schedules ahead with its drafters of the GPU only.
     ],
 )
 def test_every_stored_row_is_right_and_every_missing_one_explained(

@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.extended, pytest.mark.timeout(900)]
 PROMPTS = random_prompts(random.Random(51), 12)
 # What breaks, and what the log says of it.
 IN_A_STEP = {
-    "pages": "_plan failed (fault",
+    "pages": "SchedulerHalf.plan failed (fault",
     "table update": "bind failed (fault",
     "gather": "execute failed (fault",
     "told nobody": "on_faults failed (fault",
