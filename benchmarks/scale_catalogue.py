@@ -18,8 +18,8 @@ from transport_ours import SinkStream
 
 from slotstream.client import connect
 from slotstream.client.client import Client
-from slotstream.store.catalogue import sql
-from slotstream.store.catalogue.catalogue import FILE_NAME, Catalogue
+from slotstream.store.catalogue.sqlite import sql
+from slotstream.store.catalogue.sqlite.catalogue import FILE_NAME, Catalogue
 from slotstream.store.records import SampleRecord, State
 from slotstream.store.samples import SampleStore
 

@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from store.store_kit import Sample, read_all
 
-from slotstream.store.catalogue.sql import ListQuery
+from slotstream.store.catalogue.queries import ListQuery
 from slotstream.store.records import Failure, State
 from slotstream.store.samples import SampleStore
 from slotstream.wire.errors import StoreFull

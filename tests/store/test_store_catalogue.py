@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from slotstream.store.catalogue import sql as catalogue_sql
-from slotstream.store.catalogue.catalogue import Catalogue
-from slotstream.store.catalogue.sql import ListQuery
+from slotstream.store.catalogue.queries import ListQuery
+from slotstream.store.catalogue.sqlite import sql as catalogue_sql
+from slotstream.store.catalogue.sqlite.catalogue import Catalogue
 from slotstream.store.records import SampleKey, SampleRecord, State
 from slotstream.wire.errors import BadPage, BadParams, InternalFault, Interrupted, StoreFull
 

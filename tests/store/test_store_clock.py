@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from store.store_kit import Sample, crash
 
-from slotstream.store.catalogue.sql import ListQuery
+from slotstream.store.catalogue.queries import ListQuery
 from slotstream.store.disk.clock import Clock
 from slotstream.store.records import SampleKey, State
 from slotstream.store.samples import SampleStore

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from store.store_kit import Sample, crash, read_all, tree
 
-from slotstream.store.catalogue.sql import ListQuery
+from slotstream.store.catalogue.queries import ListQuery
 from slotstream.store.records import State
 from slotstream.store.samples import SampleStore
 from slotstream.store.upkeep.quarantine import QUARANTINE_NAME

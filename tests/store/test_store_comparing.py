@@ -13,9 +13,9 @@ import pytest
 from store.store_kit import Sample, crash, tree
 
 from slotstream.common import progress
-from slotstream.store.catalogue import row_sums, sql
-from slotstream.store.catalogue.row_sums import MalformedRow
-from slotstream.store.catalogue.sql import ListQuery
+from slotstream.store.catalogue.queries import ListQuery
+from slotstream.store.catalogue.sqlite import row_sums, sql
+from slotstream.store.catalogue.sqlite.row_sums import MalformedRow
 from slotstream.store.disk.files import Files
 from slotstream.store.records import State
 from slotstream.store.samples import SampleStore

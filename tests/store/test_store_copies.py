@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from store.store_kit import Sample, crash, read_all
 
-from slotstream.store.catalogue.sql import ListQuery
+from slotstream.store.catalogue.queries import ListQuery
 from slotstream.store.records import State
 from slotstream.store.samples import SampleStore
 

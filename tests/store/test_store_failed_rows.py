@@ -13,9 +13,8 @@ from typing import Any
 import pytest
 from store.store_kit import Sample, crash
 
-from slotstream.store.catalogue.catalogue import Catalogue
-from slotstream.store.catalogue.retention_sql import Candidate
-from slotstream.store.catalogue.sql import ListQuery
+from slotstream.store.catalogue.queries import Candidate, ListQuery
+from slotstream.store.catalogue.sqlite.catalogue import Catalogue
 from slotstream.store.disk.clock import Clock
 from slotstream.store.records import Failure, SampleRecord, State
 from slotstream.store.samples import SampleStore

@@ -13,7 +13,7 @@ from store.store_kit import FaultyFiles, Sample, read_all, tree
 from store.test_store_remote import begin
 
 from slotstream.connector.sending.verdicts import VERDICTS, Verdict
-from slotstream.store.catalogue.damage import catalogue_error
+from slotstream.store.catalogue.sqlite.damage import catalogue_error
 from slotstream.store.records import State
 from slotstream.store.samples import SampleStore
 from slotstream.wire.errors import SlotStreamError

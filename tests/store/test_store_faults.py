@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from store.store_kit import BROKEN, FULL, FaultyFiles, Sample, read_all, tree
 
-from slotstream.store.catalogue.sql import ListQuery
+from slotstream.store.catalogue.queries import ListQuery
 from slotstream.store.disk.files import Files
 from slotstream.store.records import State
 from slotstream.store.sample.upload import VerdictUnknown

@@ -21,8 +21,8 @@ from pathlib import Path
 import pytest
 from store.store_kit import Sample, crash, read_all
 
-from slotstream.store.catalogue.log_end import frames_taken
-from slotstream.store.catalogue.sql import ListQuery
+from slotstream.store.catalogue.queries import ListQuery
+from slotstream.store.catalogue.sqlite.log_end import frames_taken
 from slotstream.store.records import Failure, State
 from slotstream.store.samples import SampleStore
 from slotstream.store.upkeep.scrubbing import Progress, Scrubber

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 from store.store_kit import Sample, read_all
 
-from slotstream.store.catalogue.retention_sql import Queue
-from slotstream.store.catalogue.sql import ListQuery
+from slotstream.store.catalogue.queries import ListQuery, Queue
 from slotstream.store.disk.clock import Clock
 from slotstream.store.disk.files import Files
 from slotstream.store.failure_shares import FailureShares

@@ -21,7 +21,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from store.power import Plugged, PowerFiles
 from store.store_kit import BROKEN, FULL, Crash, Sample, crash, read_all
 
-from slotstream.store.catalogue.sql import ListQuery
+from slotstream.store.catalogue.queries import ListQuery
 from slotstream.store.records import Failure, State
 from slotstream.store.sample import row_hash
 from slotstream.store.sample.reading import SampleReader

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from store.store_kit import Sample, read_all
 
-from slotstream.store.catalogue import retention_sql, row_sums, schema, sql
-from slotstream.store.catalogue.sql import ListQuery
+from slotstream.store.catalogue.queries import ListQuery
+from slotstream.store.catalogue.sqlite import retention_sql, row_sums, schema, sql
 from slotstream.store.records import Failure
 from slotstream.store.samples import SampleStore
 from slotstream.store.upkeep.verifying import verify_directory

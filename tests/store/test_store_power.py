@@ -14,7 +14,7 @@ import pytest
 from store.power import Plugged
 from store.store_kit import BROKEN, Crash, Sample, crash, read_all
 
-from slotstream.store.catalogue.sql import ListQuery
+from slotstream.store.catalogue.queries import ListQuery
 from slotstream.store.records import Failure, State
 from slotstream.store.samples import SampleStore
 from slotstream.store.upkeep.retention import Policy, Rule

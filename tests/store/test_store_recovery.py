@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 from store.store_kit import Crash, FaultyFiles, Sample, crash, crash_in, read_all, tree
 
-from slotstream.store.catalogue.row_sums import MalformedRow
-from slotstream.store.catalogue.sql import ListQuery, scan
+from slotstream.store.catalogue.queries import ListQuery
+from slotstream.store.catalogue.sqlite.row_sums import MalformedRow
+from slotstream.store.catalogue.sqlite.sql import scan
 from slotstream.store.records import SampleRecord, State
 from slotstream.store.samples import SampleStore
 from slotstream.store.upkeep.lifetimes import Lifetimes

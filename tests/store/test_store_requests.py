@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 from store.store_kit import Sample
 
-from slotstream.store.catalogue import sql
-from slotstream.store.catalogue.sql import ListQuery
+from slotstream.store.catalogue.queries import ListQuery
+from slotstream.store.catalogue.sqlite import sql
 from slotstream.store.records import State
 from slotstream.store.samples import SampleStore
 

@@ -14,10 +14,9 @@ import pytest
 from store.store_kit import BROKEN, FaultyFiles, Sample, crash, read_all, tree
 from support.waiting import WAIT_S, wait_until
 
-from slotstream.store.catalogue import retention_sql
-from slotstream.store.catalogue.catalogue import Catalogue
-from slotstream.store.catalogue.retention_sql import Candidate, Queue, Usage
-from slotstream.store.catalogue.sql import ListQuery
+from slotstream.store.catalogue.queries import Candidate, ListQuery, Queue, Usage
+from slotstream.store.catalogue.sqlite import retention_sql
+from slotstream.store.catalogue.sqlite.catalogue import Catalogue
 from slotstream.store.disk.clock import Clock
 from slotstream.store.disk.files import Files
 from slotstream.store.records import Failure, SampleKey, State
@@ -437,7 +436,7 @@ def test_candidates_come_from_an_index_whatever_the_size(store: SampleStore, que
     (statement,) = [one for one in statements if one.startswith("SELECT")]
     plan = [row[3] for row in db.execute(f"EXPLAIN QUERY PLAN {statement}")]
     assert len(plan) == 1
-    assert plan[0].startswith(f"SEARCH samples USING INDEX {queue.value[0]} (namespace=?"), plan
+    assert plan[0].startswith(f"SEARCH samples USING INDEX {retention_sql.QUEUES[queue][0]} (namespace=?"), plan
     db.close()
 
 
@@ -461,7 +460,7 @@ def test_a_catalogue_of_the_first_version_is_brought_forward(tmp_path: Path) -> 
 
 def _downgrade(path: Path) -> None:
     """What the first version would have left there: the same rows in its own tables."""
-    from slotstream.store.catalogue.sql import _COLUMNS, SCHEMA
+    from slotstream.store.catalogue.sqlite.sql import _COLUMNS, SCHEMA
 
     db = sqlite3.connect(path)
     rows = db.execute(f"SELECT {_COLUMNS} FROM samples").fetchall()

@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 from store.store_kit import BROKEN, FULL, Crash, FaultyFiles, Sample, crash, crash_in, read_all, tree
 
-from slotstream.store.catalogue.retention_sql import Queue
-from slotstream.store.catalogue.sql import ListQuery
+from slotstream.store.catalogue.queries import ListQuery, Queue
 from slotstream.store.disk.files import Files
 from slotstream.store.records import State
 from slotstream.store.samples import SampleStore

@@ -10,7 +10,7 @@ import pytest
 from store.store_kit import Sample
 from store.test_store_remote import begin
 
-from slotstream.store.catalogue.sql import ListQuery
+from slotstream.store.catalogue.queries import ListQuery
 from slotstream.store.disk.files import Files
 from slotstream.store.samples import SampleStore
 

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from store.store_kit import Crash, FaultyFiles, Sample, crash, read_all
 
-from slotstream.store.catalogue.sql import ListQuery
+from slotstream.store.catalogue.queries import ListQuery
 from slotstream.store.records import State
 from slotstream.store.samples import SampleStore
 from slotstream.store.upkeep.retention import Policy, Rule

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from slotstream.store.catalogue.catalogue import Catalogue
+from slotstream.store.catalogue.sqlite.catalogue import Catalogue
 from slotstream.store.disk.clock import Clock
 from slotstream.store.disk.directory import OpenedDirectory
 from slotstream.store.disk.files import Files

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Self, TypeVar
 
 from slotstream.common.throttle import Throttle
-from slotstream.store.catalogue.catalogue import FILE_NAME
-from slotstream.store.catalogue.sql import ListQuery
-from slotstream.store.catalogue.sql import get as get_record
+from slotstream.store.catalogue.queries import ListQuery
+from slotstream.store.catalogue.sqlite.catalogue import FILE_NAME
+from slotstream.store.catalogue.sqlite.sql import get as get_record
 from slotstream.store.disk.clock import Clock, boot_ns
 from slotstream.store.disk.directory import LOCK_NAME, DurableDirectories, OpenedDirectory
 from slotstream.store.disk.files import DIR_MODE, Files, store_error

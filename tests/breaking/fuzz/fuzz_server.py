@@ -28,7 +28,7 @@ from slotstream.server.metrics import Metrics
 from slotstream.server.parts import ServerParts
 from slotstream.server.samples.service import SamplesService
 from slotstream.server.waiters import Waiters
-from slotstream.store.catalogue.sql import ListQuery
+from slotstream.store.catalogue.queries import ListQuery
 from slotstream.store.records import Failure, SampleKey, SampleSpec, State
 from slotstream.store.samples import SampleStore
 from slotstream.v1 import ingest_pb2 as pb

@@ -19,8 +19,8 @@ from slotstream.server.ingest.acks import Acks
 from slotstream.server.ingest.open_samples import OpenSamples
 from slotstream.server.ingest.sample_writer import SampleWriter
 from slotstream.server.samples.service import SamplesService
-from slotstream.store.catalogue import retention_sql
-from slotstream.store.catalogue.catalogue import Catalogue
+from slotstream.store.catalogue.sqlite import retention_sql
+from slotstream.store.catalogue.sqlite.catalogue import Catalogue
 from slotstream.store.disk.files import Files
 from slotstream.store.parts import StoreParts
 from slotstream.store.publishing import Publisher

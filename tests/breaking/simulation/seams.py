@@ -19,7 +19,7 @@ from simulation.disk import SimConnection
 
 import slotstream.server
 import slotstream.store
-from slotstream.store.catalogue import catalogue, opening
+from slotstream.store.catalogue.sqlite import catalogue, opening
 from slotstream.store.sample import row_hash
 
 _GROUP_BYTES = 1024  # Of hash groups: small samples have several.

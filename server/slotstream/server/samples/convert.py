@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from slotstream.store.catalogue.retention_sql import Standing, Usage
-from slotstream.store.catalogue.sql import ListQuery
+from slotstream.store.catalogue.queries import ListQuery, Standing, Usage
 from slotstream.store.records import SampleKey, SampleRecord, State
 from slotstream.store.upkeep.preview import Forecast
 from slotstream.store.upkeep.restoring import Restored

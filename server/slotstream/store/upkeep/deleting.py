@@ -12,8 +12,9 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from slotstream.store.catalogue import retention_sql
-from slotstream.store.catalogue.sql import get as get_record
+from slotstream.store.catalogue.queries import Candidate
+from slotstream.store.catalogue.sqlite import retention_sql
+from slotstream.store.catalogue.sqlite.sql import get as get_record
 from slotstream.store.disk.files import Files, store_error
 from slotstream.store.parts import StoreParts
 from slotstream.store.records import SampleKey, SampleRecord, State
@@ -51,11 +52,11 @@ class Deleter:
             raise store_error(error, f"deleting {key}") from error
         self._catalogue.drop_deleting([key]).result()
 
-    def delete_unused(self, candidates: Sequence[retention_sql.Candidate]) -> list[retention_sql.Candidate]:
+    def delete_unused(self, candidates: Sequence[Candidate]) -> list[Candidate]:
         """Remove those that nobody reads, leases, or has replaced; which. Raises StoreFull, IoError and InternalFault."""
         now = self._now()
 
-        def mark(db: sqlite3.Connection) -> list[retention_sql.Candidate]:
+        def mark(db: sqlite3.Connection) -> list[Candidate]:
             marked = []
             for candidate in candidates:
                 record = get_record(db, candidate.key.namespace, candidate.key.sample_id)
@@ -108,7 +109,7 @@ def remove_durably(files: Files, path: Path) -> None:
         files.sync_dir(path.parent)
 
 
-def _is_same(record: SampleRecord, candidate: retention_sql.Candidate) -> bool:
+def _is_same(record: SampleRecord, candidate: Candidate) -> bool:
     if record.state is State.COMMITTED:
         return record.committed_unix_ns == candidate.stamp_unix_ns
     return record.state is State.FAILED and record.created_unix_ns == candidate.stamp_unix_ns

@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import TypeVar
 
-from slotstream.store.catalogue import retention_sql
-from slotstream.store.catalogue.retention_sql import Candidate, Queue, Standing, Usage
-from slotstream.store.catalogue.sql import get as get_record
+from slotstream.store.catalogue.queries import Candidate, Queue, Standing, Usage
+from slotstream.store.catalogue.sqlite import retention_sql
+from slotstream.store.catalogue.sqlite.sql import get as get_record
 from slotstream.store.disk.files import store_error
 from slotstream.store.parts import StoreParts
 from slotstream.store.records import SampleKey, SampleRecord, State

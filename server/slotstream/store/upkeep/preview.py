@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, TypeVar
 
-from slotstream.store.catalogue import retention_sql
-from slotstream.store.catalogue.catalogue import FILE_NAME
-from slotstream.store.catalogue.retention_sql import Candidate, Queue, Usage
+from slotstream.store.catalogue.queries import Candidate, Queue, Usage
+from slotstream.store.catalogue.sqlite import retention_sql
+from slotstream.store.catalogue.sqlite.catalogue import FILE_NAME
 from slotstream.store.disk.clock import Clock
 from slotstream.store.disk.files import Files, store_error
 from slotstream.store.records import SampleKey

@@ -36,11 +36,11 @@ from pathlib import Path
 
 from slotstream.common.logtext import path_text
 from slotstream.common.progress import Progress
-from slotstream.store.catalogue.catalogue import FILE_NAME, Catalogue
-from slotstream.store.catalogue.damage import CatalogueCorrupt, CatalogueDamaged, CatalogueOld
-from slotstream.store.catalogue.retention_sql import latest_stamp
-from slotstream.store.catalogue.salvage import PARTS, set_aside
-from slotstream.store.catalogue.seal import SUFFIX
+from slotstream.store.catalogue.sqlite.catalogue import FILE_NAME, Catalogue
+from slotstream.store.catalogue.sqlite.damage import CatalogueCorrupt, CatalogueDamaged, CatalogueOld
+from slotstream.store.catalogue.sqlite.retention_sql import latest_stamp
+from slotstream.store.catalogue.sqlite.salvage import PARTS, set_aside
+from slotstream.store.catalogue.sqlite.seal import SUFFIX
 from slotstream.store.disk.files import Files
 from slotstream.store.records import PARTIAL_SUFFIX, SampleKey, SampleRecord, State
 from slotstream.store.sample.file import sample_file_at, unsupported_record_at

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from slotstream.common.checks import check_number
-from slotstream.store.catalogue.retention_sql import Candidate, Usage
+from slotstream.store.catalogue.queries import Candidate, Usage
 from slotstream.wire.errors import BadNamespace, ConfigError, Damaged
 from slotstream.wire.names import check_namespace
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from slotstream.store.catalogue.retention_sql import Candidate, Queue, Usage
+from slotstream.store.catalogue.queries import Candidate, Queue, Usage
 from slotstream.store.upkeep.retention import (
     FAILED_AGE_S_MAX,
     UNLIMITED,

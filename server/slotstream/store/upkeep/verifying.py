@@ -26,9 +26,9 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 
 from slotstream.common.logtext import path_text
-from slotstream.store.catalogue import sql
-from slotstream.store.catalogue.catalogue import FILE_NAME
-from slotstream.store.catalogue.salvage import give_sums
+from slotstream.store.catalogue.sqlite import sql
+from slotstream.store.catalogue.sqlite.catalogue import FILE_NAME
+from slotstream.store.catalogue.sqlite.salvage import give_sums
 from slotstream.store.disk.directory import LOCK_NAME
 from slotstream.store.disk.files import Files, store_error
 from slotstream.store.disk.retrying import is_fact, retried

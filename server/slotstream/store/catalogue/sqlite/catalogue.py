@@ -22,11 +22,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
-from slotstream.store.catalogue import retention_sql, salvage, seal, sql
-from slotstream.store.catalogue.damage import ERRORS, CatalogueCorrupt, CatalogueDamaged, catalogue_error
-from slotstream.store.catalogue.opening import READERS, open_database
-from slotstream.store.catalogue.row_sums import MalformedRow
-from slotstream.store.catalogue.sql import ListQuery
+from slotstream.store.catalogue.queries import ListQuery
+from slotstream.store.catalogue.sqlite import retention_sql, salvage, seal, sql
+from slotstream.store.catalogue.sqlite.damage import ERRORS, CatalogueCorrupt, CatalogueDamaged, catalogue_error
+from slotstream.store.catalogue.sqlite.opening import READERS, open_database
+from slotstream.store.catalogue.sqlite.row_sums import MalformedRow
 from slotstream.store.records import SampleKey, SampleRecord, State
 from slotstream.wire.errors import ConfigError, Interrupted, IoError, SlotStreamError
 

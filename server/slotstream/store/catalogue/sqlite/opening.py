@@ -11,10 +11,10 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from slotstream.store.catalogue import checking, log_end, schema, seal, sql
-from slotstream.store.catalogue.damage import CatalogueCorrupt, CatalogueOld
-from slotstream.store.catalogue.row_sums import MalformedRow, row_sum
-from slotstream.store.catalogue.seal import Seal
+from slotstream.store.catalogue.sqlite import checking, log_end, schema, seal, sql
+from slotstream.store.catalogue.sqlite.damage import CatalogueCorrupt, CatalogueOld
+from slotstream.store.catalogue.sqlite.row_sums import MalformedRow, row_sum
+from slotstream.store.catalogue.sqlite.seal import Seal
 from slotstream.wire.errors import ConfigError
 
 _log = logging.getLogger(__name__)

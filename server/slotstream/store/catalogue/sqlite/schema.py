@@ -6,7 +6,7 @@ import sqlite3
 from contextlib import closing
 from functools import cache
 
-from slotstream.store.catalogue import retention_sql, row_sums, sql
+from slotstream.store.catalogue.sqlite import retention_sql, row_sums, sql
 
 VERSION = 3
 # From this version to the next; from none, the first version's tables.

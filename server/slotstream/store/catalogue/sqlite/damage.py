@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sqlite3
 
-from slotstream.store.catalogue.row_sums import MalformedRow
+from slotstream.store.catalogue.sqlite.row_sums import MalformedRow
 from slotstream.wire.errors import InternalFault, IoError, SlotStreamError, StoreFull
 
 # Damage of the file itself, as opposed to a full disk or a lock.

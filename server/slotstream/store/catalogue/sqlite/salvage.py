@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from slotstream.common.progress import Progress
-from slotstream.store.catalogue import page_token, row_sums, schema, sql
-from slotstream.store.catalogue.damage import ERRORS
-from slotstream.store.catalogue.row_sums import LEASE, STORED, SUMMED, MalformedRow, checked, row_sum
+from slotstream.store.catalogue import page_token
+from slotstream.store.catalogue.sqlite import row_sums, schema, sql
+from slotstream.store.catalogue.sqlite.damage import ERRORS
+from slotstream.store.catalogue.sqlite.row_sums import LEASE, STORED, SUMMED, MalformedRow, checked, row_sum
 
 _log = logging.getLogger(__name__)
 _PAGE = 256

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Sequence
-from dataclasses import dataclass
-from enum import Enum
 from typing import Any
 
-from slotstream.store.catalogue.row_sums import LEASE, STORED, MalformedRow, change, checked, find, row_sum
+from slotstream.store.catalogue.queries import Candidate, Queue, Standing, Usage
+from slotstream.store.catalogue.sqlite.row_sums import LEASE, STORED, MalformedRow, change, checked, find, row_sum
 from slotstream.store.records import SampleKey, State
 
 UPGRADE = """
@@ -77,47 +76,19 @@ CREATE INDEX samples_committed_read ON samples (namespace, committed_unix_ns)
 """
 
 
-@dataclass(frozen=True, slots=True)
-class Usage:
-    """What one namespace holds: committed samples, the bytes of their files, and failed samples that are still known."""
-
-    namespace: str
-    samples: int = 0
-    bytes: int = 0
-    failed: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """A sample that a rule may delete. `stamp_unix_ns`, its commit's (a failed one's open's), tells it from a later one."""
-
-    key: SampleKey
-    stamp_unix_ns: int
-    file_bytes: int
-    position: tuple[int, int]  # In its queue: the next page begins behind it.
-    error_code: str = ""  # Of a failed one.
-
-
-@dataclass(frozen=True, slots=True)
-class Standing:
-    """What retention knows about a sample. Times in Unix nanoseconds, 0 for never."""
-
-    reads: int = 0
-    acked_unix_ns: int = 0
-    leased_until_unix_ns: int = 0
-
-
-class Queue(Enum):
-    """An order in which samples of a namespace may go: the index, its first column that counts, and the rows in it."""
-
-    OLDEST = ("samples_committed", "committed_unix_ns", "state = 'committed'")
-    OLDEST_READ = ("samples_committed_read", "committed_unix_ns", "state = 'committed' AND (reads > 0 OR acked_unix_ns > 0)")
-    READ = ("samples_read", "reads", "reads > 0 AND state = 'committed'")
-    ACKED = ("samples_acked", "acked_unix_ns", "acked_unix_ns > 0 AND state = 'committed'")
-    FAILED = ("samples_failed", "created_unix_ns", "state = 'failed'")
-    REFUSED = ("samples_refused", "created_unix_ns", "state = 'failed' AND dtype = ''")  # Never open.
-
-
+# Each queue of candidates: the index, its first column that counts, and the rows in it.
+QUEUES = {
+    Queue.OLDEST: ("samples_committed", "committed_unix_ns", "state = 'committed'"),
+    Queue.OLDEST_READ: (
+        "samples_committed_read",
+        "committed_unix_ns",
+        "state = 'committed' AND (reads > 0 OR acked_unix_ns > 0)",
+    ),
+    Queue.READ: ("samples_read", "reads", "reads > 0 AND state = 'committed'"),
+    Queue.ACKED: ("samples_acked", "acked_unix_ns", "acked_unix_ns > 0 AND state = 'committed'"),
+    Queue.FAILED: ("samples_failed", "created_unix_ns", "state = 'failed'"),
+    Queue.REFUSED: ("samples_refused", "created_unix_ns", "state = 'failed' AND dtype = ''"),
+}
 _COUNTS = frozenset({Queue.READ, Queue.ACKED})
 _SUMMED = STORED.split(", ")[:-1]
 _STATE, _COMMITTED = _SUMMED.index("state"), _SUMMED.index("committed_unix_ns")
@@ -125,7 +96,7 @@ _STATE, _COMMITTED = _SUMMED.index("state"), _SUMMED.index("committed_unix_ns")
 
 def candidates(db: sqlite3.Connection, queue: Queue, namespace: str, after: tuple[int, int], limit: int) -> list[Candidate]:
     """Up to `limit` samples of a queue behind position `after`, in order. (n, -1) stands before all whose column is n."""
-    index, column, rows = queue.value
+    index, column, rows = QUEUES[queue]
     query = (
         f"SELECT id FROM samples INDEXED BY {index} "
         f"WHERE namespace = ? AND {rows} AND ({column}, id) > (?, ?) ORDER BY {column}, id LIMIT ?"
@@ -145,7 +116,7 @@ def _candidate(db: sqlite3.Connection, queue: Queue, namespace: str, number: int
     if row is None:
         raise MalformedRow("an index of the catalogue leads nowhere")
     values = dict(zip(_SUMMED, checked(row), strict=True))
-    _, column, _ = queue.value
+    _, column, _ = QUEUES[queue]
     failed = queue in (Queue.FAILED, Queue.REFUSED)
     state = State.FAILED if failed else State.COMMITTED
     if (values["namespace"], values["state"]) != (namespace, state) or (queue in _COUNTS and not values[column]):

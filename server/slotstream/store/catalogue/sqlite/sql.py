@@ -15,15 +15,15 @@ import re
 import secrets
 import sqlite3
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 from slotstream.store.catalogue import page_token
-from slotstream.store.catalogue.row_sums import COLUMNS, STORED, MalformedRow, checked, named_and_checked, row_sum
+from slotstream.store.catalogue.queries import ListQuery
+from slotstream.store.catalogue.sqlite.row_sums import COLUMNS, STORED, MalformedRow, checked, named_and_checked, row_sum
 from slotstream.store.records import SampleKey, SampleRecord, State, compact_json, kept_model
-from slotstream.wire.errors import BadNamespace, BadParams, BadSampleId
-from slotstream.wire.hashing import xxh3
-from slotstream.wire.names import PAGE_SIZE_MAX, READABLE_CHARS_MAX, TAG_FILTERS_MAX, readable_id
+from slotstream.wire.errors import BadNamespace, BadSampleId
+from slotstream.wire.names import READABLE_CHARS_MAX, readable_id
 
 SEQUENCES_MAX = 128  # Of one prompt, that are looked for.
 _OF_REQUEST_MAX = 10_000
@@ -91,45 +91,6 @@ _UPSERT = (
     + ", ".join(f"{name} = excluded.{name}" for name in STORED.split(", ")[2:])
     + " RETURNING id"
 )
-
-
-@dataclass(frozen=True, slots=True)
-class ListQuery:
-    """Filters of a listing; empty or 0 means any. Times in Unix nanoseconds. Raises BadParams past the limits.
-
-    `namespaces` are those that the caller may see; None: all. Nothing of another shows, in rows or in page tokens.
-    """
-
-    namespace: str = ""
-    namespaces: tuple[str, ...] | None = None
-    model: str = ""
-    state: State | None = None
-    created_from_unix_ns: int = 0  # Inclusive.
-    created_until_unix_ns: int = 0  # Exclusive.
-    tags: Mapping[str, str] = field(default_factory=dict)
-    page_size: int = 100
-    page_token: str = ""
-    request_id: str = ""  # As vLLM answered it: samples whose ids are made of it.
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.page_size <= PAGE_SIZE_MAX:
-            raise BadParams(f"page_size must be 1 to {PAGE_SIZE_MAX}, not {self.page_size}")
-        if len(self.tags) > TAG_FILTERS_MAX:
-            raise BadParams(f"a listing filters by at most {TAG_FILTERS_MAX} tags, not {len(self.tags)}")
-
-    def fingerprint(self) -> int:
-        """32 bits over the filters: a token continues the listing that it came from, and no other."""
-        filters = [
-            self.namespace,
-            self.model,
-            str(self.state or ""),
-            self.created_from_unix_ns,
-            self.created_until_unix_ns,
-            dict(self.tags),
-            self.namespaces,
-            *([self.request_id] if self.request_id else []),
-        ]
-        return xxh3(compact_json(filters).encode()) & 0xFFFFFFFF
 
 
 def _values(record: SampleRecord) -> tuple[object, ...]:

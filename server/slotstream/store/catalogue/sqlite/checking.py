@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sqlite3
 
-from slotstream.store.catalogue import schema, sql
-from slotstream.store.catalogue.row_sums import MalformedRow
+from slotstream.store.catalogue.sqlite import schema, sql
+from slotstream.store.catalogue.sqlite.row_sums import MalformedRow
 from slotstream.store.records import State
 
 _COUNTED = (
