@@ -25,7 +25,7 @@ $(BIN)/python:
 $(VENV)/.dev: pyproject.toml Makefile | $(BIN)/python
 	@echo "installing what the tests need into $(VENV), but for vLLM: about a minute, once"
 	@[ -e $(VENV)/.vllm ] || $(PIP_INSTALL) --no-compile $(TORCH)
-	$(PIP_INSTALL) --no-compile --editable '.[torch,nixl,dev]'
+	$(PIP_INSTALL) --no-compile --editable '.[torch,nixl,web,dev]'
 	@touch $@
 
 $(VENV)/.vllm: pyproject.toml Makefile | $(BIN)/python
@@ -38,7 +38,7 @@ $(VENV)/.vllm: pyproject.toml Makefile | $(BIN)/python
 	@touch $@
 
 $(VENV)/.bench: $(VENV)/.dev
-	$(PIP_INSTALL) --editable '.[torch,nixl,dev,bench]'
+	$(PIP_INSTALL) --editable '.[torch,nixl,web,dev,bench]'
 	@touch $@
 
 # Trainers and their loaders, for the tests that load and train with them: without what each would bring of its own (CUDA builds of

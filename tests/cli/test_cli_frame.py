@@ -33,6 +33,7 @@ COMMANDS = [
     "flags",
     "certify",
     "retention",
+    "web",
     "token",
     "demo",
 ]

@@ -28,6 +28,7 @@ ARROWS = {
     "capture": {"client", "demo", "wire"},
     "certify": {"client", "capture", "demo", "truth", "wire"},
     "integrations": {"client", "wire", "common"},
+    "web": {"cli", "client", "wire", "common"},
     "cli": {"server", "store", "client", "connector", "capture", "certify", "demo", "wire", "v1"},
     "server": {"store", "wire", "v1", "common"},
     "store": {"wire", "common"},
@@ -100,7 +101,7 @@ WINGS = {
 HEAVY = {
     "vllm": {"connector"},
     "torch": {"connector", "client", "truth"},
-    "numpy": {"connector", "transport", "client"},
+    "numpy": {"connector", "transport", "client", "web"},
     "nixl": set[str](),  # By name only, in wire/nixl.py.
     "nixl_cu12": set[str](),
     "nixl_cu13": set[str](),

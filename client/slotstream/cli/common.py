@@ -45,8 +45,16 @@ def add_server_argument(parser: Any) -> None:
 
 def add_access_arguments(parser: argparse.ArgumentParser) -> None:
     """How to show the server who is asking. No option takes the token itself: it would show in `ps`."""
+    parser.add_argument(
+        "--token-file",
+        metavar="FILE",
+        help="file with the bearer token (default: $SLOTSTREAM_TOKEN, else the file $SLOTSTREAM_TOKEN_FILE)",
+    )
+    add_tls_arguments(parser)
+
+
+def add_tls_arguments(parser: argparse.ArgumentParser) -> None:
     for flag, what in (
-        ("--token-file", "file with the bearer token (default: $SLOTSTREAM_TOKEN, else the file $SLOTSTREAM_TOKEN_FILE)"),
         ("--tls-ca", "PEM authorities of the server's certificate; turns TLS on (default: $SLOTSTREAM_TLS_CA)"),
         ("--tls-cert", "PEM certificate to show the server (default: $SLOTSTREAM_TLS_CERT)"),
         ("--tls-key", "its PEM private key (default: $SLOTSTREAM_TLS_KEY)"),

@@ -47,6 +47,7 @@ COMMANDS = {
     "flags": Command("flags", "print the flags that vllm serve needs for a model, or check them"),
     "certify": Command("certify", "prove that an engine with your flags captures every row right", takes_rest=True),
     "retention": Command("retention", "show what retention rules would delete, and accept them"),
+    "web": Command("web", "show samples and the server's state to a browser"),
     "token": Command("token", "make a bearer token, and its entry for the server's tokens file"),
     "demo": Command("serve", "capture hidden states with a tiny model, end to end"),
 }
@@ -81,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     # No option of `slotstream` itself takes a value, so the first word is the command.
     name = next((word for word in arguments if not word.startswith("-")), "")
-    return _guarded(name, lambda: _run(name, arguments))
+    return guarded(name, lambda: _run(name, arguments))
 
 
 def _run(name: str, arguments: list[str]) -> int:
@@ -109,13 +110,14 @@ def _run(name: str, arguments: list[str]) -> int:
         arguments, rest = arguments[:at], arguments[at + 1 :]
     parsed = parser.parse_args(arguments)
     parsed.rest = rest
+    parsed.words = arguments[arguments.index(name) + 1 :]
     run: Callable[[argparse.Namespace], int] = getattr(module, f"run_{name}")
     code = run(parsed)
     sys.stdout.flush()  # Here, where a reader that went away is still handled.
     return code
 
 
-def _guarded(name: str, run: Callable[[], int]) -> int:
+def guarded(name: str, run: Callable[[], int]) -> int:
     """What `run` returns; a failure becomes one sentence on stderr and an exit code."""
     from slotstream.cli.common import CommandFailed
     from slotstream.wire.errors import ConfigError, SlotStreamError

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from slotstream.client import Client, EngineStatus, ServerStatus, Status
 
 _CLEAR = "\x1b[H\x1b[2J"
-_COLUMNS = ("ENGINE", "RANK", "HOST", "LAYERS", "TRANSPORT", "STAGING", "LINK", "OPEN", "LAST SAMPLE")
+ENGINE_COLUMNS = ("ENGINE", "RANK", "HOST", "LAYERS", "TRANSPORT", "STAGING", "LINK", "OPEN", "LAST SAMPLE")
 
 
 def add_status_arguments(parser: argparse.ArgumentParser) -> None:
@@ -81,10 +81,10 @@ def _show(status: Status, address: str, *, as_json: bool) -> int:
     if as_json:
         print_json({**dataclasses.asdict(status), "problems": list(problems), "explained": problems})
         return 1 if problems else 0
-    print("\n".join(_facts(status, address)))
+    print("\n".join(f"{name:<{_WIDTH}}  {text}" for name, text in facts(status, address)))
     if status.server is not None and status.server.engines:
         print()
-        print_table(_COLUMNS, map(_row, status.server.engines), right=("RANK", "STAGING", "OPEN"))
+        print_table(ENGINE_COLUMNS, map(engine_row, status.server.engines), right=("RANK", "STAGING", "OPEN"))
         if status.server.engines_left_out:
             print(f"and {status.server.engines_left_out} more")
     print(
@@ -97,7 +97,8 @@ def _show(status: Status, address: str, *, as_json: bool) -> int:
 _WIDTH = 19  # Of the longest name of a problem.
 
 
-def _facts(status: Status, address: str) -> list[str]:
+def facts(status: Status, address: str) -> list[tuple[str, str]]:
+    """Names and what is told of them, as far as the token is told it; fit for a terminal."""
     server = status.server
     rows = [("server", f"{shown(status.version)} at {address}, {shown(status.health)}")]
     if server is None:
@@ -110,7 +111,7 @@ def _facts(status: Status, address: str) -> list[str]:
         rows += [(f"  {space.namespace}", f"{space.samples} samples, {size_text(space.bytes)}") for space in spaces]
         if status.namespaces_left_out:
             rows += [("", "and more")]
-        return [f"{shown(name):<{_WIDTH}}  {shown(text)}" for name, text in rows]
+        return [(shown(name), shown(text)) for name, text in rows]
     rows[0] = (rows[0][0], f"{rows[0][1]}, {_setup(server)}")
     rows += [
         (
@@ -124,7 +125,7 @@ def _facts(status: Status, address: str) -> list[str]:
         ("retention", _retention(server)),
         ("clock", shown(server.clock or "ok")),
     ]
-    return [f"{name:<{_WIDTH}}  {text}" for name, text in rows]
+    return rows
 
 
 def _setup(server: ServerStatus) -> str:
@@ -158,7 +159,8 @@ def _retention(server: ServerStatus) -> str:
     return shown("; ".join(told) or "nothing is held")
 
 
-def _row(engine: EngineStatus) -> tuple[str, ...]:
+def engine_row(engine: EngineStatus) -> tuple[str, ...]:
+    """One line of the table of `ENGINE_COLUMNS`."""
     link = f"{'up' if engine.connected else 'down'} {time_text(engine.since_s)}"
     if lost := engine.streams - 1 if engine.links_lost is None else engine.links_lost:
         link += f", lost {lost} times"

@@ -5,7 +5,7 @@ Needs torch only to return tensors; `slotstream.client.dataset.SampleDataset` is
 
 from slotstream.client.capturing import CaptureStream, capture
 from slotstream.client.client import Client, connect
-from slotstream.client.info import Forecast, NamespaceUsage, Restored, SampleInfo, SampleState, Usage, Verdict
+from slotstream.client.info import Forecast, NamespaceUsage, Page, Restored, SampleInfo, SampleState, Usage, Verdict
 from slotstream.client.reading import RowBlock, RowReader
 from slotstream.client.row_stream import RowStream
 from slotstream.client.status import EngineStatus, ServerStatus, Status
@@ -45,6 +45,7 @@ __all__ = [
     "IoError",
     "Leased",
     "NamespaceUsage",
+    "Page",
     "PermissionDenied",
     "Restored",
     "RowBlock",

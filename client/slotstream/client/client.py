@@ -18,6 +18,7 @@ from slotstream.client.counting import ReadCounter
 from slotstream.client.info import (
     Forecast,
     NamespaceUsage,
+    Page,
     Restored,
     SampleInfo,
     SampleState,
@@ -156,6 +157,12 @@ class Client:
     def access(self) -> Access:
         """The token and certificates that its calls use."""
         return self._rpc.access
+
+    def with_token(self, token: str | None) -> Client:
+        """This client with another bearer token, or with none, over the same connection: for a process that asks for several
+        people. It closes with this one: do not close it. Raises ConfigError for what can be no token.
+        """
+        return Client(self._rpc.with_token(token), stall_timeout_s=self._stall_timeout_s, data_dir=self.data_dir)
 
     def get(
         self,
@@ -373,22 +380,32 @@ class Client:
         request: the id that vLLM answered a request with: its samples, whose ids are made of it. Where a sample has that very
         id, only that one. Raises ProtocolViolation where the server is too old for it.
         """
-        if not 0 < page_size <= PAGE_SIZE_MAX:
-            raise BadPage(f"page_size {page_size} is not between 1 and {PAGE_SIZE_MAX}")
         if limit is not None and limit < 0:
             raise BadPage(f"limit {limit} is negative")
-        if tags and len(tags) > TAG_FILTERS_MAX:
-            raise BadTags(f"a list filters by at most {TAG_FILTERS_MAX} tags, not {len(tags)}")
-        asked = samples_pb2.ListRequest(
-            namespace="" if namespace is None else check_namespace(namespace),
-            model=model or "",
-            state=wire_state(state),
-            created_from_unix_ns=unix_ns(created_from),
-            created_until_unix_ns=unix_ns(created_until),
-            tags=check_tags(tags or {}),
-            request_id=request or "",
-        )
+        asked = _list_request(namespace, model, state, created_from, created_until, tags, request, page_size)
         return self._pages(asked, page_size, limit)
+
+    def page(
+        self,
+        page_token: str = "",
+        *,
+        namespace: str | None = None,
+        model: str | None = None,
+        state: str | None = None,
+        created_from: datetime.datetime | int | None = None,
+        created_until: datetime.datetime | int | None = None,
+        tags: Mapping[str, str] | None = None,
+        request: str | None = None,
+        page_size: int = 100,
+    ) -> Page:
+        """One page of `list`, whose filters these are: for a caller that goes on later, where the token of the last page says.
+
+        Raises BadPage for a token of another listing.
+        """
+        asked = _list_request(namespace, model, state, created_from, created_until, tags, request, page_size)
+        asked.page_token = page_token
+        reply = self._listed(asked)
+        return Page(tuple(map(SampleInfo.from_wire, reply.samples)), reply.next_page_token)
 
     def moment(self, *, namespace: str | None = None) -> int:
         """Now, by the server's clock, in Unix ns: up to then nothing commits any more. An epoch of `rows` is counted by it.
@@ -542,14 +559,18 @@ class Client:
         left = limit
         while left is None or left > 0:
             request.page_size = page_size if left is None else min(page_size, left)
-            reply = self._rpc.list(request)
-            if request.request_id and not reply.of_request:
-                raise NotServed(f"the server at {self.address} is of an earlier version, and finds no sample by its request")
+            reply = self._listed(request)
             yield from map(SampleInfo.from_wire, reply.samples[:left])
             if not reply.next_page_token:
                 return
             request.page_token = reply.next_page_token
             left = None if left is None else left - len(reply.samples)
+
+    def _listed(self, request: samples_pb2.ListRequest) -> samples_pb2.ListReply:
+        reply = self._rpc.list(request)
+        if request.request_id and not reply.of_request:
+            raise NotServed(f"the server at {self.address} is of an earlier version, and finds no sample by its request")
+        return reply
 
     def _verdicts(self, request: samples_pb2.VerifyRequest) -> Iterator[Verdict]:
         stream = self._rpc.verify(request)
@@ -574,6 +595,32 @@ class Client:
                 yield Restored.from_wire(reply)
         finally:
             stream.close()
+
+
+def _list_request(
+    namespace: str | None,
+    model: str | None,
+    state: str | None,
+    created_from: datetime.datetime | int | None,
+    created_until: datetime.datetime | int | None,
+    tags: Mapping[str, str] | None,
+    request: str | None,
+    page_size: int,
+) -> samples_pb2.ListRequest:
+    if not 0 < page_size <= PAGE_SIZE_MAX:
+        raise BadPage(f"page_size {page_size} is not between 1 and {PAGE_SIZE_MAX}")
+    if tags and len(tags) > TAG_FILTERS_MAX:
+        raise BadTags(f"a list filters by at most {TAG_FILTERS_MAX} tags, not {len(tags)}")
+    return samples_pb2.ListRequest(
+        namespace="" if namespace is None else check_namespace(namespace),
+        model=model or "",
+        state=wire_state(state),
+        created_from_unix_ns=unix_ns(created_from),
+        created_until_unix_ns=unix_ns(created_until),
+        tags=check_tags(tags or {}),
+        request_id=request or "",
+        page_size=page_size,
+    )
 
 
 def _final_in(layers: Sequence[int | str], info: SampleInfo) -> builtins.list[int | str]:

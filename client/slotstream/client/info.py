@@ -93,6 +93,14 @@ class SampleInfo:
 
 
 @dataclass(frozen=True, slots=True)
+class Page:
+    """Some samples of a list, newest first. `next_token`: what `Client.page` takes for the next ones; "" after the last."""
+
+    samples: tuple[SampleInfo, ...]
+    next_token: str
+
+
+@dataclass(frozen=True, slots=True)
 class Restored:
     """What became of one file of the server's quarantine. `damage`: why it does not verify, as in a Verdict; `message`: why it
     stays there, None when the sample is committed again.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import os
 import threading
 import weakref
@@ -72,6 +74,12 @@ class Rpc:
         # Its replies stay bytes, which the stub's would not: protobuf copies rows several times over (slotstream.wire.frames).
         self._read = self._channel.unary_stream(_READ, samples_pb2.ReadRequest.SerializeToString, None)
         self._read_many = self._channel.unary_stream(_READ_MANY, samples_pb2.ReadManyRequest.SerializeToString, None)
+
+    def with_token(self, token: str | None) -> Rpc:
+        """The same connection for calls with another token, or with none; it is closed with this one. Raises ConfigError."""
+        other = copy.copy(self)
+        other.access = dataclasses.replace(self.access, token=token, token_file=None).check(self.address)
+        return other
 
     def wait_until_connected(self, timeout_s: float) -> None:
         """Raises ServerUnavailable when nothing took the connection, and answered on it, within `timeout_s`."""
