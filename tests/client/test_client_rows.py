@@ -87,6 +87,7 @@ _SHARES = [(1, 1), (1, 4), (2, 2), (3, 1), (4, 3)]
 _ALL_SHARES = [(world_size, workers) for world_size in (1, 2, 3, 4) for workers in (0, 1, 2, 3, 4)]
 
 
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize(
     ("shares", "drop_last"),
     [
@@ -99,7 +100,8 @@ _ALL_SHARES = [(world_size, workers) for world_size in (1, 2, 3, 4) for workers 
 def test_workers_of_ranks_share_the_rows(
     server: ServerProcess, many: str, shares: list[tuple[int, int]], drop_last: bool
 ) -> None:
-    for (world_size, workers), by_rank in in_a_trainer(read_rows_by_rank, server.address, many, shares, drop_last).items():
+    found_by_share = in_a_trainer(read_rows_by_rank, server.address, many, shares, drop_last, limit_s=60.0 * len(shares))
+    for (world_size, workers), by_rank in found_by_share.items():
         found = [number for batches in by_rank for number in numbers(batches)]
         assert len(found) == len(set(found)), (world_size, workers)
         if drop_last:

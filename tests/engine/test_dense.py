@@ -195,7 +195,9 @@ def test_the_same_id_again_is_stored_once_and_other_content_is_refused(dense: St
 
 def test_early_chunks_are_on_the_server_before_the_last_is_computed(dense: Stack, client: Client) -> None:
     prompt = text_tokens(random.Random(7), 900)
-    send(dense.vllm_port, [Ask(prompt, {"namespace": "stream", "sample_id": "s"})])
+    # Some text after the prompt: steps in which a busy machine's server comes to its turn too.
+    params = {"namespace": "stream", "sample_id": "s", "include_output_tokens": True}
+    send(dense.vllm_port, [Ask(prompt, params, max_tokens=80)])
     said = client.get("s", namespace="stream").metadata
     assert int(said["chunks"]) >= len(prompt) // 64
     # Both are this host's clock: the server had a chunk before the connector had the last row.

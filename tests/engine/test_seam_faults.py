@@ -34,14 +34,22 @@ class Breaking:
         assert running.engine is not None
         self._log = running.engine.log
 
-    def send(self, namespace: str, broken: str = "") -> list[Answer]:
-        """All prompts at once, every second one with output rows."""
+    def send(self, namespace: str, broken: str = "", until_logged: str = "") -> list[Answer]:
+        """All prompts at once, every second one with output rows.
+
+        With `until_logged` the seam stays broken until the log says that, for at most 50 requests more: what the worker found
+        reaches the scheduler with a later step.
+        """
         self._seam.write_text(broken)
         asks = [
             Ask(prompt, {"namespace": namespace, "sample_id": f"s{i}", "include_output_tokens": i % 2 == 1}, max_tokens=24)
             for i, prompt in enumerate(PROMPTS)
         ]
         answers = send(self._running.vllm_port, asks)
+        for _ in range(50):
+            if until_logged in self.log():
+                break
+            send(self._running.vllm_port, [Ask(PROMPTS[0], {"capture": False})])
         self._seam.write_text("")
         return answers
 
@@ -96,7 +104,7 @@ def test_a_fault_costs_its_samples_and_nothing_else(breaking: Breaking) -> None:
     assert breaking.codes("whole", whole) == {""}
     for seam, said in IN_A_STEP.items():
         namespace = seam.replace(" ", "-")
-        broken = breaking.send(namespace, seam)
+        broken = breaking.send(namespace, seam, until_logged=said)
         assert [a.tokens for a in broken] == [a.tokens for a in whole]
         assert "" not in breaking.codes(namespace, broken)
         assert breaking.log().count(said) == 1

@@ -346,8 +346,13 @@ def test_addresses_that_take_all_they_get_leave_one_to_a_newcomer(
         service._bodies._growth_bytes = 1 << 40
         for source in range(2, 2 + count):
             calls = UnfinishedCalls(server.address, ADDRESS_METHODS[what], 20, source=f"127.0.0.{source}")
-            stack.enter_context(calls).push(quiet_s=0.5, limit_s=0.5)
-            wait_until(lambda calls=calls: len(calls.statuses) + shares._by_peer[calls.source] == 20)  # type: ignore[misc]
+            stack.enter_context(calls)
+
+            def all_are_decided(calls: UnfinishedCalls = calls) -> bool:
+                calls.push(quiet_s=0.5, limit_s=0.5)
+                return len(calls.statuses) + shares._by_peer[calls.source] == 20
+
+            wait_until(all_are_decided)
             assert shares._by_peer[calls.source] >= 1
         with grpc.insecure_channel(server.address) as channel:
             stub, request = health_pb2_grpc.HealthStub(channel), health_pb2.HealthCheckRequest()

@@ -18,10 +18,10 @@ from slotstream.client import Sample, connect, rows
 from slotstream.client.dataset import SampleDataset
 
 
-def in_a_trainer(read: Callable[..., Any], *arguments: Any) -> Any:
-    """What `read` returns there."""
+def in_a_trainer(read: Callable[..., Any], *arguments: Any, limit_s: float = 120.0) -> Any:
+    """What `read` returns there, within `limit_s` seconds."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as trainer:
-        return trainer.submit(read, *arguments).result(timeout=120)
+        return trainer.submit(read, *arguments).result(timeout=limit_s)
 
 
 def read_with_workers(address: str, namespace: str) -> tuple[int, list[Sample], str]:
