@@ -73,7 +73,7 @@ class Contender:
         self._connector = _KINDS[name.removesuffix(BEFORE).replace(_SECOND, "none")]
         self._stack = ExitStack()
         self.port = free_port()
-        self._server: str | None = None
+        self.server: str | None = None
         self._processes: list[tuple[str, Running]] = []
 
     @property
@@ -90,8 +90,8 @@ class Contender:
             with changed_environment(environment):
                 server = start_server(setting.data / self.name, setting.work / f"{self.name}-server.log", port)
             self._keep("server", server)
-            self._server = f"127.0.0.1:{port}"
-            extra = {"layers": list(setting.layers), "server": self._server, "include_output_tokens": True, **self._connector}
+            self.server = f"127.0.0.1:{port}"
+            extra = {"layers": list(setting.layers), "server": self.server, "include_output_tokens": True, **self._connector}
             options = connector_options("TimedConnector", "timed_connector", **extra)
         command = [*vllm_command(setting.model, self.port), *_engine_options(setting), *options]
         log = setting.work / f"{self.name}.log"
@@ -136,10 +136,10 @@ class Contender:
 
     def forget_samples(self) -> dict[str, int]:
         """Wait until every sample has ended, count and delete them. Not measured."""
-        if self._server is None:
+        if self.server is None:
             return {}
         deadline = time.monotonic() + _STORE_S
-        with connect(self._server) as client:
+        with connect(self.server) as client:
             while any(True for _ in client.list(state=SampleState.ARRIVING, limit=1)) and time.monotonic() < deadline:
                 time.sleep(0.01)
             counts: dict[str, int] = {}

@@ -49,6 +49,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.extended, pytest.mark.timeout(1800)]
 ROOT = Path(__file__).resolve().parents[2]
 FIRST = "a3e9c63"
 KILLS = 20
+_PRE_STOP_S = 5  # The chart's engine.preStopSeconds.
 # The image's `vllm`: on the CPU its module does the same.
 _VLLM = (
     f'#!/bin/sh\nshift\nmodel=$1\nshift\nexec {sys.executable} -m vllm.entrypoints.openai.api_server --model "$model" "$@"\n'
@@ -96,8 +97,8 @@ def _handled(pod: Pod) -> int:
         return sum(1 for _ in client.list())
 
 
-def _ask(pod: Pod, names: list[str]) -> list[Answer]:
-    asks = [Ask(text_tokens(random.Random(name), 40), {"sample_id": name}) for name in names]
+def _ask(pod: Pod, names: list[str], max_tokens: int = 4) -> list[Answer]:
+    asks = [Ask(text_tokens(random.Random(name), 40), {"sample_id": name}, max_tokens) for name in names]
     return send(pod.node.port(8000), asks)
 
 
@@ -126,13 +127,13 @@ def test_the_sidecar_and_its_engine(truth_models: dict[str, Path], node: Node) -
 
         kept, over = list(names), threading.Event()
 
-        def go_on(name: str) -> list[str]:
+        def go_on(name: str, max_tokens: int = 4) -> list[str]:
             """What was promised, until it is over or the engine is gone."""
             promised: list[str] = []
             for number in itertools.takewhile(lambda _: not over.is_set(), itertools.count()):
                 batch = [f"{name}-{number}-{i}" for i in range(4)]
                 try:
-                    promised += _promised(batch, _ask(pod, batch))
+                    promised += _promised(batch, _ask(pod, batch, max_tokens))
                 except OSError:
                     assert pod.ending.is_set()
                     break
@@ -155,8 +156,12 @@ def test_the_sidecar_and_its_engine(truth_models: dict[str, Path], node: Node) -
 
         over.clear()
         with ThreadPoolExecutor(1) as pool:
-            running = pool.submit(go_on, "last")
+            # Texts of some seconds, so that some run when SIGTERM comes.
+            running = pool.submit(go_on, "last", 600)
             wait_until(lambda: _handled(pod) > len(kept), "a sample more")
+            # A service sends an ending pod nothing new once preStop is over. vLLM (0.32, without any connector too) never
+            # answers a request that comes after its engine has ended, and waits for it.
+            threading.Timer(_PRE_STOP_S - 1, over.set).start()
             pod.delete()
             last = running.result()
         assert last
