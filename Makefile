@@ -8,7 +8,7 @@ BIN = $(VENV)/bin
 SOURCES = client connector server proto/slotstream/common proto/slotstream/wire tests benchmarks examples
 
 .PHONY: help demo loop test unit lint tools packages extended kills soak histories simulation fuzz \
-	bench bench-transport bench-worker bench-workers bench-scale bench-readers bench-gpu bench-online proto clean
+	bench bench-transport bench-worker bench-workers bench-scale bench-readers bench-gpu bench-online bench-capture proto clean
 .NOTPARALLEL:  # Two pips at a time spoil an environment.
 
 help:  ## Say what the targets do.
@@ -145,6 +145,9 @@ bench-gpu: $(VENV)/.vllm  ## What capturing costs a real vLLM: make VLLM="vllm>=
 
 bench-online: $(VENV)/.vllm  ## What capturing costs those who wait for a token: vLLM's client against `vllm serve`; needs a GPU too.
 	$(call BENCH,online)
+
+bench-capture: $(VENV)/.vllm  ## What `slotstream capture` costs a data set, beside the same requests without capture; needs a GPU too.
+	$(call BENCH,capture)
 
 proto: $(VENV)/.dev  ## Generate the code of proto/slotstream/v1 again.
 	$(BIN)/python tests/regenerate_protos.py
