@@ -149,7 +149,7 @@ def write_data(directory: Path) -> None:
     record = store.stat(READ)
     assert record is not None
     for _ in range(READS):
-        store.lifetimes.count_read(READ, record.committed_unix_ns).result()
+        store.lifetimes.count_reads([(READ, record.committed_unix_ns)]).result()
     store.close()
 
 

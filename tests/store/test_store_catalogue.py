@@ -13,7 +13,7 @@ import pytest
 
 from slotstream.store.catalogue.queries import ListQuery
 from slotstream.store.catalogue.sqlite import sql as catalogue_sql
-from slotstream.store.catalogue.sqlite.catalogue import Catalogue
+from slotstream.store.catalogue.sqlite.catalogue import SqliteCatalogue
 from slotstream.store.records import SampleKey, SampleRecord, State
 from slotstream.wire.errors import BadPage, BadParams, InternalFault, Interrupted, StoreFull
 
@@ -41,8 +41,8 @@ RECORDS = [
 
 
 @pytest.fixture
-def catalogue(tmp_path: Path) -> Iterator[Catalogue]:
-    opened = Catalogue(tmp_path / "catalog.sqlite")
+def catalogue(tmp_path: Path) -> Iterator[SqliteCatalogue]:
+    opened = SqliteCatalogue(tmp_path / "catalog.sqlite")
     for record in RECORDS:
         opened.put_committed(record)
     opened.submit(lambda db: None).result()
@@ -50,7 +50,7 @@ def catalogue(tmp_path: Path) -> Iterator[Catalogue]:
     opened.close()
 
 
-def _pages(catalogue: Catalogue, query: ListQuery) -> list[SampleRecord]:
+def _pages(catalogue: SqliteCatalogue, query: ListQuery) -> list[SampleRecord]:
     found: list[SampleRecord] = []
     while True:
         page, token = catalogue.list_page(query)
@@ -82,7 +82,7 @@ def _pages(catalogue: Catalogue, query: ListQuery) -> list[SampleRecord]:
     ids=str,
 )
 def test_pages_hold_what_the_filters_ask_for_newest_first(
-    catalogue: Catalogue, filters: dict[str, Any], page_size: int
+    catalogue: SqliteCatalogue, filters: dict[str, Any], page_size: int
 ) -> None:
     def wanted(record: SampleRecord) -> bool:
         return bool(
@@ -97,7 +97,7 @@ def test_pages_hold_what_the_filters_ask_for_newest_first(
     assert _pages(catalogue, ListQuery(**filters, page_size=page_size)) == [r for r in reversed(RECORDS) if wanted(r)]
 
 
-def test_rows_that_appear_meanwhile_do_not_shift_a_listing(catalogue: Catalogue) -> None:
+def test_rows_that_appear_meanwhile_do_not_shift_a_listing(catalogue: SqliteCatalogue) -> None:
     page, token = catalogue.list_page(ListQuery(page_size=10))
     catalogue.put_committed(replace(RECORDS[0], sample_id="newest", created_unix_ns=9_999)).result()
     rest, _ = catalogue.list_page(ListQuery(page_size=1000, page_token=token))
@@ -105,12 +105,12 @@ def test_rows_that_appear_meanwhile_do_not_shift_a_listing(catalogue: Catalogue)
 
 
 @pytest.mark.parametrize("token", ["garbage", "!", "AAAA", "é", "A" * 28, "A" * 10_000])
-def test_a_token_that_was_not_given_out_is_refused(catalogue: Catalogue, token: str) -> None:
+def test_a_token_that_was_not_given_out_is_refused(catalogue: SqliteCatalogue, token: str) -> None:
     with pytest.raises(BadPage):
         catalogue.list_page(ListQuery(page_token=token))
 
 
-def test_a_token_continues_its_own_listing_only(catalogue: Catalogue) -> None:
+def test_a_token_continues_its_own_listing_only(catalogue: SqliteCatalogue) -> None:
     _, token = catalogue.list_page(ListQuery(namespace="n0", page_size=1))
     assert catalogue.list_page(ListQuery(namespace="n0", page_size=5, page_token=token))[0]
     with pytest.raises(BadPage, match="other filters"):
@@ -137,7 +137,7 @@ def test_a_listing_has_limits() -> None:
     ],
     ids=str,
 )
-def test_a_page_walks_an_index_in_order(catalogue: Catalogue, query: ListQuery) -> None:
+def test_a_page_walks_an_index_in_order(catalogue: SqliteCatalogue, query: ListQuery) -> None:
     """Neither a scan of the table nor a sort: a page costs the same beside a million other samples."""
     db = sqlite3.connect(catalogue.path)
     for before in (None, (1_010, 5)):
@@ -148,7 +148,7 @@ def test_a_page_walks_an_index_in_order(catalogue: Catalogue, query: ListQuery) 
     db.close()
 
 
-def test_people_can_read_the_table(catalogue: Catalogue) -> None:
+def test_people_can_read_the_table(catalogue: SqliteCatalogue) -> None:
     db = sqlite3.connect(catalogue.path)
     row = db.execute("SELECT namespace, state, num_tokens, tags FROM samples WHERE sample_id = 's003'").fetchone()
     assert row == ("n0", "committed", 3, '{"parity":"1","seven":"3"}')
@@ -156,7 +156,7 @@ def test_people_can_read_the_table(catalogue: Catalogue) -> None:
     db.close()
 
 
-def test_one_operation_that_fails_takes_no_other_with_it(catalogue: Catalogue) -> None:
+def test_one_operation_that_fails_takes_no_other_with_it(catalogue: SqliteCatalogue) -> None:
     gate = threading.Event()
     blocked = catalogue.submit(lambda db: gate.wait())
     good = [catalogue.put_committed(replace(RECORDS[0], sample_id=f"g{n}")) for n in range(3)]
@@ -171,7 +171,7 @@ def test_one_operation_that_fails_takes_no_other_with_it(catalogue: Catalogue) -
     assert catalogue.get(SampleKey("n0", "h2")) is not None
 
 
-def test_a_full_disk_is_said_to_be_one(catalogue: Catalogue) -> None:
+def test_a_full_disk_is_said_to_be_one(catalogue: SqliteCatalogue) -> None:
     (pages,) = catalogue.submit(lambda db: db.execute("PRAGMA page_count").fetchone()).result()
     catalogue.submit(lambda db: db.execute(f"PRAGMA max_page_count = {pages}").fetchone()).result()
     with pytest.raises(StoreFull):
@@ -181,8 +181,8 @@ def test_a_full_disk_is_said_to_be_one(catalogue: Catalogue) -> None:
 
 
 def test_a_closed_catalogue_says_so(tmp_path: Path) -> None:
-    catalogue = Catalogue(tmp_path / "catalog.sqlite")
+    catalogue = SqliteCatalogue(tmp_path / "catalog.sqlite")
     catalogue.close()
     catalogue.close()
     with pytest.raises(Interrupted):
-        catalogue.drop_deleting([SampleKey("n", "s")]).result()
+        catalogue.drop_deleting([SampleKey("n", "s")])

@@ -14,7 +14,7 @@ import pytest
 from store.store_kit import Sample, crash
 
 from slotstream.store.catalogue.queries import Candidate, ListQuery
-from slotstream.store.catalogue.sqlite.catalogue import Catalogue
+from slotstream.store.catalogue.sqlite.catalogue import SqliteCatalogue
 from slotstream.store.disk.clock import Clock
 from slotstream.store.records import Failure, SampleRecord, State
 from slotstream.store.samples import SampleStore
@@ -97,25 +97,25 @@ def _records(fields: dict[str, Any], *, short: bool) -> list[SampleRecord]:
     ]
 
 
-def _aborted(catalogue: Catalogue, record: SampleRecord, message: str) -> list[Future[Any]]:
+def _aborted(catalogue: SqliteCatalogue, record: SampleRecord, message: str) -> list[Future[Any]]:
     return [catalogue.put_arriving(record), catalogue.put_failed(record, "A" * 64, message)]
 
 
-def _refused(catalogue: Catalogue, record: SampleRecord, message: str) -> list[Future[Any]]:
+def _refused(catalogue: SqliteCatalogue, record: SampleRecord, message: str) -> list[Future[Any]]:
     refused = SampleRecord.refused(record.key, record.model, record.created_unix_ns)
     return [catalogue.put_failed(refused, "A" * 64, message)]
 
 
-def _interrupted(catalogue: Catalogue, record: SampleRecord, message: str) -> list[Future[Any]]:
+def _interrupted(catalogue: SqliteCatalogue, record: SampleRecord, message: str) -> list[Future[Any]]:
     """As a start finds them."""
     return [catalogue.put_arriving(record)]
 
 
-def _sent_twice(catalogue: Catalogue, record: SampleRecord, message: str) -> list[Future[Any]]:
+def _sent_twice(catalogue: SqliteCatalogue, record: SampleRecord, message: str) -> list[Future[Any]]:
     return [*_aborted(catalogue, record, message), *_aborted(catalogue, record, message)]
 
 
-def _damaged(catalogue: Catalogue, record: SampleRecord, message: str) -> list[Future[Any]]:
+def _damaged(catalogue: SqliteCatalogue, record: SampleRecord, message: str) -> list[Future[Any]]:
     return [catalogue.put_damaged(record, message)]
 
 
@@ -132,7 +132,7 @@ QUICK = [(_aborted, "kept"), (_refused, "letters")]
     ],
 )
 def test_a_row_of_what_is_not_stored_takes_at_most_two_kibibytes(
-    tmp_path: Path, way: Callable[[Catalogue, SampleRecord, str], list[Future[Any]]], fields: str
+    tmp_path: Path, way: Callable[[SqliteCatalogue, SampleRecord, str], list[Future[Any]]], fields: str
 ) -> None:
     kept = SampleRecord("n", "s", State.ARRIVING, 1, **LONGEST["kept"])
     assert kept.slim() == kept  # As long as may be kept.
@@ -271,6 +271,6 @@ def test_samples_that_stay_do_not_hide_those_behind_them(tmp_path: Path) -> None
     store.close()
 
 
-def _bytes_of(catalogue: Catalogue) -> int:
+def _bytes_of(catalogue: SqliteCatalogue) -> int:
     (pages,) = catalogue.submit(lambda db: db.execute("PRAGMA page_count").fetchone()).result()
     return int(pages) * 4096

@@ -74,7 +74,7 @@ class World:
         record = self.store.stat(key)
         assert record is not None
         for _ in range(times):
-            self.store.lifetimes.count_read(key, record.committed_unix_ns).result()
+            self.store.lifetimes.count_reads([(key, record.committed_unix_ns)]).result()
 
     def rules(self, policy: Policy, grace_s: float = 60) -> NewRules:
         return NewRules(self.store.lifetimes, policy, self.store.free_bytes, grace_s)
@@ -120,19 +120,17 @@ def test_what_is_foreseen_is_what_is_then_deleted(world: World, name: str, where
     policy = _policies(size)[name]
     world.files.total = sum(tree(world.directory).values()) + 1000 - 14 * size
     before = tree(world.directory)
-    with world.store.reader(SampleKey("a", "s12")):  # In use: it stays, and so do leased ones.
+    with world.store.reader(SampleKey("a", "s12")) as reader:  # In use: it stays, and so do leased ones.
         if where == "directory":
             # A directory does not say who reads there.
             found = _directory_preview(world, policy)
-            world.store.lifetimes.end_read(SampleKey("a", "s12"))
+            reader.close()
         else:
             found = world.rules(policy).foreseen().forecasts
         assert tree(world.directory) == before
         sweeper = Sweeper(world.store.lifetimes, policy, world.store.free_bytes)
         swept = sweeper.sweep()
         made = sweeper.make_room()
-        if where == "directory":
-            world.store.lifetimes.begin_read(SampleKey("a", "s12"))
     samples, nbytes = swept.samples_of + made.samples_of, swept.bytes_of + made.bytes_of
     reasons = {
         "age_s_max": Reason.AGE,

@@ -32,7 +32,7 @@ def _left_by(version: int, directory: Path) -> None:
     for _ in range(3):
         record = store.stat(SAMPLES[2].key)
         assert record is not None
-        store.lifetimes.count_read(record.key, record.committed_unix_ns).result()
+        store.lifetimes.count_reads([(record.key, record.committed_unix_ns)]).result()
     store.close()
     path = directory / "catalog.sqlite"
     with closing(sqlite3.connect(path)) as db:

@@ -99,7 +99,7 @@ def test_a_look_up_walks_the_index_of_the_ids_at_any_size(filled: SampleStore) -
             if statement.startswith(("SELECT", "WITH")):
                 plans.extend(row[3] for row in db.execute("EXPLAIN QUERY PLAN " + statement))
 
-    filled.lifetimes.ask(look)
+    filled._catalogue.ask(look)
     about = [plan for plan in plans if " s " in f"{plan} "]
     assert about
     assert not [plan for plan in about if plan.startswith("SCAN s")]

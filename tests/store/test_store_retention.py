@@ -16,7 +16,7 @@ from support.waiting import WAIT_S, wait_until
 
 from slotstream.store.catalogue.queries import Candidate, ListQuery, Queue, Usage
 from slotstream.store.catalogue.sqlite import retention_sql
-from slotstream.store.catalogue.sqlite.catalogue import Catalogue
+from slotstream.store.catalogue.sqlite.catalogue import SqliteCatalogue
 from slotstream.store.disk.clock import Clock
 from slotstream.store.disk.files import Files
 from slotstream.store.records import Failure, SampleKey, State
@@ -189,7 +189,7 @@ def test_reads_and_acks(store: SampleStore) -> None:
         record = store.stat(Sample(name).key)
         assert record is not None
         for _ in range(times):
-            store.lifetimes.count_read(record.key, record.committed_unix_ns).result()
+            store.lifetimes.count_reads([(record.key, record.committed_unix_ns)]).result()
     store.lifetimes.ack(Sample("c").key)
     store.lifetimes.ack(Sample("c").key)
     assert [store.lifetimes.standing(Sample(name).key).reads for name in "abc"] == [1, 2, 0]
@@ -265,7 +265,7 @@ def test_when_space_runs_low_what_was_read_goes_and_what_was_not_stays(tmp_path:
     for name in "db":
         record = store.stat(key[name])
         assert record is not None
-        store.lifetimes.count_read(key[name], record.committed_unix_ns).result()
+        store.lifetimes.count_reads([(key[name], record.committed_unix_ns)]).result()
     store.lifetimes.lease(key["d"], "me", 60)
     sweeper = Sweeper(store.lifetimes, read, store.free_bytes)
     files.total = 8 * size + 1000 - 1
@@ -519,7 +519,7 @@ def test_a_clock_is_strictly_increasing() -> None:
 
 
 def test_totals_by_namespace_follow_every_change(tmp_path: Path) -> None:
-    catalogue = Catalogue(tmp_path / "c.sqlite")
+    catalogue = SqliteCatalogue(tmp_path / "c.sqlite")
     from store.test_store_catalogue import RECORDS
 
     for record in RECORDS:
@@ -537,8 +537,8 @@ def test_totals_by_namespace_follow_every_change(tmp_path: Path) -> None:
     kept: Callable[[sqlite3.Connection], list[Usage]] = lambda db: retention_sql.usages(db, "", 10)  # noqa: E731
     assert catalogue.ask(kept) == catalogue.ask(counted)
     for record in RECORDS[::2]:
-        catalogue.submit(lambda db, key=record.key: retention_sql.mark_deleting(db, key)).result()  # type: ignore[misc]
-    catalogue.drop_deleting([record.key for record in RECORDS[::4]]).result()
+        assert catalogue.mark_deleting(record) == 0
+    catalogue.drop_deleting([record.key for record in RECORDS[::4]])
     assert catalogue.ask(kept) == [u for u in catalogue.ask(counted) if u.samples or u.failed]
     catalogue.close()
 

@@ -15,8 +15,7 @@ from typing import Self, TypeVar
 
 from slotstream.common.throttle import Throttle
 from slotstream.store.catalogue.queries import ListQuery
-from slotstream.store.catalogue.sqlite.catalogue import FILE_NAME
-from slotstream.store.catalogue.sqlite.sql import get as get_record
+from slotstream.store.catalogue.sqlite.database import FILE_NAME
 from slotstream.store.disk.clock import Clock, boot_ns
 from slotstream.store.disk.directory import LOCK_NAME, DurableDirectories, OpenedDirectory
 from slotstream.store.disk.files import DIR_MODE, Files, store_error
@@ -115,9 +114,10 @@ class SampleStore:
                     raise ConfigError(full)
                 # What is there can still be read and deleted, which is also how room is made.
                 _log.warning("%s; samples are refused until there are more", full)
-            catalogue, floor, recovered = open_recovered(files, directory)
+            clock = Clock(0, wall, elapsed)
+            catalogue, latest, recovered = open_recovered(files, directory, clock.now)
+            clock.heard(latest)
             looked = "partials only" if catalogue.was_shut_down_cleanly else "all names"
-            clock = Clock(floor, wall, elapsed)
             opened = OpenedDirectory(files, directory, lock_fd)
             store = cls(StoreParts(directory, files, opened, catalogue, clock, free_bytes_min), lock_fd, limit)
         except (OSError, SlotStreamError, ConfigError) as error:
@@ -304,7 +304,7 @@ class SampleStore:
         live = self._live_record(key)
         if live is not None:
             return live
-        record = self._catalogue.submit(lambda db: get_record(db, key.namespace, key.sample_id)).result()
+        record = self._catalogue.get_settled(key)
         if record is None or record.state is not State.ARRIVING:
             return record
         # Its failure could not be recorded (a full disk), or another upload of it has just begun.
@@ -333,11 +333,11 @@ class SampleStore:
         Raises SampleNotFound, SampleFailed, StillArriving, Damaged, UnsupportedFormat, StoreFull, StoreGone, IoError
         and InternalFault.
         """
-        self.lifetimes.begin_read(key)  # Before looking: a deletion that has not begun by then waits.
+        hold = self.lifetimes.hold_read(key)  # Before looking: a deletion that has not begun by then waits.
         try:
-            return self._reader(key, lambda: self.lifetimes.end_read(key))
+            return self._reader(key, hold.end)
         except BaseException:
-            self.lifetimes.end_read(key)
+            hold.end()
             raise
 
     def _reader(self, key: SampleKey, closed: Callable[[], None]) -> SampleReader:

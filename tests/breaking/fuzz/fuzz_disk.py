@@ -21,7 +21,7 @@ from fuzz_harness import Source, Target, damaged, scratch_base, sentence
 from slotstream.server.samples.convert import info_of
 from slotstream.store.catalogue.queries import ListQuery
 from slotstream.store.catalogue.sqlite import schema, sql
-from slotstream.store.catalogue.sqlite.catalogue import FILE_NAME
+from slotstream.store.catalogue.sqlite.database import FILE_NAME
 from slotstream.store.disk.files import Files
 from slotstream.store.records import Failure, SampleKey, SampleRecord, SampleSpec, State
 from slotstream.store.sample.file import read_sample_file

@@ -20,7 +20,7 @@ from slotstream.server.ingest.open_samples import OpenSamples
 from slotstream.server.ingest.sample_writer import SampleWriter
 from slotstream.server.samples.service import SamplesService
 from slotstream.store.catalogue.sqlite import retention_sql
-from slotstream.store.catalogue.sqlite.catalogue import Catalogue
+from slotstream.store.catalogue.sqlite.catalogue import SqliteCatalogue
 from slotstream.store.disk.files import Files
 from slotstream.store.parts import StoreParts
 from slotstream.store.publishing import Publisher
@@ -63,15 +63,15 @@ def _() -> None:
 @_plant("row-not-awaited")
 def _() -> None:
     """Committed is said before the catalogue's row is written."""
-    put_committed = Catalogue.put_committed
+    put_committed = SqliteCatalogue.put_committed
 
-    def hasty(self: Catalogue, record: Any) -> Future[None]:
+    def hasty(self: SqliteCatalogue, record: Any) -> Future[None]:
         put_committed(self, record)
         done: Future[None] = Future()
         done.set_result(None)
         return done
 
-    _set(Catalogue, "put_committed", hasty)
+    _set(SqliteCatalogue, "put_committed", hasty)
 
 
 @_plant("any-content-is-a-duplicate")
@@ -114,12 +114,12 @@ def _() -> None:
 @_plant("deletion-not-durable")
 def _() -> None:
     """A power cut may undo what a deletion noted before the file went."""
-    submit = Catalogue.submit
+    submit = SqliteCatalogue.submit
 
-    def careless(self: Catalogue, operation: Any, *, urgent: bool = True, durable: bool = False) -> Any:
+    def careless(self: SqliteCatalogue, operation: Any, *, urgent: bool = True, durable: bool = False) -> Any:
         return submit(self, operation, urgent=urgent)
 
-    _set(Catalogue, "submit", careless)
+    _set(SqliteCatalogue, "submit", careless)
 
 
 @_plant("deletion-not-synced-again")
@@ -149,7 +149,7 @@ def _() -> None:
         if path.exists():
             self._files.unlink(path)
             self._files.sync_dir(path.parent)
-        self._catalogue.drop_deleting([record.key]).result()
+        self._catalogue.drop_deleting([record.key])
 
     _set(Lifetimes, "delete", looks_first)
 
@@ -186,7 +186,7 @@ def _() -> None:
 def _() -> None:
     """A start takes a sample that was being deleted for a committed one."""
 
-    def undone(files: Any, data_dir: Any, catalogue: Catalogue, record: Any, done: Any) -> None:
+    def undone(files: Any, data_dir: Any, catalogue: SqliteCatalogue, record: Any, done: Any) -> None:
         catalogue.put_committed(replace(record, state=State.COMMITTED)).result()
 
     _set(recovery, "_finish_deletion", undone)

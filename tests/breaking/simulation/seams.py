@@ -19,7 +19,7 @@ from simulation.disk import SimConnection
 
 import slotstream.server
 import slotstream.store
-from slotstream.store.catalogue.sqlite import catalogue, opening
+from slotstream.store.catalogue.sqlite import database, opening
 from slotstream.store.sample import row_hash
 
 _GROUP_BYTES = 1024  # Of hash groups: small samples have several.
@@ -50,7 +50,7 @@ def install() -> None:
     connections: dict[str, Any] = {**vars(sqlite3), "connect": SimConnection.connect}
     opening.sqlite3 = SimpleNamespace(**connections)  # type: ignore[attr-defined,assignment]
     opening._LOG_PAGES = _LOG_PAGES
-    opening.READERS = catalogue.READERS = _READERS  # type: ignore[attr-defined]
+    opening.READERS = database.READERS = _READERS  # type: ignore[attr-defined]
     row_hash.GROUP_BYTES = _GROUP_BYTES
 
 

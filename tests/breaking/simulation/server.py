@@ -153,7 +153,7 @@ class SimServer:
             "requests": calls.request_shares._total + self.samples._admin._verify_shares._total,
             "waiters": len(self.waiters._waiting),
             "uploads": len(self.store._uploads) + self.store._opening + len(self.store._failing),
-            "readers": len(self.store.lifetimes._readers),
+            "readers": len(self.store._catalogue._holds),
             "tasks": len(asyncio.all_tasks(self.loop)),
             "lines": len(self.disk_threads.chunk_lines._lines) + len(self.disk_threads.commit_lines._lines),
         }

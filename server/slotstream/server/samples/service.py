@@ -113,7 +113,7 @@ class SamplesService:
     def _count(self, record: SampleRecord, counts: bool) -> None:
         namespace = record.namespace
         if counts:
-            counted = self._store.lifetimes.count_read(record.key, record.committed_unix_ns)
+            counted = self._store.lifetimes.count_reads([(record.key, record.committed_unix_ns)])
             counted.add_done_callback(lambda _: self._housekeeping.touch(namespace, at_once=True))
         else:
             self._housekeeping.touch(namespace, at_once=True)

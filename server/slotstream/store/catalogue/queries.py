@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from slotstream.store.records import SampleKey, State, compact_json
+from slotstream.store.records import SampleKey, SampleRecord, State, compact_json
 from slotstream.wire.errors import BadParams
 from slotstream.wire.hashing import xxh3
 from slotstream.wire.names import PAGE_SIZE_MAX, TAG_FILTERS_MAX
@@ -70,6 +70,12 @@ class Candidate:
     file_bytes: int
     position: tuple[int, int]  # In its queue: the next page begins behind it.
     error_code: str = ""  # Of a failed one.
+
+    def is_of(self, record: SampleRecord) -> bool:
+        """Whether the sample is still the one that the rule saw."""
+        if record.state is State.COMMITTED:
+            return record.committed_unix_ns == self.stamp_unix_ns
+        return record.state is State.FAILED and record.created_unix_ns == self.stamp_unix_ns
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,14 +7,11 @@ was deleted does not come back as a sample whose file is missing.
 from __future__ import annotations
 
 import logging
-import sqlite3
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from slotstream.store.catalogue.queries import Candidate
-from slotstream.store.catalogue.sqlite import retention_sql
-from slotstream.store.catalogue.sqlite.sql import get as get_record
 from slotstream.store.disk.files import Files, store_error
 from slotstream.store.parts import StoreParts
 from slotstream.store.records import SampleKey, SampleRecord, State
@@ -26,50 +23,28 @@ _log = logging.getLogger(__name__)
 class Deleter:
     """Takes samples out of the store. Thread safe."""
 
-    def __init__(self, parts: StoreParts, is_read: Callable[[SampleKey], bool]) -> None:
-        """`is_read`: whether a reader has the sample open."""
+    def __init__(self, parts: StoreParts) -> None:
         self._files, self._data_dir = parts.files, parts.data_dir
-        self._catalogue, self._id_lock, self._now = parts.catalogue, parts.id_lock, parts.clock.now
-        self._is_read = is_read
+        self._catalogue, self._id_lock = parts.catalogue, parts.id_lock
 
     def delete(self, record: SampleRecord) -> None:
-        """Remove what `record` says was there, its id's lock held. Raises Leased, StoreFull, IoError and InternalFault."""
+        """Remove what `record` says was there, its id's lock held.
+
+        Raises Leased, SampleNotFound (it was replaced meanwhile), StoreFull, IoError and InternalFault.
+        """
         key = record.key
-
-        def mark(db: sqlite3.Connection) -> int:
-            # Leases are given out by this thread too, so none can come between this look and the mark.
-            until = retention_sql.leased_until(db, key, self._now())
-            if not until:
-                retention_sql.mark_deleting(db, key)
-            return until
-
-        if until := self._catalogue.submit(mark, durable=True).result():
-            raise Leased(f"{key} is leased to a reader for another {(until - self._now()) / 1e9:.0f} seconds")
+        if until := self._catalogue.mark_deleting(record):
+            raise Leased(f"{key} is leased to a reader for another {(until - self._catalogue.now()) / 1e9:.0f} seconds")
         path = key.path(self._data_dir)
         try:
             remove_durably(self._files, path)
         except OSError as error:
             raise store_error(error, f"deleting {key}") from error
-        self._catalogue.drop_deleting([key]).result()
+        self._catalogue.drop_deleting([key])
 
     def delete_unused(self, candidates: Sequence[Candidate]) -> list[Candidate]:
         """Remove those that nobody reads, leases, or has replaced; which. Raises StoreFull, IoError and InternalFault."""
-        now = self._now()
-
-        def mark(db: sqlite3.Connection) -> list[Candidate]:
-            marked = []
-            for candidate in candidates:
-                record = get_record(db, candidate.key.namespace, candidate.key.sample_id)
-                if record is None or not _is_same(record, candidate):
-                    continue
-                # Leases are given out by this thread too, so none can come between this look and the mark.
-                if self._is_read(candidate.key) or retention_sql.leased_until(db, candidate.key, now):
-                    continue
-                retention_sql.mark_deleting(db, candidate.key)
-                marked.append(candidate)
-            return marked
-
-        marked = self._catalogue.submit(mark, durable=True).result()
+        marked = self._catalogue.mark_unused(candidates)
         self.finish([candidate.key for candidate in marked])
         return marked
 
@@ -97,7 +72,7 @@ class Deleter:
             except OSError as error:
                 _log.warning("%s", store_error(error, f"deleting samples of {directory}"))
         try:
-            self._catalogue.drop_deleting(gone).result()
+            self._catalogue.drop_deleting(gone)
         except (StoreFull, IoError, InternalFault) as error:
             _log.warning("the rows of %d deleted samples cannot be removed yet: %s", len(gone), error)
 
@@ -107,9 +82,3 @@ def remove_durably(files: Files, path: Path) -> None:
     with suppress(FileNotFoundError, NotADirectoryError):  # Of its directory; or that is a link, which is not followed.
         files.unlink(path)
         files.sync_dir(path.parent)
-
-
-def _is_same(record: SampleRecord, candidate: Candidate) -> bool:
-    if record.state is State.COMMITTED:
-        return record.committed_unix_ns == candidate.stamp_unix_ns
-    return record.state is State.FAILED and record.created_unix_ns == candidate.stamp_unix_ns

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import logging
-import sqlite3
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from typing import TypeVar
 
+from slotstream.store.catalogue.base import Questions
+from slotstream.store.catalogue.holds import ReadHold
 from slotstream.store.catalogue.queries import Candidate, Queue, Standing, Usage
-from slotstream.store.catalogue.sqlite import retention_sql
-from slotstream.store.catalogue.sqlite.sql import get as get_record
 from slotstream.store.disk.files import store_error
 from slotstream.store.parts import StoreParts
 from slotstream.store.records import SampleKey, SampleRecord, State
@@ -21,11 +18,10 @@ from slotstream.store.upkeep.clock_watch import ClockWatch
 from slotstream.store.upkeep.deleting import Deleter
 from slotstream.store.upkeep.quarantine import Quarantine
 from slotstream.store.upkeep.verifying import Verdict
-from slotstream.wire.errors import BadParams, IoError, SampleNotFound, SlotStreamError, StoreFull, UnsupportedFormat
+from slotstream.wire.errors import BadParams, IoError, SampleNotFound, UnsupportedFormat
 from slotstream.wire.names import LEASE_S_MAX, check_holder
 
 _log = logging.getLogger(__name__)
-_T = TypeVar("_T")
 LEASES_MAX = 10_000
 _NS = 1_000_000_000
 
@@ -39,48 +35,25 @@ class Lifetimes:
         self._catalogue, self._id_lock = parts.catalogue, parts.id_lock
         self.watch = ClockWatch(parts.clock, self.remembered, self.remember)
         self._quarantine = Quarantine(parts.files, parts.data_dir, parts.opened)
-        self._deleter = Deleter(parts, self.is_read)
+        self._deleter = Deleter(parts)
         self.quarantined = 0  # Samples taken out of service by this process.
-        self._readers: Counter[SampleKey] = Counter()
-        self._readers_lock = threading.Lock()
+        self._counting = threading.Lock()  # Guards it.
 
     # Readers.
 
-    def begin_read(self, key: SampleKey) -> None:
-        """From here to `end_read` the sample is not deleted but by name. Called before its file is looked for."""
-        with self._readers_lock:
-            self._readers[key] += 1
-
-    def end_read(self, key: SampleKey) -> None:
-        with self._readers_lock:
-            self._readers[key] -= 1
-            if not self._readers[key]:
-                del self._readers[key]
-
-    def is_read(self, key: SampleKey) -> bool:
-        """Whether somebody has the sample open."""
-        with self._readers_lock:
-            return key in self._readers
-
-    def count_read(self, key: SampleKey, committed_unix_ns: int) -> Future[None]:
-        """Every row of the sample committed then was read. Done when it is counted; a crash may lose the last counts."""
-        return self._catalogue.submit(lambda db: retention_sql.count_read(db, key, committed_unix_ns))
+    def hold_read(self, key: SampleKey) -> ReadHold:
+        """Until the hold ends the sample is not deleted but by name. Taken before its file is looked for."""
+        return self._catalogue.hold_read(key)
 
     def count_reads(self, reads: Sequence[tuple[SampleKey, int]]) -> Future[None]:
-        """Likewise of many samples, each with when it was committed."""
-
-        def count(db: sqlite3.Connection) -> None:
-            for key, committed_unix_ns in reads:
-                retention_sql.count_read(db, key, committed_unix_ns)
-
-        return self._catalogue.submit(count)
+        """Every row of the samples, each committed then, was read. Done when it is counted; a crash may lose the last."""
+        return self._catalogue.count_reads(reads)
 
     # Acks and leases.
 
     def ack(self, key: SampleKey) -> None:
         """Note that a reader is done with the sample. Raises SampleNotFound unless it is committed."""
-        now = self.clock.now()
-        if not self._catalogue.submit(lambda db: retention_sql.ack(db, key, now)).result():
+        if not self._catalogue.ack(key):
             raise SampleNotFound(f"there is no committed sample {key}")
 
     def lease(
@@ -100,52 +73,22 @@ class Lifetimes:
         if seconds == 0:
             self.end_leases(key, holder)
             return 0
-
-        def take(db: sqlite3.Connection) -> int | SlotStreamError:
-            """When the lease ends; or why there is none, which raised in here would undo what shares the transaction."""
-            # Not from before: a clock that is right again may meanwhile have given out leases that end before that moment.
-            now = self.clock.now()
-            until = now + round(seconds * _NS)
-            record = get_record(db, key.namespace, key.sample_id)
-            if record is None or record.state is not State.COMMITTED:
-                return SampleNotFound(f"there is no committed sample {key}")
-            retention_sql.forget_leases(db, now)
-            if not retention_sql.lease(db, key, holder, until, most, most_there):
-                # Not how many: that would tell of other namespaces.
-                return StoreFull(f"no more leases are given: this server allows {most}, and {most_there} of a namespace")
-            return until
-
-        return self._leased(take)
+        return self._catalogue.lease(key, holder, seconds, most, most_there)
 
     def end_leases(self, key: SampleKey, holder: str | None) -> None:
         """Give back the lease of `holder` on a sample; None: everybody's. Raises SampleNotFound and BadParams."""
         if holder is not None:
             check_holder(holder)
-
-        def end(db: sqlite3.Connection) -> int | SlotStreamError:
-            record = get_record(db, key.namespace, key.sample_id)
-            if record is None or record.state is not State.COMMITTED:
-                return SampleNotFound(f"there is no committed sample {key}")
-            retention_sql.release(db, key, holder)
-            return 0
-
-        self._leased(end)
-
-    def _leased(self, change: Callable[[sqlite3.Connection], int | SlotStreamError]) -> int:
-        ends = self._catalogue.submit(change).result()
-        if isinstance(ends, SlotStreamError):
-            raise ends
-        return ends
+        self._catalogue.end_leases(key, holder)
 
     def accept_clock(self) -> None:
         """The clock is right. A lease that lasts longer than one may was given while it ran ahead: it ends when one may."""
         self.watch.accept()
-        until = self.clock.now() + round(LEASE_S_MAX * _NS)
-        self._catalogue.submit(lambda db: retention_sql.shorten_leases(db, until)).result()
+        self._catalogue.shorten_leases(self.clock.now() + round(LEASE_S_MAX * _NS))
 
     def standing(self, key: SampleKey) -> Standing:
         """Reads, ack and lease of a sample."""
-        return self._catalogue.ask(lambda db: retention_sql.standing(db, key, self.clock.now()))
+        return self._catalogue.standing(key)
 
     # Deletions. Each looks first whether the directory is still the one that was opened.
 
@@ -208,7 +151,7 @@ class Lifetimes:
             raise store_error(error, f"moving {record.key} to the quarantine") from error
         message = f"file {done}; {verdict.damage}: {verdict.message}"  # Where it is comes first: a row keeps little.
         self._catalogue.put_damaged(record, message).result()
-        with self._readers_lock:
+        with self._counting:
             self.quarantined += 1
         fields = {"event": "damaged", "code": verdict.damage, "namespace": record.namespace, "sample_id": record.sample_id}
         _log.error("sample %s is damaged: %s", record.key, message, extra=fields)
@@ -232,18 +175,18 @@ class Lifetimes:
         return self.watch.look()
 
     def candidates(self, queue: Queue, namespace: str, after: tuple[int, int], limit: int) -> list[Candidate]:
-        return self._catalogue.ask(lambda db: retention_sql.candidates(db, queue, namespace, after, limit))
+        return self._catalogue.candidates(queue, namespace, after, limit)
 
     def committed_until(self, namespace: str, until_unix_ns: int) -> int:
         """How many samples were committed by then."""
-        return self._catalogue.ask(lambda db: retention_sql.committed_until(db, namespace, until_unix_ns))
+        return self._catalogue.committed_until(namespace, until_unix_ns)
 
     def usage(self, namespace: str) -> Usage:
-        return self._catalogue.ask(lambda db: retention_sql.usage(db, namespace))
+        return self._catalogue.usage(namespace)
 
     def usages(self, after: str = "", limit: int = 1000) -> list[Usage]:
         """One page of namespaces, in the order of their names."""
-        return self._catalogue.ask(lambda db: retention_sql.usages(db, after, limit))
+        return self._catalogue.usages(after, limit)
 
     def every_usage(self) -> Iterator[Usage]:
         after = ""
@@ -251,9 +194,10 @@ class Lifetimes:
             yield from page
             after = page[-1].namespace
 
-    def ask(self, question: Callable[[sqlite3.Connection], _T]) -> _T:
-        """The answer of a query that changes nothing."""
-        return self._catalogue.ask(question)
+    @property
+    def questions(self) -> Questions:
+        """What a look ahead asks, which changes nothing."""
+        return self._catalogue
 
     def records_after(self, row: int, limit: int) -> list[tuple[int, SampleRecord]]:
         """Rows of the catalogue behind row number `row`, in the order they were first seen."""
@@ -261,8 +205,8 @@ class Lifetimes:
 
     def remembered(self, name: str) -> str | None:
         """What `remember` was told last, in this process or an earlier one."""
-        return self._catalogue.ask(lambda db: retention_sql.get_meta(db, name))
+        return self._catalogue.get_meta(name)
 
     def remember(self, name: str, value: str, *, durable: bool = False) -> None:
         """`durable`: a loss of power does not forget it."""
-        self._catalogue.submit(lambda db: retention_sql.set_meta(db, name, value), durable=durable).result()
+        self._catalogue.set_meta(name, value, durable=durable)

@@ -86,7 +86,7 @@ class NewRules:
         lifetimes = self._lifetimes
         now = lifetimes.clock.now() + (ahead_ns or 0)
         doubt = lifetimes.watch.trouble if ahead_ns is None else ""
-        store = Imagined(lifetimes.ask, lifetimes.is_read, now, doubt)
+        store = Imagined(lifetimes.questions, now, doubt)
         return preview(store, self.policy if policy is None else policy, self._free_bytes)
 
     def _begin(self) -> bool:

@@ -2,44 +2,36 @@
 
 from __future__ import annotations
 
-import sqlite3
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, TypeVar
 
+from slotstream.store.catalogue.base import CatalogueUnreadable, Questions
 from slotstream.store.catalogue.queries import Candidate, Queue, Usage
-from slotstream.store.catalogue.sqlite import retention_sql
-from slotstream.store.catalogue.sqlite.catalogue import FILE_NAME
+from slotstream.store.catalogue.sqlite.database import FILE_NAME
+from slotstream.store.catalogue.sqlite.read_only import ReadOnlyCatalogue
 from slotstream.store.disk.clock import Clock
 from slotstream.store.disk.files import Files, store_error
 from slotstream.store.records import SampleKey
 from slotstream.store.upkeep.clock_watch import ClockWatch
 from slotstream.store.upkeep.retention import Policy, Reason
 from slotstream.store.upkeep.sweeping import Sweeper
-from slotstream.store.upkeep.verifying import ReadOnlyIndex
 from slotstream.wire.errors import ConfigError
 
-_T = TypeVar("_T")
 _PAGE = 1000
 _BITS = 12  # Rows that were deleted are noted in masks of so many bits: a table of any size costs little.
 _UNLIMITED = 1 << 62
 
 
-class _Ask(Protocol):
-    def __call__(self, question: Callable[[sqlite3.Connection], _T]) -> _T: ...
-
-
 class Imagined:
     """A store as a sweep sees it. What a sweep deletes here is gone for that sweep alone. For one thread."""
 
-    def __init__(self, ask: _Ask, is_read: Callable[[SampleKey], bool], now_unix_ns: int, doubt: str = "") -> None:
-        """`ask`: the answer of a query; `doubt`: why the clock is in doubt, "" where it is not."""
-        self._ask = ask
-        self._is_read = is_read
+    def __init__(self, catalogue: Questions, now_unix_ns: int, doubt: str = "") -> None:
+        """`doubt`: why the clock is in doubt, "" where it is not."""
+        self._catalogue = catalogue
         self._now, self._doubt = now_unix_ns, doubt
         self._gone: dict[int, int] = {}
         self._gone_of: dict[str, Counter[str]] = {}
@@ -56,25 +48,24 @@ class Imagined:
         """Of deletions that the disk refused earlier: no rule's."""
 
     def usage(self, namespace: str) -> Usage:
-        return self._without_gone(self._ask(lambda db: retention_sql.usage(db, namespace)))
+        return self._without_gone(self._catalogue.usage(namespace))
 
     def every_usage(self) -> Iterator[Usage]:
         after = ""
-        while page := self._ask(lambda db, after=after: retention_sql.usages(db, after, _PAGE)):  # type: ignore[misc]
+        while page := self._catalogue.usages(after, _PAGE):
             yield from map(self._without_gone, page)
             after = page[-1].namespace
 
     def candidates(self, queue: Queue, namespace: str, after: tuple[int, int], limit: int) -> list[Candidate]:
         while True:
-            at = after
-            page = self._ask(lambda db, at=at: retention_sql.candidates(db, queue, namespace, at, limit))  # type: ignore[misc]
+            page = self._catalogue.candidates(queue, namespace, after, limit)
             left = [candidate for candidate in page if not self._is_gone(candidate)]
             if left or not page:
                 return left
             after = page[-1].position
 
     def committed_until(self, namespace: str, until_unix_ns: int) -> int:
-        found = self._ask(lambda db: retention_sql.committed_until(db, namespace, until_unix_ns))
+        found = self._catalogue.committed_until(namespace, until_unix_ns)
         return found - sum(stamp <= until_unix_ns for stamp in self._stamps_gone.get(namespace, ()))
 
     def delete_unused(self, candidates: Sequence[Candidate]) -> list[Candidate]:
@@ -90,7 +81,7 @@ class Imagined:
         return deleted
 
     def _is_used(self, key: SampleKey) -> bool:
-        return self._is_read(key) or bool(self._ask(lambda db: retention_sql.leased_until(db, key, self._now)))
+        return self._catalogue.is_held(key) or self._catalogue.standing(key).leased_until_unix_ns > self._now
 
     def _is_gone(self, candidate: Candidate) -> bool:
         number = candidate.position[1]
@@ -176,13 +167,12 @@ def preview_directory(data_dir: Path, policy: Policy, wall: Callable[[], int] = 
         if not (data_dir / FILE_NAME).exists():
             raise ConfigError(f"there is no catalogue {data_dir / FILE_NAME}")
         files.confine(data_dir)
-        with closing(ReadOnlyIndex(data_dir / FILE_NAME)) as index:
-            now = wall()
-            clock = Clock(index.ask(retention_sql.latest_stamp), lambda: now)
-            remembered = ClockWatch(clock, lambda name: index.ask(lambda db: retention_sql.get_meta(db, name)), _forget)
-            store = Imagined(index.ask, lambda key: False, now, remembered.trouble)
+        now = wall()
+        with closing(ReadOnlyCatalogue(data_dir / FILE_NAME, lambda: now)) as catalogue:
+            clock = Clock(catalogue.latest_stamp(), lambda: now)
+            store = Imagined(catalogue, now, ClockWatch(clock, catalogue.get_meta, _forget).trouble)
             return preview(store, policy, lambda: files.free_bytes(data_dir))
-    except sqlite3.Error as error:
+    except CatalogueUnreadable as error:
         raise ConfigError(f"the catalogue of {data_dir} cannot be read: {error}") from error
     except OSError as error:
         raise ConfigError(str(store_error(error, f"reading {data_dir}"))) from error

@@ -36,9 +36,9 @@ from pathlib import Path
 
 from slotstream.common.logtext import path_text
 from slotstream.common.progress import Progress
-from slotstream.store.catalogue.sqlite.catalogue import FILE_NAME, Catalogue
+from slotstream.store.catalogue.sqlite.catalogue import SqliteCatalogue
 from slotstream.store.catalogue.sqlite.damage import CatalogueCorrupt, CatalogueDamaged, CatalogueOld
-from slotstream.store.catalogue.sqlite.retention_sql import latest_stamp
+from slotstream.store.catalogue.sqlite.database import FILE_NAME
 from slotstream.store.catalogue.sqlite.salvage import PARTS, set_aside
 from slotstream.store.catalogue.sqlite.seal import SUFFIX
 from slotstream.store.disk.files import Files
@@ -69,30 +69,31 @@ class Recovered:
         return ", ".join(f"{f.name} {getattr(self, f.name)}" for f in fields(self))
 
 
-def open_recovered(files: Files, data_dir: Path) -> tuple[Catalogue, int, Recovered]:
+def open_recovered(files: Files, data_dir: Path, now: Callable[[], int]) -> tuple[SqliteCatalogue, int, Recovered]:
     """The directory's catalogue, with every case above worked through, and the latest of its stamps (Unix nanoseconds).
 
+    `now`: the wall clock that the catalogue goes by, Unix nanoseconds.
     Raises ConfigError, OSError and SlotStreamError.
     """
-    catalogue = open_catalogue(data_dir)
+    catalogue = open_catalogue(data_dir, now)
     try:
         try:
             return _recovered(files, data_dir, catalogue)
         except CatalogueDamaged as error:  # Sound to SQLite as far as it looked, or to SQLite and not to us.
             catalogue.close(clean=False)
-            catalogue = _begin_anew(data_dir / FILE_NAME, error)
+            catalogue = _begin_anew(data_dir / FILE_NAME, error, now)
             return _recovered(files, data_dir, catalogue)
     except BaseException:
         catalogue.close(clean=False)
         raise
 
 
-def _recovered(files: Files, data_dir: Path, catalogue: Catalogue) -> tuple[Catalogue, int, Recovered]:
+def _recovered(files: Files, data_dir: Path, catalogue: SqliteCatalogue) -> tuple[SqliteCatalogue, int, Recovered]:
     done = recover(files, data_dir, catalogue)
-    return catalogue, catalogue.ask(latest_stamp), done
+    return catalogue, catalogue.latest_stamp(), done
 
 
-def open_catalogue(data_dir: Path) -> Catalogue:
+def open_catalogue(data_dir: Path, now: Callable[[], int]) -> SqliteCatalogue:
     """The directory's catalogue; a new one where it is damaged or old, which is moved aside. Raises ConfigError and OSError."""
     path = data_dir / FILE_NAME
     for part in (*PARTS, SUFFIX):  # SQLite would follow it, and write wherever it leads.
@@ -103,20 +104,20 @@ def open_catalogue(data_dir: Path) -> Catalogue:
             path.with_name(path.name + part).unlink(missing_ok=True)
     for look in range(2):  # A failing disk can look like damage, once.
         try:
-            return Catalogue(path)
+            return SqliteCatalogue(path, now)
         except CatalogueCorrupt as error:
             if look or isinstance(error, CatalogueOld):
-                return _begin_anew(path, error)
+                return _begin_anew(path, error, now)
     raise AssertionError("the second look returns")
 
 
-def _begin_anew(path: Path, error: Exception) -> Catalogue:
+def _begin_anew(path: Path, error: Exception, now: Callable[[], int]) -> SqliteCatalogue:
     """A catalogue with the sound rows of the one that is there; what is lost, the files tell. An old one's rows are over."""
     aside = set_aside(path)
     is_old = isinstance(error, CatalogueOld)
     what = "an older one" if is_old else "corrupt"
     _log.error("the catalogue %s is %s (%s): moved aside as %s, and rebuilt", path, what, error, aside.name)
-    catalogue = Catalogue(path)
+    catalogue = SqliteCatalogue(path, now)
     try:
         if not is_old:
             _log.error("of the damaged catalogue %s", catalogue.take_over(aside))
@@ -126,7 +127,7 @@ def _begin_anew(path: Path, error: Exception) -> Catalogue:
     return catalogue
 
 
-def recover(files: Files, data_dir: Path, catalogue: Catalogue) -> Recovered:
+def recover(files: Files, data_dir: Path, catalogue: SqliteCatalogue) -> Recovered:
     """Works through the cases above. Raises OSError, StoreFull, IoError and InternalFault."""
     done = Recovered()
     clean = catalogue.was_shut_down_cleanly
@@ -151,7 +152,7 @@ def recover(files: Files, data_dir: Path, catalogue: Catalogue) -> Recovered:
     return done
 
 
-def _compare(files: Files, data_dir: Path, catalogue: Catalogue, sums: NameSums, count: int, done: Recovered) -> None:
+def _compare(files: Files, data_dir: Path, catalogue: SqliteCatalogue, sums: NameSums, count: int, done: Recovered) -> None:
     """Files without rows get them, and committed rows without files are told. Only where the two are not the same ones."""
     if catalogue.log_was_cut:
         _log.warning("the catalogue's log has a damaged or unfinished end: every row is compared with its file")
@@ -182,14 +183,14 @@ def _files_of(files: Files, data_dir: Path, place: str) -> Iterator[Path]:
     return (directory / name for name, is_dir in names_in(files, data_dir, directory) if not is_dir)
 
 
-def _tell_missing(files: Files, data_dir: Path, catalogue: Catalogue, record: SampleRecord) -> None:
+def _tell_missing(files: Files, data_dir: Path, catalogue: SqliteCatalogue, record: SampleRecord) -> None:
     quarantined = holds(files, data_dir, record.key, record.committed_unix_ns)
     where = "in the quarantine" if quarantined else "gone"
     _log.error("sample %s was committed and its file is %s", record.key, where)
     catalogue.put_damaged(record, f"the file of the committed sample is {where}").result()
 
 
-def _sweep_partial(files: Files, data_dir: Path, catalogue: Catalogue, path: Path, done: Recovered) -> None:
+def _sweep_partial(files: Files, data_dir: Path, catalogue: SqliteCatalogue, path: Path, done: Recovered) -> None:
     key = _key_of_partial(data_dir, path)
     if key is None:
         return  # Not a name that the store gives: somebody else's file.
@@ -277,7 +278,7 @@ def _is_older(files: Files, data_dir: Path, row: SampleRecord, found: SampleReco
     return row.header_xxh3 != found.header_xxh3 and holds(files, data_dir, row.key, row.committed_unix_ns)
 
 
-def _adopt(catalogue: Catalogue, records: Iterator[SampleRecord]) -> int:
+def _adopt(catalogue: SqliteCatalogue, records: Iterator[SampleRecord]) -> int:
     """Catalogues whole files whose rows were lost; many at a time, for the day when every row was. How many they were."""
     adopted = 0
     while batch := list(islice(records, _BATCH)):
@@ -287,8 +288,8 @@ def _adopt(catalogue: Catalogue, records: Iterator[SampleRecord]) -> int:
     return adopted
 
 
-def _finish_deletion(files: Files, data_dir: Path, catalogue: Catalogue, record: SampleRecord, done: Recovered) -> None:
+def _finish_deletion(files: Files, data_dir: Path, catalogue: SqliteCatalogue, record: SampleRecord, done: Recovered) -> None:
     path = record.key.path(data_dir)
     remove_durably(files, path)
-    catalogue.drop_deleting([record.key]).result()
+    catalogue.drop_deleting([record.key])
     done.deletions += 1

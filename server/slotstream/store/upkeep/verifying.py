@@ -15,20 +15,16 @@ and are not looked at.
 from __future__ import annotations
 
 import logging
-import shutil
-import sqlite3
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol, TypeVar
 
 from slotstream.common.logtext import path_text
-from slotstream.store.catalogue.sqlite import sql
-from slotstream.store.catalogue.sqlite.catalogue import FILE_NAME
-from slotstream.store.catalogue.sqlite.salvage import give_sums
+from slotstream.store.catalogue.base import CatalogueUnreadable, Questions, scan
+from slotstream.store.catalogue.sqlite.database import FILE_NAME
+from slotstream.store.catalogue.sqlite.read_only import ReadOnlyCatalogue
 from slotstream.store.disk.directory import LOCK_NAME
 from slotstream.store.disk.files import Files, store_error
 from slotstream.store.disk.retrying import is_fact, retried
@@ -48,8 +44,6 @@ from slotstream.wire.errors import (
     UnsupportedFormat,
 )
 from slotstream.wire.layout import FILE_SUFFIX
-
-_T = TypeVar("_T")
 
 _log = logging.getLogger(__name__)
 FOREIGN = "FOREIGN"
@@ -74,14 +68,6 @@ class Verdict:
     def is_damage(self) -> bool:
         """Whether bytes were read and are wrong, or are not there. False where the disk, or this version, could not say."""
         return self.damage not in ("", IO_ERROR, UNSUPPORTED)
-
-
-class Index(Protocol):
-    """What verifying needs of a catalogue."""
-
-    def get(self, key: SampleKey) -> SampleRecord | None: ...
-
-    def scan(self, namespace: str = "") -> Iterator[SampleRecord]: ...
 
 
 def verify_record(
@@ -146,14 +132,14 @@ def _look(files: Files, path: Path, record: SampleRecord, on_read: Callable[[int
 
 
 def verify_current(
-    files: Files, data_dir: Path, index: Index, record: SampleRecord, on_read: Callable[[int], None] = lambda _: None
+    files: Files, data_dir: Path, catalogue: Questions, record: SampleRecord, on_read: Callable[[int], None] = lambda _: None
 ) -> Verdict | None:
     """`verify_record`, but None when the sample was deleted or replaced while it was being checked."""
     while True:
         verdict = verify_record(files, data_dir, record, on_read)
         if not verdict.damage:
             return verdict
-        current = index.get(record.key)
+        current = catalogue.get(record.key)
         if current is None or current.state is not State.COMMITTED:
             return None
         if current == record:
@@ -161,10 +147,10 @@ def verify_current(
         record = current
 
 
-def verify_samples(files: Files, data_dir: Path, index: Index, namespace: str = "") -> Iterator[Verdict]:
+def verify_samples(files: Files, data_dir: Path, catalogue: Questions, namespace: str = "") -> Iterator[Verdict]:
     """One verdict a committed sample."""
-    for record in index.scan(namespace):
-        if record.state is State.COMMITTED and (verdict := verify_current(files, data_dir, index, record)):
+    for record in scan(catalogue, namespace):
+        if record.state is State.COMMITTED and (verdict := verify_current(files, data_dir, catalogue, record)):
             yield verdict
 
 
@@ -216,7 +202,7 @@ def names_in(files: Files, data_dir: Path, directory: Path) -> Iterator[tuple[st
 def foreign_files(
     files: Files,
     data_dir: Path,
-    index: Index,
+    catalogue: Questions,
     namespace: str = "",
     arriving: Callable[[SampleKey], bool] = lambda _: False,
 ) -> Iterator[Verdict]:
@@ -227,7 +213,7 @@ def foreign_files(
         if path.name.endswith(PARTIAL_SUFFIX):
             continue
         key = key_of_path(data_dir, path)
-        if key is not None and _is_known(files, index, key, path, arriving):
+        if key is not None and _is_known(files, catalogue, key, path, arriving):
             continue
         if key is not None and (unsupported := _unsupported(files, path)):
             yield Verdict(key.namespace, key.sample_id, UNSUPPORTED, unsupported)
@@ -248,13 +234,13 @@ def _unsupported(files: Files, path: Path) -> str:
     return ""
 
 
-def _is_known(files: Files, index: Index, key: SampleKey, path: Path, arriving: Callable[[SampleKey], bool]) -> bool:
+def _is_known(files: Files, catalogue: Questions, key: SampleKey, path: Path, arriving: Callable[[SampleKey], bool]) -> bool:
     """A file is renamed a moment before its row is written, so one just committed gets time for its row to show."""
     deadline = None
     while True:
         # In this order: an upload that ends between the two has written its row by then.
         on_its_way = arriving(key)
-        record = index.get(key)
+        record = catalogue.get(key)
         if on_its_way or (record is not None and record.state in (State.COMMITTED, State.DELETING)):
             return True
         if deadline is None:
@@ -273,47 +259,6 @@ def _committed_unix_s(files: Files, path: Path, key: SampleKey) -> float:
         return 0.0
 
 
-class ReadOnlyIndex:
-    """The catalogue of a directory that may be in use, read without creating or changing any file there."""
-
-    def __init__(self, path: Path) -> None:
-        self._copy: tempfile.TemporaryDirectory[str] | None = None
-        log, shared = (path.with_name(path.name + suffix) for suffix in ("-wal", "-shm"))
-        mode = "mode=ro"
-        if log.exists() and not shared.exists():
-            # A backup, or a mount that lost it: SQLite would have to create the log's shared memory, so let it do that
-            # in a copy.
-            self._copy = tempfile.TemporaryDirectory(prefix="slotstream-verify-")
-            for source in (path, log):
-                shutil.copy(source, self._copy.name)
-            path = Path(self._copy.name) / path.name
-            mode = "mode=rw"
-        elif not log.exists():
-            mode = "mode=ro&immutable=1"  # Shut down cleanly: without this, SQLite would create a log.
-        self._db = sqlite3.connect(f"{path.absolute().as_uri()}?{mode}", uri=True, isolation_level=None)
-        give_sums(self._db)
-        self._db.execute("SELECT 1 FROM samples LIMIT 1")
-
-    def ask(self, question: Callable[[sqlite3.Connection], _T]) -> _T:
-        """The answer of a query that changes nothing. Raises sqlite3.Error."""
-        return question(self._db)
-
-    def get(self, key: SampleKey) -> SampleRecord | None:
-        return sql.get(self._db, key.namespace, key.sample_id)
-
-    def scan(self, namespace: str = "") -> Iterator[SampleRecord]:
-        after = 0
-        while page := sql.scan(self._db, after, 256, namespace):
-            after = page[-1][0]
-            for _, record in page:
-                yield record
-
-    def close(self) -> None:
-        self._db.close()
-        if self._copy is not None:
-            self._copy.cleanup()
-
-
 def verify_directory(data_dir: Path, *, namespace: str = "", sample_id: str = "") -> Iterator[Verdict]:
     """Check a data directory without a server, also beside a running one: takes no lock and writes nothing.
 
@@ -330,9 +275,9 @@ def verify_directory(data_dir: Path, *, namespace: str = "", sample_id: str = ""
     files = Files()
     files.confine(data_dir)
     try:
-        with closing(ReadOnlyIndex(data_dir / FILE_NAME)) as index:
-            yield from _verify_indexed(files, data_dir, index, namespace, wanted)
-    except (sqlite3.Error, OSError) as error:
+        with closing(ReadOnlyCatalogue(data_dir / FILE_NAME)) as catalogue:
+            yield from _verify_catalogued(files, data_dir, catalogue, namespace, wanted)
+    except (CatalogueUnreadable, OSError) as error:
         if (data_dir / FILE_NAME).exists():
             yield Verdict("", FILE_NAME, "UNREADABLE", f"the catalogue cannot be read: {error}")
         yield from _verify_files_alone(files, data_dir, namespace, wanted)
@@ -343,12 +288,14 @@ def namespaces_of(data_dir: Path) -> list[str]:
     return sorted(path.name for path in Path(data_dir).iterdir() if path.is_dir() and not path.name.startswith("."))
 
 
-def _verify_indexed(files: Files, data_dir: Path, index: Index, namespace: str, wanted: SampleKey | None) -> Iterator[Verdict]:
+def _verify_catalogued(
+    files: Files, data_dir: Path, catalogue: Questions, namespace: str, wanted: SampleKey | None
+) -> Iterator[Verdict]:
     if wanted is None:
-        yield from verify_samples(files, data_dir, index, namespace)
-        yield from foreign_files(files, data_dir, index, namespace)
+        yield from verify_samples(files, data_dir, catalogue, namespace)
+        yield from foreign_files(files, data_dir, catalogue, namespace)
         return
-    record = index.get(wanted)
+    record = catalogue.get(wanted)
     if record is None or record.state is not State.COMMITTED:
         raise SampleNotFound(f"{wanted} is not a committed sample of {data_dir}")
     yield verify_record(files, data_dir, record)

@@ -1,6 +1,8 @@
 """The catalogue in SQLite: an index of the sample files beside it, which can be rebuilt from them.
 
-catalogue      one thread writes, several read
+catalogue      the operations
+database       one thread writes, several read; what is damaged is mended
+read_only      for who may not write, beside a running server too
 opening        opens it, as closely looked at as it must be
 damage         what can be wrong with it
 sql            the tables and queries

@@ -1,136 +1,38 @@
-"""The catalogue: a SQLite index of the sample files. It can be lost: recovery rebuilds it from them.
+"""The catalogue in SQLite: each operation is one function of the database, run in a transaction of the thread that writes.
 
-A start looks at it as closely as it must (`seal`), and each row has a checksum (`row_sums`). Damage that shows while it is in
-use is mended at once: what is sound is kept (`salvage`), what is lost comes back from the files.
-
-One thread writes. All that was asked of it while it was busy becomes its next transaction, so many commits share one.
-`synchronous=NORMAL`: a power cut may lose the last rows and never the database; the files they index are durable before.
-Only what no file can tell is synced (`durable=True`): that a sample will be deleted, or is out of service.
+Nothing else writes, so what an operation looks at stays so until its change is committed.
 """
 
 from __future__ import annotations
 
-import logging
-import queue
 import sqlite3
-import threading
-from collections import deque
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
 
-from slotstream.store.catalogue.queries import ListQuery
-from slotstream.store.catalogue.sqlite import retention_sql, salvage, seal, sql
-from slotstream.store.catalogue.sqlite.damage import ERRORS, CatalogueCorrupt, CatalogueDamaged, catalogue_error
-from slotstream.store.catalogue.sqlite.opening import READERS, open_database
-from slotstream.store.catalogue.sqlite.row_sums import MalformedRow
+from slotstream.store.catalogue.holds import Holds, ReadHold
+from slotstream.store.catalogue.queries import Candidate, ListQuery, Queue, Standing, Usage
+from slotstream.store.catalogue.sqlite import retention_sql, sql
+from slotstream.store.catalogue.sqlite.database import Database
 from slotstream.store.records import SampleKey, SampleRecord, State
-from slotstream.wire.errors import ConfigError, Interrupted, IoError, SlotStreamError
+from slotstream.wire.errors import SampleNotFound, SlotStreamError, StoreFull
 
-FILE_NAME = "catalog.sqlite"
-_log = logging.getLogger(__name__)
-_BATCH_MAX = 256  # Operations in one transaction.
 _NAMES_PAGE = 2048
-_LINGER_S = 0.05  # How long a change that nobody waits for may wait for others: a transaction costs as much for one as for ten.
-
-_T = TypeVar("_T")
-_Operation = Callable[[sqlite3.Connection], object]
-_Entry = tuple[_Operation, "Future[object]", bool]  # The last: whether it has to survive a power cut.
+_NS = 1_000_000_000
 
 
-class Catalogue:
-    """Samples by name, state, tags and time. Thread safe. Raises StoreFull, IoError and InternalFault unless it says more."""
+class SqliteCatalogue(Database):
+    """A `Catalogue`. Thread safe. Raises StoreFull, IoError and InternalFault unless it says more."""
 
-    def __init__(self, path: Path) -> None:
-        """Open or create the database. Raises CatalogueCorrupt and ConfigError."""
-        self.path = path
-        self._readers: queue.SimpleQueue[sqlite3.Connection | None] = queue.SimpleQueue()
-        self._is_open = False
-        self._aside: Path | None = None  # A damaged catalogue from which not all is saved yet.
-        self._connect()
-        # After a rebuild: the samples whose files are there and whose rows are not, as records. Without it damage is only told.
-        self.find_lost: Callable[[Callable[[SampleKey], SampleRecord | None]], Iterator[SampleRecord]] | None = None
-        self.rebuilds = 0  # In this process, while it was in use.
-        self._operations: deque[_Entry] = deque()
-        self._asked = threading.Condition()  # Guards the three around it.
-        self._urgent = False  # Somebody waits for one of the operations.
-        self._closed = False
-        self._thread = threading.Thread(target=self._write_forever, name="catalogue", daemon=True)
-        self._thread.start()
+    def __init__(self, path: Path, now: Callable[[], int] = time.time_ns) -> None:
+        """Open or create the database. `now`: the wall clock, Unix nanoseconds. Raises CatalogueCorrupt and ConfigError."""
+        super().__init__(path)
+        self.now = now
+        self._holds = Holds()
 
-    def _connect(self) -> None:
-        """Open the file. Raises CatalogueCorrupt and ConfigError."""
-        opened = open_database(self.path)
-        self._writer_db, self._seal, self.was_shut_down_cleanly = opened.writer, opened.seal, opened.was_sealed
-        self.log_was_cut = opened.log_was_cut
-        self._is_open = True
-        while not self._readers.empty():  # What stood for readers while the file could not be opened.
-            self._readers.get()
-        for reader in opened.readers:
-            self._readers.put(reader)
-
-    def _disconnect(self) -> None:
-        """Close every connection, once nobody uses it. Readers find None until there are new ones."""
-        if not self._is_open:
-            return
-        readers: list[sqlite3.Connection] = []
-        while len(readers) < READERS:
-            if (reader := self._readers.get()) is not None:
-                readers.append(reader)
-        self._is_open = False
-        for reader in readers:
-            reader.close()
-            self._readers.put(None)
-        self._writer_db.close()
-
-    def close(self, *, clean: bool = True) -> None:
-        """Write what was asked so far and close. `clean` seals the file: the next start need not look at it."""
-        if self._closed:
-            return
-        with self._asked:
-            self._closed = True
-            self._asked.notify()
-        self._thread.join()
-        was_open = self._is_open
-        self._disconnect()
-        log = self.path.with_name(self.path.name + "-wal")  # Gone now, unless somebody else has the file open.
-        if clean and was_open and not (log.exists() and log.stat().st_size):
-            try:
-                replace(self._seal, file_xxh3=seal.hash_of(self.path)).write(self.path)
-            except OSError as error:
-                _log.warning("the catalogue cannot be sealed, so the next start looks at everything: %s", error)
-
-    @property
-    def writer(self) -> threading.Thread:
-        """The thread that writes; it ends when the catalogue is closed."""
-        return self._thread
-
-    # Writing. Each method returns at once; the future is done when the change is committed.
-
-    def submit(
-        self, operation: Callable[[sqlite3.Connection], _T], *, urgent: bool = True, durable: bool = False
-    ) -> Future[_T]:
-        """Run `operation` in the writer's next transaction; one that is not `urgent` may wait for others a little.
-
-        Operations run in the order they were asked for. One may run twice, so it must not act outside the database.
-        One that raises undoes the whole transaction, and the others in it begin again: expected outcomes are returned.
-        `durable`: the future is done once the change, with all before it, survives a power cut.
-        """
-        future: Future[_T] = Future()
-        future.set_running_or_notify_cancel()  # It cannot be cancelled: the change may be on disk already.
-        with self._asked:
-            if self._closed:
-                future.set_exception(Interrupted("the catalogue is closed"))
-                return future
-            first = not self._operations
-            self._operations.append((operation, future, durable))  # type: ignore[arg-type]  # Future is invariant.
-            if first or (urgent and not self._urgent):
-                self._asked.notify()
-            self._urgent = self._urgent or urgent
-        return future
+    # Samples on their way, and what became of them.
 
     def put_arriving(self, record: SampleRecord) -> Future[bool]:
         """Show `record` as arriving. A committed row of that name stays, and so does one that is arriving: False."""
@@ -185,182 +87,129 @@ class Catalogue:
         """Show a sample whose commit failed, and whose file may still be there, as being deleted. Durable."""
         return self.submit(lambda db: sql.put(db, replace(record, state=State.DELETING)), durable=True)
 
-    def drop_deleting(self, keys: Sequence[SampleKey]) -> Future[None]:
-        """Forget samples whose deletion is finished; one that was committed again meanwhile stays."""
-        return self.submit(lambda db: retention_sql.drop_deleting(db, keys))
+    # Deletion.
 
-    def _write_forever(self) -> None:
-        while batch := self._next_batch():
-            if not self._write_batch(batch):
-                # One of them cannot be done: each on its own, so that it alone fails.
-                for one in batch:
-                    self._write_batch([one])
+    def mark_deleting(self, record: SampleRecord) -> int:
+        key = record.key
 
-    def _next_batch(self) -> list[_Entry]:
-        """What to do next, once there is something; nothing when all is done and the catalogue is closed."""
-        with self._asked:
-            self._asked.wait_for(lambda: self._operations or self._closed)
-            self._asked.wait_for(lambda: self._urgent or self._closed or len(self._operations) >= _BATCH_MAX, _LINGER_S)
-            batch = [self._operations.popleft() for _ in range(min(len(self._operations), _BATCH_MAX))]
-            self._urgent = self._urgent and bool(self._operations)
-            return batch
+        def mark(db: sqlite3.Connection) -> int | SlotStreamError:
+            row = sql.get(db, key.namespace, key.sample_id)
+            if row is None or row.created_unix_ns != record.created_unix_ns:
+                return SampleNotFound(f"there is no sample {key} that was opened then")
+            # Leases are given out by this thread too, so none can come between this look and the mark.
+            until = retention_sql.leased_until(db, key, self.now())
+            if not until:
+                retention_sql.mark_deleting(db, key)
+            return until
 
-    def _write_batch(self, batch: list[_Entry]) -> bool:
-        """One transaction. False when it failed and holds more than one operation; a single one gets its error.
+        return self._answer(mark, durable=True)
 
-        One that meets damage is done again once the catalogue is rebuilt.
-        """
-        return self._write(batch, again=False)
+    def mark_unused(self, candidates: Sequence[Candidate]) -> list[Candidate]:
+        now = self.now()
 
-    def _write(self, batch: list[_Entry], *, again: bool) -> bool:
-        if not self._is_open and not self._mend(CatalogueDamaged("it could not be opened before")):
-            for _, future, _ in batch:
-                future.set_exception(IoError("the catalogue cannot be opened"))
-            return True
-        db = self._writer_db
-        durable = any(entry[2] for entry in batch)
-        try:
-            if durable:
-                db.execute("PRAGMA synchronous = FULL")
-            db.execute("BEGIN IMMEDIATE")
-            results = [operation(db) for operation, _, _ in batch]
-            db.execute("COMMIT")
-        except Exception as error:
-            with suppress(sqlite3.Error):
-                if db.in_transaction:
-                    db.execute("ROLLBACK")
-            if len(batch) > 1:
-                return False
-            failure = catalogue_error(error) if isinstance(error, ERRORS) else error
-            if isinstance(failure, CatalogueDamaged) and not again and self._mend(failure):
-                return self._write(batch, again=True)
-            batch[0][1].set_exception(failure)
-            return True
-        finally:
-            if durable:
-                with suppress(sqlite3.Error):
-                    db.execute("PRAGMA synchronous = NORMAL")
-        for (_, future, _), result in zip(batch, results, strict=True):
-            future.set_result(result)
-        return True
+        def mark(db: sqlite3.Connection) -> list[Candidate]:
+            marked = []
+            for candidate in candidates:
+                record = sql.get(db, candidate.key.namespace, candidate.key.sample_id)
+                if record is None or not candidate.is_of(record):
+                    continue
+                if self._holds.has(candidate.key) or retention_sql.leased_until(db, candidate.key, now):
+                    continue
+                retention_sql.mark_deleting(db, candidate.key)
+                marked.append(candidate)
+            return marked
 
-    # Mending.
+        return self.submit(mark, durable=True).result()
 
-    def _mend(self, damage: Exception) -> bool:
-        """Open the file again; if it is damaged still, start over with what is sound. All calls wait meanwhile.
+    def drop_deleting(self, keys: Sequence[SampleKey]) -> None:
+        self.submit(lambda db: retention_sql.drop_deleting(db, keys)).result()
 
-        In the thread that writes. False when the disk does not let it: then the next call tries again.
-        """
-        if self.find_lost is None:
-            return False
-        _log.error("the catalogue %s is damaged (%s): it is looked at again", self.path, damage)
-        self._disconnect()
-        try:
-            self._reopen()
-        except (OSError, CatalogueCorrupt, SlotStreamError, ConfigError, *ERRORS) as error:
-            _log.error("the catalogue cannot be opened: %s", error)
-            self._disconnect()
-            return False
-        self.rebuilds += 1
-        return True
+    def candidates(self, queue: Queue, namespace: str, after: tuple[int, int], limit: int) -> list[Candidate]:
+        return self.ask(lambda db: retention_sql.candidates(db, queue, namespace, after, limit))
 
-    def _reopen(self) -> None:
-        try:
-            self._connect()
-            if self._aside is None:
-                self._check_rows()
-                _log.warning("the catalogue is sound: the damage was in what was read, and not on the disk")
-                return
-        except (CatalogueCorrupt, *ERRORS) as error:
-            if not isinstance(error, CatalogueCorrupt) and not isinstance(catalogue_error(error), CatalogueDamaged):
-                raise
-            self._disconnect()
-            aside = salvage.set_aside(self.path)
-            self._aside = self._aside or aside  # What an earlier attempt began is nothing to save from.
-            self._connect()
-        saved = self.take_over(self._aside)
-        found = self._put_lost()
-        _log.error(
-            "the catalogue is rebuilt: %s; %d samples come from their files; %s is what it was", saved, found, self._aside
-        )
-        self._aside = None
+    def committed_until(self, namespace: str, until_unix_ns: int) -> int:
+        return self.ask(lambda db: retention_sql.committed_until(db, namespace, until_unix_ns))
 
-    def _check_rows(self) -> None:
-        """Raises MalformedRow and sqlite3.Error."""
-        after = 0
-        while page := sql.scan(self._writer_db, after, _BATCH_MAX):
-            after = page[-1][0]
+    def usage(self, namespace: str) -> Usage:
+        return self.ask(lambda db: retention_sql.usage(db, namespace))
 
-    def _put_lost(self) -> int:
-        assert self.find_lost is not None, "checked before"
-        db, found = self._writer_db, 0
-        db.execute("BEGIN IMMEDIATE")
-        for record in self.find_lost(lambda key: sql.get(db, key.namespace, key.sample_id)):
-            sql.put(db, record)
-            found += 1
-        db.execute("COMMIT")
-        return found
+    def usages(self, after: str, limit: int) -> list[Usage]:
+        return self.ask(lambda db: retention_sql.usages(db, after, limit))
 
-    def take_over(self, aside: Path) -> salvage.Saved:
-        """Copy what is sound in another catalogue. Before anything else is asked of this one, or in the thread that writes."""
-        db = self._writer_db
-        db.execute("BEGIN IMMEDIATE")
-        saved = salvage.copy_rows(aside, db)
-        db.execute("COMMIT")
-        return saved
+    # Readers.
 
-    # Reading.
+    def hold_read(self, key: SampleKey) -> ReadHold:
+        return self._holds.hold(key)
 
-    @contextmanager
-    def _reader(self) -> Iterator[sqlite3.Connection]:
-        while (db := self._readers.get()) is None:
-            if not self._is_open:
-                self._readers.put(None)
-                raise CatalogueDamaged("the catalogue cannot be opened")
-        try:
-            yield db
-        except ERRORS as error:
-            raise catalogue_error(error) from error
-        finally:
-            self._readers.put(db)
+    def is_held(self, key: SampleKey) -> bool:
+        return self._holds.has(key)
 
-    def ask(self, question: Callable[[sqlite3.Connection], _T]) -> _T:
-        """The answer of a query that changes nothing. One that meets damage is asked again once the catalogue is rebuilt."""
-        rebuilds = self.rebuilds
-        try:
-            with self._reader() as db:
-                return question(db)
-        except CatalogueDamaged as error:
-            if self.find_lost is None:
-                raise
-            damage = error
+    def count_reads(self, reads: Sequence[tuple[SampleKey, int]]) -> Future[None]:
+        def count(db: sqlite3.Connection) -> None:
+            for key, committed_unix_ns in reads:
+                retention_sql.count_read(db, key, committed_unix_ns)
 
-        def rebuilt(db: sqlite3.Connection) -> None:
-            if self.rebuilds == rebuilds:  # Nobody did it meanwhile.
-                raise MalformedRow(str(damage))
+        return self.submit(count)
 
-        self.submit(rebuilt).result()
-        with self._reader() as db:
-            return question(db)
+    def ack(self, key: SampleKey) -> bool:
+        now = self.now()
+        return self.submit(lambda db: retention_sql.ack(db, key, now)).result()
+
+    def lease(self, key: SampleKey, holder: str, seconds: float, leases_max: int, namespace_max: int) -> int:
+        def take(db: sqlite3.Connection) -> int | SlotStreamError:
+            """When the lease ends; or why there is none, which raised in here would undo what shares the transaction."""
+            # Not from before: a clock that is right again may meanwhile have given out leases that end before that moment.
+            now = self.now()
+            until = now + round(seconds * _NS)
+            record = sql.get(db, key.namespace, key.sample_id)
+            if record is None or record.state is not State.COMMITTED:
+                return _not_committed(key)
+            retention_sql.forget_leases(db, now)
+            if not retention_sql.lease(db, key, holder, until, leases_max, namespace_max):
+                # Not how many: that would tell of other namespaces.
+                most = f"{leases_max}, and {namespace_max} of a namespace"
+                return StoreFull(f"no more leases are given: this server allows {most}")
+            return until
+
+        return self._answer(take)
+
+    def end_leases(self, key: SampleKey, holder: str | None) -> None:
+        def end(db: sqlite3.Connection) -> int | SlotStreamError:
+            record = sql.get(db, key.namespace, key.sample_id)
+            if record is None or record.state is not State.COMMITTED:
+                return _not_committed(key)
+            retention_sql.release(db, key, holder)
+            return 0
+
+        self._answer(end)
+
+    def _answer(self, change: Callable[[sqlite3.Connection], int | SlotStreamError], *, durable: bool = False) -> int:
+        """What `change` returns. Raises an expected failure that it returns."""
+        answer = self.submit(change, durable=durable).result()
+        if isinstance(answer, SlotStreamError):
+            raise answer
+        return answer
+
+    def shorten_leases(self, until_unix_ns: int) -> None:
+        self.submit(lambda db: retention_sql.shorten_leases(db, until_unix_ns)).result()
+
+    def standing(self, key: SampleKey) -> Standing:
+        return self.ask(lambda db: retention_sql.standing(db, key, self.now()))
+
+    # Rows.
 
     def get(self, key: SampleKey) -> SampleRecord | None:
         return self.ask(lambda db: sql.get(db, key.namespace, key.sample_id))
 
+    def get_settled(self, key: SampleKey) -> SampleRecord | None:
+        return self.submit(lambda db: sql.get(db, key.namespace, key.sample_id)).result()
+
     def list_page(self, query: ListQuery) -> tuple[list[SampleRecord], str]:
-        """One page, newest first, and the next page's token ("" on the last). Raises BadPage."""
-        with self._asked:
-            lingering = bool(self._operations)
-        if lingering:  # Who lists sees what was opened before.
-            self.submit(lambda db: None).result()
+        self.written()  # Who lists sees what was opened before.
         return self.ask(lambda db: sql.list_page(db, query))
 
-    def scan(self, namespace: str = "") -> Iterator[SampleRecord]:
-        """Every row (of one namespace), in the order they were first seen; rows that come and go meanwhile may be missed."""
-        after = 0
-        while page := self.ask(lambda db, after=after: sql.scan(db, after, _BATCH_MAX, namespace)):  # type: ignore[misc]
-            after = page[-1][0]
-            for _, record in page:
-                yield record
+    def scan_page(self, after: int, limit: int, namespace: str = "") -> list[tuple[int, SampleRecord]]:
+        return self.ask(lambda db: sql.scan(db, after, limit, namespace))
 
     def committed_names(self, *, check: bool) -> Iterator[list[tuple[str, str]]]:
         """(namespace, sample_id) of every committed row, page by page, as `scan` goes. `check`: the checksums of all rows."""
@@ -369,14 +218,24 @@ class Catalogue:
             after = page[-1][0]
             yield [(namespace, sample_id) for _, namespace, sample_id, state in page if state == "committed"]
 
-    def scan_page(self, after: int, limit: int) -> list[tuple[int, SampleRecord]]:
-        """Up to `limit` rows with their numbers, those numbered above `after`, in the order they were first seen."""
-        return self.ask(lambda db: sql.scan(db, after, limit))
-
     def unfinished(self) -> list[SampleRecord]:
-        """Rows that are neither committed nor failed: few, in a table of any size."""
         return self.ask(sql.unfinished)
 
     def totals(self) -> dict[State, tuple[int, int]]:
-        """State -> (samples, bytes)."""
         return self.ask(sql.totals)
+
+    def latest_stamp(self) -> int:
+        """The latest time that any row was created or committed at, Unix nanoseconds; 0 when there is none."""
+        return self.ask(retention_sql.latest_stamp)
+
+    # What has to survive a restart, by name.
+
+    def get_meta(self, name: str) -> str | None:
+        return self.ask(lambda db: retention_sql.get_meta(db, name))
+
+    def set_meta(self, name: str, value: str, *, durable: bool = False) -> None:
+        self.submit(lambda db: retention_sql.set_meta(db, name, value), durable=durable).result()
+
+
+def _not_committed(key: SampleKey) -> SampleNotFound:
+    return SampleNotFound(f"there is no committed sample {key}")

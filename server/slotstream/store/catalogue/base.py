@@ -1,0 +1,126 @@
+"""What a catalogue is asked to do. Each implementation does it in its own way.
+
+Each operation is one transaction, with its condition inside: a condition that does not hold is an answer. No type of a database
+gets out. Everything here is thread safe, and raises StoreFull, IoError and InternalFault beside what it says. Times are Unix
+nanoseconds, 0 for never.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from typing import Protocol
+
+from slotstream.store.catalogue.holds import ReadHold
+from slotstream.store.catalogue.queries import Candidate, ListQuery, Queue, Standing, Usage
+from slotstream.store.records import SampleKey, SampleRecord, State
+
+_PAGE = 256
+
+
+class CatalogueUnreadable(Exception):
+    """A catalogue that only reads cannot be read. Says why."""
+
+
+class Questions(Protocol):
+    """What changes nothing: also asked where nobody may write, as `slotstream verify --data` does."""
+
+    def get(self, key: SampleKey) -> SampleRecord | None: ...
+
+    def scan_page(self, after: int, limit: int, namespace: str = "") -> list[tuple[int, SampleRecord]]:
+        """Up to `limit` rows (of one namespace) with their numbers, numbered above `after`, in the order of their numbers.
+
+        A sample keeps its number as long as its id is known. Rows that come and go meanwhile may be missed.
+        """
+
+    def candidates(self, queue: Queue, namespace: str, after: tuple[int, int], limit: int) -> list[Candidate]:
+        """Up to `limit` samples of a queue behind position `after`, in order. (n, -1) stands before all whose column is n."""
+
+    def committed_until(self, namespace: str, until_unix_ns: int) -> int:
+        """How many samples of a namespace were committed by then."""
+
+    def usage(self, namespace: str) -> Usage: ...
+
+    def usages(self, after: str, limit: int) -> list[Usage]:
+        """Namespaces behind `after`, in the order of their names."""
+
+    def standing(self, key: SampleKey) -> Standing:
+        """Reads, ack and lease of a sample."""
+
+    def is_held(self, key: SampleKey) -> bool:
+        """Whether somebody is known to have the sample open."""
+
+    def get_meta(self, name: str) -> str | None:
+        """What `set_meta` said last; None also where that is damaged."""
+
+
+class Catalogue(Questions, Protocol):
+    """Samples by name, state, tags and time."""
+
+    # Deletion: a mark, then the sample's bytes, then the row. So a crash between two of them leaves nothing that looks whole.
+
+    def mark_deleting(self, record: SampleRecord) -> int:
+        """The sample is being deleted, durably: nobody sees it from here on. 0; or, where it stays, when its last lease ends.
+
+        Raises SampleNotFound where the row is not that of `record` any more.
+        """
+
+    def mark_unused(self, candidates: Sequence[Candidate]) -> list[Candidate]:
+        """Mark those that nobody reads, holds a lease on, or has replaced, durably; which they were."""
+
+    def drop_deleting(self, keys: Sequence[SampleKey]) -> None:
+        """Forget samples whose deletion is finished; one that was committed again meanwhile stays."""
+
+    # Readers.
+
+    def hold_read(self, key: SampleKey) -> ReadHold:
+        """The sample is not deleted but by name until the hold ends. Taken before its bytes are looked for."""
+
+    def count_reads(self, reads: Sequence[tuple[SampleKey, int]]) -> Future[None]:
+        """Every row of the samples, each committed then, was read. Done when it is counted; a crash may lose the last."""
+
+    def ack(self, key: SampleKey) -> bool:
+        """Note that a reader is done with a committed sample; the first time stays. False when it is not committed."""
+
+    def lease(self, key: SampleKey, holder: str, seconds: float, leases_max: int, namespace_max: int) -> int:
+        """Keep a committed sample for `holder` for so long from now, in place of a lease of its own; when that ends.
+
+        Raises SampleNotFound; StoreFull when `leases_max` are held already, or `namespace_max` in its namespace.
+        """
+
+    def end_leases(self, key: SampleKey, holder: str | None) -> None:
+        """Give back the lease of `holder` on a committed sample; None: everybody's. Raises SampleNotFound."""
+
+    def shorten_leases(self, until_unix_ns: int) -> None:
+        """No lease lasts longer than until then."""
+
+    # Rows.
+
+    def get_settled(self, key: SampleKey) -> SampleRecord | None:
+        """As `get`, once all that was asked so far is written."""
+
+    def list_page(self, query: ListQuery) -> tuple[list[SampleRecord], str]:
+        """One page, newest first, and the next page's token ("" on the last). Raises BadPage."""
+
+    def unfinished(self) -> list[SampleRecord]:
+        """Rows that are neither committed nor failed: few, among any number."""
+
+    def totals(self) -> dict[State, tuple[int, int]]:
+        """State -> (samples, bytes)."""
+
+    # The rest.
+
+    def set_meta(self, name: str, value: str, *, durable: bool = False) -> None:
+        """`durable`: a loss of power does not forget it."""
+
+    def now(self) -> int:
+        """The clock by which leases end and ages count."""
+
+
+def scan(catalogue: Questions, namespace: str = "") -> Iterator[SampleRecord]:
+    """Every row (of one namespace), in the order of their numbers."""
+    after = 0
+    while page := catalogue.scan_page(after, _PAGE, namespace):
+        after = page[-1][0]
+        for _, record in page:
+            yield record
