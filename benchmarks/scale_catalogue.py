@@ -20,7 +20,7 @@ from slotstream.client import connect
 from slotstream.client.client import Client
 from slotstream.store.catalogue.sqlite import sql
 from slotstream.store.catalogue.sqlite.catalogue import SqliteCatalogue
-from slotstream.store.catalogue.sqlite.database import FILE_NAME
+from slotstream.store.disk.directory import CATALOGUE_NAME
 from slotstream.store.records import SampleRecord, State
 from slotstream.store.samples import SampleStore
 
@@ -34,7 +34,7 @@ _TAGGED = 1000  # Every so many samples carry the tag that is looked for.
 def fill(data: Path, count: int) -> None:
     """A data directory of `count` committed samples, as rows and empty files: nothing here reads rows of tokens."""
     SampleStore.open(data).close()
-    catalogue = SqliteCatalogue(data / FILE_NAME)
+    catalogue = SqliteCatalogue(data / CATALOGUE_NAME)
     now = time_ns()
     made: set[Path] = set()
     for first in range(0, count, _BATCH):

@@ -17,9 +17,9 @@ from support.waiting import wait_until
 from slotstream.client import Client, SampleState, connect
 from slotstream.connector.sending.spool import files as spool_files
 from slotstream.connector.sending.spool.files import OwnedDir, SpooledSample, SpoolFile
+from slotstream.store.directory.looking import verify_directory
 from slotstream.store.records import State
 from slotstream.store.samples import SampleStore
-from slotstream.store.upkeep.verifying import verify_directory
 from slotstream.wire.hashing import xxh3
 from slotstream.wire.layout import file_path
 

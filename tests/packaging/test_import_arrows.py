@@ -88,9 +88,21 @@ WINGS = {
         "metrics": {"http", "overview"},
     },
     "store": {
-        "samples": {"records", "disk", "sample", "catalogue", "failure_shares", "parts", "publishing", "refusals", "upkeep"},
+        "samples": {
+            "records",
+            "disk",
+            "sample",
+            "catalogue",
+            "directory",
+            "failure_shares",
+            "parts",
+            "publishing",
+            "refusals",
+            "upkeep",
+        },
         "refusals": {"records"},
         "publishing": {"parts", "records", "disk", "sample", "catalogue"},
+        "directory": {"records", "disk", "sample", "catalogue", "upkeep"},
         "upkeep": {"parts", "records", "disk", "sample", "catalogue"},
         "parts": {"records", "disk", "catalogue"},
         "sample": {"records", "disk"},
@@ -112,6 +124,8 @@ HEAVY = {
 }
 # Packages that one folder alone knows: all else asks it through a Protocol.
 FOLDERS = {"sqlite3": "slotstream.store.catalogue.sqlite"}
+# An implementation of a Protocol -> the one folder beside it that knows which one it is.
+PAIRED = {"slotstream.store.catalogue.sqlite": "slotstream.store.directory"}
 
 
 def _imports(tree: ast.AST) -> Iterator[tuple[str, int]]:
@@ -207,6 +221,15 @@ def test_one_folder_alone_knows_its_package() -> None:
         tops = {name.partition(".")[0] for name, _ in _imports(ast.parse(path.read_text()))}
         for top in tops & FOLDERS.keys():
             assert f"{module}.".startswith(f"{FOLDERS[top]}."), f"{module} must not import {top}"
+
+
+def test_who_asks_a_protocol_does_not_know_what_is_behind_it() -> None:
+    for module, path in _SOURCES.items():
+        for name, line in _imports(ast.parse(path.read_text())):
+            for folder, pair in PAIRED.items():
+                if f"{name}.".startswith(f"{folder}."):
+                    knows = f"{module}.".startswith((f"{folder}.", f"{pair}."))
+                    assert knows, f"{path}:{line}: {module} must not import {name}"
 
 
 def test_few_commands_reach_the_server() -> None:

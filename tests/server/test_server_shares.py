@@ -16,6 +16,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from server.server_kit import Peer, Reader, RunningServer, Sample, hello, status
 from support.secure import bearer, entry, write_tokens
+from support.sqlite_of import sqlite_of
 from support.unfinished_calls import UnfinishedCalls
 from support.waiting import wait_until
 
@@ -230,7 +231,7 @@ def test_a_namespace_has_half_of_the_leases(wide_arena: Arena) -> None:
     for number in range(8):
         while _lease(wide_arena, f"greedy-{number}"):
             pass
-    of_namespace = wide_arena.server.server.store._catalogue.ask(
+    of_namespace = sqlite_of(wide_arena.server.server.store).ask(
         lambda db: dict(db.execute("SELECT namespace, count(*) FROM leases GROUP BY namespace").fetchall())
     )
     assert of_namespace == {"long": 30 + 8 - 2}  # The first two took three quarters of the half.

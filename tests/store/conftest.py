@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from store.catalogues import CATALOGUES, RECORDS, HandClock
 
+from slotstream.store.catalogue.base import Catalogue
 from slotstream.store.sample import row_hash
 from slotstream.store.samples import SampleStore
 
@@ -22,3 +24,32 @@ def store(tmp_path: Path) -> Iterator[SampleStore]:
     opened = SampleStore.open(tmp_path / "data")
     yield opened
     opened.close()
+
+
+# Of the suites that every catalogue passes.
+
+
+@pytest.fixture
+def clock() -> HandClock:
+    return HandClock()
+
+
+@pytest.fixture(params=CATALOGUES)
+def reopen(request: pytest.FixtureRequest, tmp_path: Path, clock: HandClock) -> Callable[[], Catalogue]:
+    """Opens the test's catalogue, with what is in it."""
+    return lambda: CATALOGUES[request.param](tmp_path, clock)
+
+
+@pytest.fixture
+def empty(reopen: Callable[[], Catalogue]) -> Iterator[Catalogue]:
+    opened = reopen()
+    yield opened
+    opened.close()
+
+
+@pytest.fixture
+def catalogue(empty: Catalogue) -> Catalogue:
+    """With RECORDS in it."""
+    for written in [empty.commit(record) for record in RECORDS]:
+        written.result()
+    return empty

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from store.store_kit import FaultyFiles, crash
+from support.sqlite_of import sqlite_of
 
 from slotstream.store.samples import SampleStore
 from slotstream.wire.hashing import Buffer
@@ -167,9 +168,9 @@ class Plugged:
         self._log = directory / "catalog.sqlite-wal"
         self.synced = self._log_bytes()
         self.store = SampleStore.open(directory, files=self.files)
-        if self.store._catalogue.was_shut_down_cleanly:
+        if sqlite_of(self.store).was_shut_down_cleanly:
             self.synced = self._log_bytes()  # The mark was taken away durably.
-        write = self.store._catalogue._write_batch
+        write = sqlite_of(self.store)._write_batch
 
         def written(batch: Any) -> bool:
             done = write(batch)
@@ -177,7 +178,7 @@ class Plugged:
                 self.synced = self._log_bytes()
             return done
 
-        self.store._catalogue._write_batch = written  # type: ignore[method-assign]
+        sqlite_of(self.store)._write_batch = written  # type: ignore[method-assign]
 
     def _log_bytes(self) -> int:
         return self._log.stat().st_size if self._log.exists() else 0

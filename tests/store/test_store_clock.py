@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from store.store_kit import Sample, crash
+from support.sqlite_of import sqlite_of
 
 from slotstream.store.catalogue.queries import ListQuery
 from slotstream.store.disk.clock import Clock
@@ -236,7 +237,7 @@ def test_leases_and_scrubbing_do_not_wait_for_the_stamps(tmp_path: Path, world: 
 def test_an_earlier_version_remembers_no_more_than_its_samples_times(tmp_path: Path, world: World) -> None:
     store = world.open(tmp_path)
     _put(store, "a")
-    store._catalogue.submit(lambda db: db.execute("DELETE FROM meta WHERE key = 'clock'")).result()
+    sqlite_of(store).submit(lambda db: db.execute("DELETE FROM meta WHERE key = 'clock'")).result()
     crash(store)
     world.wall += 30 * DAY
     store = world.open(tmp_path)

@@ -13,13 +13,13 @@ import pytest
 from store.store_kit import Sample, crash, read_all, tree
 
 from slotstream.store.catalogue.queries import ListQuery
+from slotstream.store.directory.looking import verify_directory
 from slotstream.store.records import State
 from slotstream.store.samples import SampleStore
 from slotstream.store.upkeep.quarantine import QUARANTINE_NAME
 from slotstream.store.upkeep.retention import Policy, Rule
 from slotstream.store.upkeep.scrubbing import Scrubber
 from slotstream.store.upkeep.sweeping import Sweeper
-from slotstream.store.upkeep.verifying import verify_directory
 from slotstream.wire import columns
 from slotstream.wire.columns import Column, LateColumns
 from slotstream.wire.errors import AlreadyExists, BadParams, Damaged, SampleNotFound, TooLarge, UnsupportedFormat
@@ -320,7 +320,7 @@ def test_what_was_committed_and_cannot_be_parsed_at_all_is_no_damage(store: Samp
     length = header_length(raw)
     header = raw[:8] + b"{}".ljust(length - 8)
     path.write_bytes(header + raw[length:])
-    store._catalogue.put_committed(replace(record, header_xxh3=to_hex(xxh3(header)))).result()
+    store._catalogue.commit(replace(record, header_xxh3=to_hex(xxh3(header)))).result()
     assert store.verify(sample.key).damage == "UNSUPPORTED_FORMAT"
     with pytest.raises(UnsupportedFormat):
         store.reader(sample.key)

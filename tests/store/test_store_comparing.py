@@ -11,15 +11,16 @@ from pathlib import Path
 
 import pytest
 from store.store_kit import Sample, crash, tree
+from support.sqlite_of import sqlite_of
 
 from slotstream.common import progress
 from slotstream.store.catalogue.queries import ListQuery
 from slotstream.store.catalogue.sqlite import row_sums, sql
 from slotstream.store.catalogue.sqlite.row_sums import MalformedRow
+from slotstream.store.directory.comparing import NameSums
 from slotstream.store.disk.files import Files
 from slotstream.store.records import State
 from slotstream.store.samples import SampleStore
-from slotstream.store.upkeep.comparing import NameSums
 
 SAMPLES = 40
 
@@ -69,7 +70,7 @@ def test_after_a_kill_no_file_that_has_its_row_is_looked_at_by_itself(tmp_path: 
     _killed(tmp_path)
     files = CountedFiles()
     store = SampleStore.open(tmp_path, files=files)
-    assert not store._catalogue.was_shut_down_cleanly
+    assert not sqlite_of(store).was_shut_down_cleanly
     assert files.looks["path_size"] + files.looks["open_read"] == 0
     assert store.totals()[State.COMMITTED][0] == SAMPLES
     store.close()
@@ -193,7 +194,7 @@ def test_the_database_spells_a_row_as_its_checksum_does(tmp_path: Path, monkeypa
     store = SampleStore.open(tmp_path)
     Sample(model=odd, tags={"k": odd[31:126]}, metadata={"m": odd}).put(store)
     monkeypatch.setattr(row_sums, "checked", lambda row: pytest.fail("it was looked at again"))
-    assert [page[1:] for page in store._catalogue.ask(lambda db: sql.names(db, 0, 9, check=True))] == [
+    assert [page[1:] for page in sqlite_of(store).ask(lambda db: sql.names(db, 0, 9, check=True))] == [
         ("default", "s", "committed")
     ]
     store.close()

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from store.store_kit import Sample, crash
+from support.sqlite_of import sqlite_of
 
 from slotstream.store.catalogue.queries import Candidate, ListQuery
 from slotstream.store.catalogue.sqlite.catalogue import SqliteCatalogue
@@ -98,17 +99,17 @@ def _records(fields: dict[str, Any], *, short: bool) -> list[SampleRecord]:
 
 
 def _aborted(catalogue: SqliteCatalogue, record: SampleRecord, message: str) -> list[Future[Any]]:
-    return [catalogue.put_arriving(record), catalogue.put_failed(record, "A" * 64, message)]
+    return [catalogue.begin(record), catalogue.fail(record, "A" * 64, message)]
 
 
 def _refused(catalogue: SqliteCatalogue, record: SampleRecord, message: str) -> list[Future[Any]]:
     refused = SampleRecord.refused(record.key, record.model, record.created_unix_ns)
-    return [catalogue.put_failed(refused, "A" * 64, message)]
+    return [catalogue.fail(refused, "A" * 64, message)]
 
 
 def _interrupted(catalogue: SqliteCatalogue, record: SampleRecord, message: str) -> list[Future[Any]]:
     """As a start finds them."""
-    return [catalogue.put_arriving(record)]
+    return [catalogue.begin(record)]
 
 
 def _sent_twice(catalogue: SqliteCatalogue, record: SampleRecord, message: str) -> list[Future[Any]]:
@@ -137,7 +138,7 @@ def test_a_row_of_what_is_not_stored_takes_at_most_two_kibibytes(
     kept = SampleRecord("n", "s", State.ARRIVING, 1, **LONGEST["kept"])
     assert kept.slim() == kept  # As long as may be kept.
     store = SampleStore.open(tmp_path)
-    catalogue = store._catalogue
+    catalogue = sqlite_of(store)
     before = _bytes_of(catalogue)
     longest = LONGEST[fields]
     asked = [
@@ -149,7 +150,7 @@ def test_a_row_of_what_is_not_stored_takes_at_most_two_kibibytes(
         future.result()
     crash(store)
     reopened = SampleStore.open(tmp_path)
-    taken = _bytes_of(reopened._catalogue) - before
+    taken = _bytes_of(sqlite_of(reopened)) - before
     print(f"{way.__name__} {fields}: {taken / ROWS:.0f} bytes a row")
     assert taken <= ROWS * ROW_BYTES_MAX
     assert reopened.totals()[State.FAILED] == (ROWS, 0)
@@ -253,7 +254,7 @@ def test_samples_that_stay_do_not_hide_those_behind_them(tmp_path: Path) -> None
     for n in range(200):
         record = SampleRecord("default", f"s{n:03}", State.ARRIVING, now + n, dtype="BF16")
         stays = n % 150 < 100
-        (catalogue.put_damaged(record, "gone") if stays else catalogue.put_failed(record, "ABORTED", "no")).result()
+        (catalogue.put_damaged(record, "gone") if stays else catalogue.fail(record, "ABORTED", "no")).result()
     store.lifetimes.clock = Clock(0, lambda: now + 31 * DAY_NS)
     sweeper = Sweeper(store.lifetimes, Policy(), store.free_bytes)
     assert sweeper.sweep().samples == {Reason.FAILED_AGE: 50}

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from store.store_kit import BROKEN, FULL, FaultyFiles, Sample, read_all, tree
+from support.sqlite_of import sqlite_of
 
 from slotstream.store.catalogue.queries import ListQuery
 from slotstream.store.disk.files import Files
@@ -76,13 +77,13 @@ def test_a_file_is_published_only_after_its_bytes_and_told_only_after_its_name(t
     store = SampleStore.open(tmp_path, files=files)
     upload = Sample().send(store)
     files.calls.clear()
-    put = store._catalogue.put_committed
+    put = store._catalogue.commit
 
     def recorded(record: object) -> Future[None]:
         files.calls.append("row")
         return put(record)  # type: ignore[arg-type]
 
-    store._catalogue.put_committed = recorded  # type: ignore[method-assign]
+    store._catalogue.commit = recorded  # type: ignore[method-assign]
     upload.commit(10, Sample().token_ids)
     assert [c for c in files.calls if c != "pread"] == [
         "pwrite",
@@ -106,7 +107,7 @@ def test_a_commit_whose_row_cannot_be_written_is_taken_back(tmp_path: Path, monk
         return future
 
     with monkeypatch.context() as patch:
-        patch.setattr(store._catalogue, "put_committed", full)
+        patch.setattr(store._catalogue, "commit", full)
         with pytest.raises(StoreFull):
             upload.commit(10, Sample().token_ids)
     assert tree(tmp_path) == {}
@@ -128,7 +129,7 @@ def test_a_commit_of_which_nobody_can_say_what_became_is_not_called_failed(
         return future
 
     with monkeypatch.context() as patch:
-        patch.setattr(store._catalogue, "put_committed", full)
+        patch.setattr(store._catalogue, "commit", full)
         patch.setattr(store._catalogue, "put_deleting", full)
         files.faults = {"unlink": (0, BROKEN)}
         with pytest.raises(VerdictUnknown):
@@ -158,14 +159,14 @@ def test_a_directory_that_cannot_be_looked_at_fails_the_sample_alone(tmp_path: P
 def test_a_failure_that_cannot_be_recorded_still_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = SampleStore.open(tmp_path)
     upload = Sample().send(store)
-    store._catalogue.submit(lambda _: None).result()
+    sqlite_of(store).submit(lambda _: None).result()
 
     def full(*_: object) -> Future[bool]:
         future: Future[bool] = Future()
         future.set_exception(StoreFull("the disk is full"))
         return future
 
-    monkeypatch.setattr(store._catalogue, "put_failed", full)
+    monkeypatch.setattr(store._catalogue, "fail", full)
     with pytest.raises(SlotStreamError):
         upload.commit(99, [])
     for record in (store.stat(Sample().key), *store.list_page(_everything())[0]):

@@ -20,6 +20,7 @@ from pathlib import Path
 
 import pytest
 from store.store_kit import Sample, crash, read_all
+from support.sqlite_of import sqlite_of
 
 from slotstream.store.catalogue.queries import ListQuery
 from slotstream.store.catalogue.sqlite.log_end import frames_taken
@@ -153,7 +154,7 @@ def test_a_whole_log_is_not_taken_for_one_that_was_cut(memory: Path) -> None:
     assert 0 < taken < (log.stat().st_size - 32) // (24 + 4096), "the log did not begin anew"
     crash(store)
     store = SampleStore.open(memory / "data")
-    assert not store._catalogue.log_was_cut
+    assert not sqlite_of(store).log_was_cut
     store.close()
 
 
@@ -266,7 +267,7 @@ def test_damage_that_shows_while_the_server_runs_is_mended_at_once(
     Sample("later").put(store)
     store.close()
     store = SampleStore.open(tmp_path)
-    assert store._catalogue.was_shut_down_cleanly
+    assert sqlite_of(store).was_shut_down_cleanly
     assert store.totals()[State.COMMITTED][0] == len(SAMPLES) + 2
     store.close()
 
@@ -319,11 +320,11 @@ def test_an_older_catalogue_that_is_put_back_is_seen(tmp_path: Path, caplog: pyt
 def test_a_clean_stop_is_trusted_only_while_not_a_bit_changed(tmp_path: Path) -> None:
     SampleStore.open(tmp_path).close()
     store = SampleStore.open(tmp_path)
-    assert store._catalogue.was_shut_down_cleanly
+    assert sqlite_of(store).was_shut_down_cleanly
     store.close()
     raw = bytearray((tmp_path / "catalog.sqlite").read_bytes())
     raw[-1] ^= 1
     (tmp_path / "catalog.sqlite").write_bytes(raw)
     store = SampleStore.open(tmp_path)
-    assert not store._catalogue.was_shut_down_cleanly
+    assert not sqlite_of(store).was_shut_down_cleanly
     store.close()

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from store.store_kit import Sample, read_all
+from support.sqlite_of import sqlite_of
 
 from slotstream.store.catalogue.queries import ListQuery, Queue
 from slotstream.store.disk.clock import Clock
@@ -54,7 +55,7 @@ FAT_RECORD = SampleRecord.refused(FAT.key, "m", 1)
 
 
 def _catalogue_bytes(store: SampleStore) -> int:
-    (pages,) = store._catalogue.submit(lambda db: db.execute("PRAGMA page_count").fetchone()).result()
+    (pages,) = sqlite_of(store).submit(lambda db: db.execute("PRAGMA page_count").fetchone()).result()
     return int(pages) * 4096
 
 

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 from store.store_kit import Sample, crash, read_all
 
+from slotstream.store.directory.looking import verify_directory
 from slotstream.store.disk.confined_paths import ConfinedPaths
 from slotstream.store.records import State
 from slotstream.store.samples import SampleStore
-from slotstream.store.upkeep.verifying import verify_directory
 from slotstream.wire.errors import ConfigError, Damaged, SampleFailed, SampleNotFound, SlotStreamError
 
 S = Sample()

@@ -22,6 +22,7 @@ from store.power import Plugged, PowerFiles
 from store.store_kit import BROKEN, FULL, Crash, Sample, crash, read_all
 
 from slotstream.store.catalogue.queries import ListQuery
+from slotstream.store.directory.looking import verify_directory
 from slotstream.store.records import Failure, State
 from slotstream.store.sample import row_hash
 from slotstream.store.sample.reading import SampleReader
@@ -29,7 +30,6 @@ from slotstream.store.sample.upload import Upload
 from slotstream.store.samples import SampleStore
 from slotstream.store.upkeep.retention import Policy, Rule
 from slotstream.store.upkeep.sweeping import Sweeper
-from slotstream.store.upkeep.verifying import verify_directory
 from slotstream.wire.errors import SlotStreamError
 
 EXAMPLES = int(os.environ.get("SLOTSTREAM_MACHINE_EXAMPLES", "20"))

@@ -9,13 +9,15 @@ from pathlib import Path
 
 import pytest
 from store.store_kit import Sample, tree
+from support.sqlite_of import sqlite_of
 
+from slotstream.store.directory.forecasting import preview_directory
 from slotstream.store.disk.files import Files
 from slotstream.store.records import Failure, SampleKey
 from slotstream.store.samples import SampleStore
 from slotstream.store.upkeep import new_rules
 from slotstream.store.upkeep.new_rules import NewRules, digest_of
-from slotstream.store.upkeep.preview import Forecast, preview_directory
+from slotstream.store.upkeep.preview import Forecast
 from slotstream.store.upkeep.retention import UNLIMITED, Policy, Reason, Rule
 from slotstream.store.upkeep.sweeping import Sweeper
 from slotstream.wire.errors import ConfigError
@@ -282,9 +284,9 @@ def test_what_the_catalogue_did_not_take_is_remembered_once_it_does(world: World
 @contextmanager
 def _remembering_nothing(store: SampleStore) -> Iterator[None]:
     refuse = "CREATE TEMP TRIGGER refuse BEFORE INSERT ON main.meta BEGIN SELECT RAISE(FAIL, 'no'); END"
-    store._catalogue.submit(lambda db: db.execute(refuse).fetchone()).result()
+    sqlite_of(store).submit(lambda db: db.execute(refuse).fetchone()).result()
     yield
-    store._catalogue.submit(lambda db: db.execute("DROP TRIGGER refuse").fetchone()).result()
+    sqlite_of(store).submit(lambda db: db.execute("DROP TRIGGER refuse").fetchone()).result()
 
 
 def test_a_clock_in_doubt_accepts_no_rules(world: World) -> None:

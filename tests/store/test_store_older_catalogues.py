@@ -9,12 +9,13 @@ from pathlib import Path
 
 import pytest
 from store.store_kit import Sample, read_all
+from support.sqlite_of import sqlite_of
 
 from slotstream.store.catalogue.queries import ListQuery
 from slotstream.store.catalogue.sqlite import retention_sql, row_sums, schema, sql
+from slotstream.store.directory.looking import verify_directory
 from slotstream.store.records import Failure
 from slotstream.store.samples import SampleStore
-from slotstream.store.upkeep.verifying import verify_directory
 
 SAMPLES = [Sample(f"s{n}", seed=n, namespace=f"n{n % 2}", tags={"k": str(n)}) for n in range(5)]
 _COLUMNS = {1: row_sums.COLUMNS, 2: row_sums.SUMMED}
@@ -84,7 +85,7 @@ def test_a_catalogue_of_an_earlier_version_is_brought_forward_without_loss(
     before = _said(store)
     store.close()
     store = SampleStore.open(tmp_path / "data")
-    assert store._catalogue.was_shut_down_cleanly
+    assert sqlite_of(store).was_shut_down_cleanly
     assert _said(store) == before
     store.close()
     assert not list((tmp_path / "data").glob("*corrupt*"))

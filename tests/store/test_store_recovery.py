@@ -1,4 +1,4 @@
-"""The cases of `slotstream.store.upkeep.recovery`, one parameter each."""
+"""The cases of `slotstream.store.directory.recovery`, one parameter each."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from store.store_kit import Crash, FaultyFiles, Sample, crash, crash_in, read_all, tree
+from support.sqlite_of import sqlite_of
 
 from slotstream.store.catalogue.queries import ListQuery
 from slotstream.store.catalogue.sqlite.row_sums import MalformedRow
@@ -61,7 +62,7 @@ def _crash_before_row(store: SampleStore) -> None:
         store._files.crashed = True  # type: ignore[attr-defined]
         raise Crash
 
-    store._catalogue.put_committed = crashes  # type: ignore[method-assign, assignment]
+    store._catalogue.commit = crashes  # type: ignore[method-assign, assignment]
     SAMPLE.put(store)
 
 
@@ -239,7 +240,7 @@ def test_damage_inside_the_catalogue_is_found_after_a_crash(tmp_path: Path) -> N
     store = SampleStore.open(tmp_path)
     for number in range(50):
         Sample(f"s{number}").put(store)
-    store._catalogue.submit(lambda db: None).result()
+    sqlite_of(store).submit(lambda db: None).result()
     crash(store)
     raw = bytearray((tmp_path / "catalog.sqlite").read_bytes())
     for page in range(4096, len(raw), 4096):

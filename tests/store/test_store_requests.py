@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 from store.store_kit import Sample
+from support.sqlite_of import sqlite_of
 
 from slotstream.store.catalogue.queries import ListQuery
 from slotstream.store.catalogue.sqlite import sql
@@ -99,7 +100,7 @@ def test_a_look_up_walks_the_index_of_the_ids_at_any_size(filled: SampleStore) -
             if statement.startswith(("SELECT", "WITH")):
                 plans.extend(row[3] for row in db.execute("EXPLAIN QUERY PLAN " + statement))
 
-    filled._catalogue.ask(look)
+    sqlite_of(filled).ask(look)
     about = [plan for plan in plans if " s " in f"{plan} "]
     assert about
     assert not [plan for plan in about if plan.startswith("SCAN s")]

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from store.store_kit import BROKEN, FaultyFiles, Sample, crash, read_all, tree
+from support.sqlite_of import sqlite_of
 from support.waiting import WAIT_S, wait_until
 
 from slotstream.store.catalogue.queries import Candidate, ListQuery, Queue, Usage
@@ -336,7 +337,7 @@ def test_leases(tmp_path: Path) -> None:
 def test_a_lease_that_is_granted_while_a_deletion_begins_holds(store: SampleStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """The deletion has looked at the sample, and the lease is written before anything is marked as being deleted."""
     Sample().put(store)
-    submit = store._catalogue.submit
+    submit = sqlite_of(store).submit
 
     def after_a_lease(*arguments: Any, **how: Any) -> Any:
         monkeypatch.undo()
@@ -373,7 +374,7 @@ def test_a_lease_that_is_refused_leaves_what_shares_its_transaction_alone(
         busy.set()
         assert go_on.wait(WAIT_S)
 
-    catalogue = store._catalogue
+    catalogue = sqlite_of(store)
     catalogue.submit(block)
     assert busy.wait(WAIT_S)  # What is asked from here on is in the next transaction.
     before = catalogue.submit(lambda db: runs.append("before"))
@@ -520,12 +521,12 @@ def test_a_clock_is_strictly_increasing() -> None:
 
 def test_totals_by_namespace_follow_every_change(tmp_path: Path) -> None:
     catalogue = SqliteCatalogue(tmp_path / "c.sqlite")
-    from store.test_store_catalogue import RECORDS
+    from store.catalogues import RECORDS
 
     for record in RECORDS:
-        catalogue.put_committed(record)
+        catalogue.commit(record)
         catalogue.put_damaged(record, "gone") if record.num_tokens % 7 == 3 else None
-    catalogue.put_committed(replace(RECORDS[10], state=State.COMMITTED)).result()
+    catalogue.commit(replace(RECORDS[10], state=State.COMMITTED)).result()
 
     def counted(db: sqlite3.Connection) -> list[Usage]:
         rows = db.execute(
@@ -547,7 +548,7 @@ def test_a_lease_that_comes_between_a_deletions_look_and_its_mark_holds(
     store: SampleStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Sample("a").put(store)
-    submit = store._catalogue.submit
+    submit = sqlite_of(store).submit
 
     def later(operation: Callable[..., Any], **options: bool) -> Future[Any]:
         monkeypatch.undo()
@@ -572,5 +573,5 @@ def test_a_sample_that_is_deleted_while_a_sweep_looks_is_no_damage(store: Sample
 
     monkeypatch.setattr(retention_sql, "_candidate", later)
     _sweeper(store, samples_max=1).sweep()
-    assert store._catalogue.rebuilds == 0
+    assert sqlite_of(store).rebuilds == 0
     assert [r.sample_id for r in store.list_page(ListQuery())[0]] == ["c"]

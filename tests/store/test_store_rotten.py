@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 from store.store_kit import Sample, read_all
 
+from slotstream.store.directory.recovery import whole_files
 from slotstream.store.disk import retrying
 from slotstream.store.disk.files import Files
 from slotstream.store.records import SampleRecord, State
 from slotstream.store.samples import SampleStore
-from slotstream.store.upkeep.recovery import whole_files
 from slotstream.wire.errors import AlreadyExists, Damaged, IoError
 
 SAMPLE = Sample()

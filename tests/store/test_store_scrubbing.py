@@ -12,12 +12,12 @@ import pytest
 from store.store_kit import BROKEN, FULL, Crash, FaultyFiles, Sample, crash, crash_in, read_all, tree
 
 from slotstream.store.catalogue.queries import ListQuery, Queue
+from slotstream.store.directory.looking import verify_directory
 from slotstream.store.disk.files import Files
 from slotstream.store.records import State
 from slotstream.store.samples import SampleStore
 from slotstream.store.upkeep.quarantine import QUARANTINE_NAME
 from slotstream.store.upkeep.scrubbing import Scrubber
-from slotstream.store.upkeep.verifying import verify_directory
 from slotstream.wire.errors import Damaged, SampleFailed, SlotStreamError, StoreFull, StoreGone
 
 FAST = 1e12

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from store.store_kit import Crash, FaultyFiles, Sample, crash, read_all
+from support.sqlite_of import sqlite_of
 
 from slotstream.store.catalogue.queries import ListQuery
 from slotstream.store.records import State
@@ -65,7 +66,7 @@ for _name in STEPS_SEEN[:-1]:
 def _open(directory: Path) -> tuple[SampleStore, Stepped]:
     files = Stepped()
     store = SampleStore.open(directory, files=files)
-    submit = store._catalogue.submit
+    submit = sqlite_of(store).submit
 
     def submitted(operation: Any, **how: bool) -> Future[Any]:
         def do() -> Future[Any]:
@@ -76,7 +77,7 @@ def _open(directory: Path) -> tuple[SampleStore, Stepped]:
         future: Future[Any] = files.step("row", do)
         return future
 
-    store._catalogue.submit = submitted  # type: ignore[method-assign]
+    sqlite_of(store).submit = submitted  # type: ignore[method-assign]
     files.steps.clear()
     return store, files
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from store.store_kit import CHUNK_ROWS, Sample, read_all, tree
+from support.sqlite_of import sqlite_of
 
 from slotstream.store.records import Failure, SampleRecord, SampleSpec, State
 from slotstream.store.sample.upload import Upload
@@ -50,7 +51,7 @@ def test_a_sample_comes_back_as_it_went_in(store: SampleStore) -> None:
 def test_a_sample_is_known_at_every_moment_of_its_failure(store: SampleStore) -> None:
     """Its rows of the catalogue are queued behind slow work: neither that it arrived nor that it failed is written yet."""
     sample, goes_on = Sample(), threading.Event()
-    slow = store._catalogue.submit(lambda db: goes_on.wait(30))
+    slow = sqlite_of(store).submit(lambda db: goes_on.wait(30))
     with ThreadPoolExecutor(1) as pool:
         try:
             upload = sample.send(store)

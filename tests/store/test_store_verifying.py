@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from store.store_kit import Sample, crash, tree
 
+from slotstream.store.directory.looking import verify_directory
 from slotstream.store.samples import SampleStore
-from slotstream.store.upkeep.verifying import verify_directory
 from slotstream.wire.errors import BadSampleId, ConfigError, SampleNotFound
 
 

@@ -103,7 +103,7 @@ def _foreseen_by_server(arguments: argparse.Namespace) -> list[Forecast]:
 
 def _foreseen_in_directory(arguments: argparse.Namespace) -> list[Forecast]:
     from slotstream.client import Forecast
-    from slotstream.store.upkeep.preview import preview_directory
+    from slotstream.store.directory.forecasting import preview_directory
     from slotstream.store.upkeep.retention import Policy
     from slotstream.wire.names import check_namespace
 

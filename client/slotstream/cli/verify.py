@@ -111,7 +111,7 @@ def _checks(arguments: argparse.Namespace) -> Iterator[Check]:
     if arguments.data is not None:
         if arguments.quarantine:
             raise CommandFailed("--quarantine needs a server: without one, this command changes nothing")
-        from slotstream.store.upkeep.verifying import namespaces_of, verify_directory
+        from slotstream.store.directory.looking import namespaces_of, verify_directory
 
         for found in verify_directory(arguments.data, namespace=namespace or "", sample_id=sample_id or ""):
             empty = False

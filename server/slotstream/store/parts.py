@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from slotstream.store.catalogue.sqlite.catalogue import SqliteCatalogue
+from slotstream.store.catalogue.base import Catalogue
 from slotstream.store.disk.clock import Clock
 from slotstream.store.disk.directory import OpenedDirectory
 from slotstream.store.disk.files import Files
@@ -27,7 +27,7 @@ class StoreParts:
     data_dir: Path
     files: Files
     opened: OpenedDirectory  # `opened.check()` says whether `data_dir` is still the one that was opened.
-    catalogue: SqliteCatalogue
+    catalogue: Catalogue
     clock: Clock
     free_bytes_min: int  # Bytes of disk that uploads leave free.
     _id_locks: tuple[threading.Lock, ...] = field(default_factory=_locks, init=False, repr=False)

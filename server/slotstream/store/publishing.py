@@ -80,7 +80,7 @@ class Publisher:
                 self._files.rename(upload.partial, path)
                 try:
                     self._files.sync_dir(path.parent)
-                    self._catalogue.put_committed(record).result()
+                    self._catalogue.commit(record).result()
                 except (OSError, SlotStreamError):
                     self._take_back(path, record)
                     raise
@@ -141,7 +141,7 @@ class Publisher:
             return False
         if committed is None:  # A whole file that the catalogue does not show: somebody put it back, or a commit ended unknown.
             self._files.sync_dir(path.parent)
-            self._catalogue.put_committed(stored.record()).result()
+            self._catalogue.adopt(stored.record()).result()
         if not is_same:
             raise AlreadyExists(f"{key} is stored with other content")
         return True

@@ -15,9 +15,9 @@ from typing import Self, TypeVar
 
 from slotstream.common.throttle import Throttle
 from slotstream.store.catalogue.queries import ListQuery
-from slotstream.store.catalogue.sqlite.database import FILE_NAME
+from slotstream.store.directory.recovery import open_recovered, whole_files
 from slotstream.store.disk.clock import Clock, boot_ns
-from slotstream.store.disk.directory import LOCK_NAME, DurableDirectories, OpenedDirectory
+from slotstream.store.disk.directory import CATALOGUE_NAME, LOCK_NAME, DurableDirectories, OpenedDirectory
 from slotstream.store.disk.files import DIR_MODE, Files, store_error
 from slotstream.store.failure_shares import FailureShares
 from slotstream.store.parts import StoreParts
@@ -29,7 +29,6 @@ from slotstream.store.sample.remote import RemoteUpload
 from slotstream.store.sample.upload import OpenSample, Upload
 from slotstream.store.upkeep import verifying
 from slotstream.store.upkeep.lifetimes import Lifetimes
-from slotstream.store.upkeep.recovery import open_recovered, whole_files
 from slotstream.store.upkeep.restoring import Restored, Restorer
 from slotstream.store.upkeep.verifying import Verdict
 from slotstream.wire.errors import (
@@ -79,7 +78,6 @@ class SampleStore:
         self._failure_shares = FailureShares()
         self.refusals = Refusals()
         self._publisher = Publisher(parts, self.lifetimes.put_aside_if_rotten)
-        parts.catalogue.find_lost = self._lost_samples
         self._unrecorded = False  # A failure could not be recorded: the next start has to look.
 
     @classmethod
@@ -110,7 +108,7 @@ class SampleStore:
             lock_fd = _lock(files, directory)
             if (free := files.free_bytes(directory)) < free_bytes_min:
                 full = f"the disk of {directory} is full: less than the {free_bytes_min} bytes of --free-bytes-min are free"
-                if free < _FREE_BYTES_TO_START or not (directory / FILE_NAME).exists():
+                if free < _FREE_BYTES_TO_START or not (directory / CATALOGUE_NAME).exists():
                     raise ConfigError(full)
                 # What is there can still be read and deleted, which is also how room is made.
                 _log.warning("%s; samples are refused until there are more", full)
@@ -120,6 +118,7 @@ class SampleStore:
             looked = "partials only" if catalogue.was_shut_down_cleanly else "all names"
             opened = OpenedDirectory(files, directory, lock_fd)
             store = cls(StoreParts(directory, files, opened, catalogue, clock, free_bytes_min), lock_fd, limit)
+            catalogue.find_lost = store._lost_samples
         except (OSError, SlotStreamError, ConfigError) as error:
             if catalogue is not None:
                 catalogue.close(clean=False)
@@ -169,7 +168,7 @@ class SampleStore:
             with self._uploads_lock:
                 # Queued under the lock: rows of one id are written in the order in which its uploads came and went.
                 self._uploads.setdefault(spec.key, []).append(upload)
-                self._catalogue.put_arriving(SampleRecord.arriving(spec, upload.created_unix_ns))
+                self._catalogue.begin(SampleRecord.arriving(spec, upload.created_unix_ns))
             return upload
         except SlotStreamError as error:
             refused = SampleRecord.refused(spec.key, spec.model, self.lifetimes.clock.stamp())
@@ -213,7 +212,7 @@ class SampleStore:
             if failure is None:
                 return
             if not self._failure_shares.take(upload.peer):
-                self._catalogue.forget_arriving(key)
+                self._catalogue.forget(key)
                 return
             failed, written = self._put_failed(SampleRecord.arriving(upload.spec, upload.created_unix_ns), failure)
         self._wait_failed(failed, written)
@@ -222,7 +221,7 @@ class SampleStore:
         """Queue the row of a failed sample. `_uploads_lock` is held."""
         failed = record.failed(failure.code, failure.message)
         self._failing[record.key] = failed
-        return failed, self._catalogue.put_failed(record, failure.code, failure.message)
+        return failed, self._catalogue.fail(record, failure.code, failure.message)
 
     def _wait_failed(self, failed: SampleRecord, written: Future[bool]) -> None:
         try:

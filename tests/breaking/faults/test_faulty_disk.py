@@ -24,7 +24,7 @@ from support.server import ServerProcess, run_cli
 from support.waiting import wait_until
 
 from slotstream.connector.sending.verdicts import is_final
-from slotstream.store.upkeep.verifying import verify_directory
+from slotstream.store.directory.looking import verify_directory
 from slotstream.v1 import samples_pb2 as read_pb
 
 FILES, ARRIVING, CATALOGUE = ".safetensors", ".partial", "catalog.sqlite"

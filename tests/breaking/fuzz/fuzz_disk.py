@@ -21,14 +21,15 @@ from fuzz_harness import Source, Target, damaged, scratch_base, sentence
 from slotstream.server.samples.convert import info_of
 from slotstream.store.catalogue.queries import ListQuery
 from slotstream.store.catalogue.sqlite import schema, sql
-from slotstream.store.catalogue.sqlite.database import FILE_NAME
+from slotstream.store.directory.looking import verify_directory
+from slotstream.store.disk.directory import CATALOGUE_NAME
 from slotstream.store.disk.files import Files
 from slotstream.store.records import Failure, SampleKey, SampleRecord, SampleSpec, State
 from slotstream.store.sample.file import read_sample_file
 from slotstream.store.sample.reading import SampleReader
 from slotstream.store.samples import SampleStore
 from slotstream.store.upkeep import verifying
-from slotstream.store.upkeep.verifying import verify_directory, verify_record
+from slotstream.store.upkeep.verifying import verify_record
 from slotstream.wire.columns import RowFormat
 from slotstream.wire.errors import ConfigError, Damaged, SlotStreamError, UnsupportedFormat
 from slotstream.wire.hashing import xxh3
@@ -251,7 +252,7 @@ def _directories() -> tuple[Path, ...]:
     return clean, image
 
 
-_CATALOGUE_FILES = (FILE_NAME, FILE_NAME + "-wal", FILE_NAME + "-shm")
+_CATALOGUE_FILES = (CATALOGUE_NAME, CATALOGUE_NAME + "-wal", CATALOGUE_NAME + "-shm")
 
 
 @cache
@@ -272,7 +273,7 @@ def check_catalogues(data: bytes) -> None:
         before = path.read_bytes() if path.exists() else b""
         path.write_bytes(damaged(before, Source(source.take(source.below(48)))))
     if source.below(2):
-        _rewrite(directory / FILE_NAME, source)
+        _rewrite(directory / CATALOGUE_NAME, source)
     _opens(directory)
     try:
         for verdict in verify_directory(directory):

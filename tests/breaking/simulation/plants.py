@@ -21,13 +21,14 @@ from slotstream.server.ingest.sample_writer import SampleWriter
 from slotstream.server.samples.service import SamplesService
 from slotstream.store.catalogue.sqlite import retention_sql
 from slotstream.store.catalogue.sqlite.catalogue import SqliteCatalogue
+from slotstream.store.directory import recovery
 from slotstream.store.disk.files import Files
 from slotstream.store.parts import StoreParts
 from slotstream.store.publishing import Publisher
 from slotstream.store.records import State
 from slotstream.store.sample.upload import Upload
 from slotstream.store.samples import SampleStore
-from slotstream.store.upkeep import deleting, recovery
+from slotstream.store.upkeep import deleting
 from slotstream.store.upkeep.deleting import Deleter
 from slotstream.store.upkeep.lifetimes import Lifetimes
 
@@ -63,15 +64,15 @@ def _() -> None:
 @_plant("row-not-awaited")
 def _() -> None:
     """Committed is said before the catalogue's row is written."""
-    put_committed = SqliteCatalogue.put_committed
+    commit = SqliteCatalogue.commit
 
     def hasty(self: SqliteCatalogue, record: Any) -> Future[None]:
-        put_committed(self, record)
+        commit(self, record)
         done: Future[None] = Future()
         done.set_result(None)
         return done
 
-    _set(SqliteCatalogue, "put_committed", hasty)
+    _set(SqliteCatalogue, "commit", hasty)
 
 
 @_plant("any-content-is-a-duplicate")
@@ -144,6 +145,7 @@ def _() -> None:
         if self.standing(record.key).leased_until_unix_ns:
             delete(self, record)  # Which refuses it.
             return
+        assert isinstance(self._catalogue, SqliteCatalogue)
         self._catalogue.submit(lambda db: retention_sql.mark_deleting(db, record.key), durable=True).result()
         path = record.key.path(self._data_dir)
         if path.exists():
@@ -187,7 +189,7 @@ def _() -> None:
     """A start takes a sample that was being deleted for a committed one."""
 
     def undone(files: Any, data_dir: Any, catalogue: SqliteCatalogue, record: Any, done: Any) -> None:
-        catalogue.put_committed(replace(record, state=State.COMMITTED)).result()
+        catalogue.commit(replace(record, state=State.COMMITTED)).result()
 
     _set(recovery, "_finish_deletion", undone)
 

@@ -11,6 +11,7 @@ from simulation.loop import SimLoop
 from simulation.network import Call
 from simulation.scheduler import Process, SimThread, running
 from simulation.threads import SimTime
+from support.sqlite_of import sqlite_of
 
 from slotstream.server.access.gate import Gate
 from slotstream.server.config import ServerConfig
@@ -153,7 +154,7 @@ class SimServer:
             "requests": calls.request_shares._total + self.samples._admin._verify_shares._total,
             "waiters": len(self.waiters._waiting),
             "uploads": len(self.store._uploads) + self.store._opening + len(self.store._failing),
-            "readers": len(self.store._catalogue._holds),
+            "readers": len(sqlite_of(self.store)._holds),
             "tasks": len(asyncio.all_tasks(self.loop)),
             "lines": len(self.disk_threads.chunk_lines._lines) + len(self.disk_threads.commit_lines._lines),
         }

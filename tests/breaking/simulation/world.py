@@ -21,8 +21,8 @@ from simulation.scheduler import Scheduler, Stuck, run_with, running
 from simulation.server import SimServer
 from simulation.threads import SimTime, ThreadPoolExecutor
 
+from slotstream.store.directory.looking import verify_directory
 from slotstream.store.records import SampleKey
-from slotstream.store.upkeep.verifying import verify_directory
 
 _QUIET_S = 600.0  # Everything must have come to rest by then, once nothing goes wrong any more.
 _RULES_S = 35.0  # A sweep of all namespaces has been done by then.

@@ -7,6 +7,7 @@ nanoseconds, 0 for never.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from typing import Protocol
@@ -56,6 +57,36 @@ class Questions(Protocol):
 
 class Catalogue(Questions, Protocol):
     """Samples by name, state, tags and time."""
+
+    # Attempts. A future is done once the change is written; who only announces need not wait for it.
+
+    def begin(self, record: SampleRecord) -> Future[bool]:
+        """A sample is arriving. A row of that name stays unless it says failed: False."""
+
+    def commit(self, record: SampleRecord) -> Future[None]:
+        """The sample is committed, in place of any row that was there. Its bytes are durable already."""
+
+    def fail(self, record: SampleRecord, code: str, message: str) -> Future[bool]:
+        """The sample failed; a row that says arriving is kept as far as failed ones are. False where one says committed or
+        deleting, and stays.
+        """
+
+    def forget(self, key: SampleKey) -> Future[bool]:
+        """A sample that was arriving was never announced. False where its row says something else, and stays."""
+
+    # What becomes of stored bytes beside that.
+
+    def adopt(self, record: SampleRecord) -> Future[None]:
+        """A sample is stored whole, and its row is lost or says otherwise: it is committed."""
+
+    def put_damaged(self, record: SampleRecord, message: str) -> Future[None]:
+        """A committed sample failed: its bytes are damaged or gone.
+
+        Durable: another upload may take the sample's place, and its bytes must not be found beside the old one's row.
+        """
+
+    def put_deleting(self, record: SampleRecord) -> Future[None]:
+        """A sample whose commit failed, and whose bytes may still be there, is being deleted. Durable."""
 
     # Deletion: a mark, then the sample's bytes, then the row. So a crash between two of them leaves nothing that looks whole.
 
@@ -115,6 +146,13 @@ class Catalogue(Questions, Protocol):
 
     def now(self) -> int:
         """The clock by which leases end and ages count."""
+
+    @property
+    def writer(self) -> threading.Thread:
+        """The thread that writes: without it nothing is committed. It ends when the catalogue is closed."""
+
+    def close(self, *, clean: bool = True) -> None:
+        """Write what was asked so far and close. `clean`: nothing is left that the next start has to look for."""
 
 
 def scan(catalogue: Questions, namespace: str = "") -> Iterator[SampleRecord]:

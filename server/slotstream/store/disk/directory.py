@@ -14,6 +14,7 @@ from slotstream.store.disk.files import Files, store_error
 from slotstream.wire.errors import StoreGone
 
 LOCK_NAME = ".lock"
+CATALOGUE_NAME = "catalog.sqlite"
 _DURABLE_MAX = 4096  # Directories known to be durable; forgetting them costs a sync each.
 
 

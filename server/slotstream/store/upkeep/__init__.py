@@ -9,5 +9,4 @@ verifying   whether what is stored is what was committed
 scrubbing   verifies everything, slowly
 quarantine  where damaged files go
 restoring   what verifies again comes back
-recovery    what a start does about what the last server left
 """

@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
 from dataclasses import dataclass
-from pathlib import Path
 
-from slotstream.store.catalogue.base import CatalogueUnreadable, Questions
+from slotstream.store.catalogue.base import Questions
 from slotstream.store.catalogue.queries import Candidate, Queue, Usage
-from slotstream.store.catalogue.sqlite.database import FILE_NAME
-from slotstream.store.catalogue.sqlite.read_only import ReadOnlyCatalogue
-from slotstream.store.disk.clock import Clock
-from slotstream.store.disk.files import Files, store_error
 from slotstream.store.records import SampleKey
-from slotstream.store.upkeep.clock_watch import ClockWatch
 from slotstream.store.upkeep.retention import Policy, Reason
 from slotstream.store.upkeep.sweeping import Sweeper
-from slotstream.wire.errors import ConfigError
 
 _PAGE = 1000
 _BITS = 12  # Rows that were deleted are noted in masks of so many bits: a table of any size costs little.
@@ -154,29 +145,3 @@ def key_of(reason: Reason, policy: Policy, namespace: str) -> str:
         Reason.FREE_SPACE: "delete_when_full",
         Reason.FAILED_AGE: "failed_age_s_max",
     }[reason]
-
-
-def preview_directory(data_dir: Path, policy: Policy, wall: Callable[[], int] = time.time_ns) -> Preview:
-    """What `policy` would delete of a data directory. Takes no lock and writes nothing, also beside a running server.
-
-    Nobody is known to read a sample there; leases count. Raises ConfigError where there is no catalogue that can be read.
-    """
-    data_dir = Path(data_dir).absolute()
-    files = Files()
-    try:
-        if not (data_dir / FILE_NAME).exists():
-            raise ConfigError(f"there is no catalogue {data_dir / FILE_NAME}")
-        files.confine(data_dir)
-        now = wall()
-        with closing(ReadOnlyCatalogue(data_dir / FILE_NAME, lambda: now)) as catalogue:
-            clock = Clock(catalogue.latest_stamp(), lambda: now)
-            store = Imagined(catalogue, now, ClockWatch(clock, catalogue.get_meta, _forget).trouble)
-            return preview(store, policy, lambda: files.free_bytes(data_dir))
-    except CatalogueUnreadable as error:
-        raise ConfigError(f"the catalogue of {data_dir} cannot be read: {error}") from error
-    except OSError as error:
-        raise ConfigError(str(store_error(error, f"reading {data_dir}"))) from error
-
-
-def _forget(name: str, value: str) -> None:
-    """This looks at the clock, and changes nothing of what the store remembers of it."""

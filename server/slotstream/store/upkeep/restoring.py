@@ -73,7 +73,7 @@ class Restorer:
             self._files.rename(path, target)
             self._files.sync_dir(target.parent)
             self._files.sync_dir(path.parent)
-            self._catalogue.put_committed(verdict.record).result()
+            self._catalogue.adopt(verdict.record).result()
         _log.warning("sample %s verifies again: it is committed as before", key)
         return Restored(key, file, bytes_checked=verdict.bytes_checked)
 

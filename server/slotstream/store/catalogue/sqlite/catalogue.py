@@ -34,9 +34,7 @@ class SqliteCatalogue(Database):
 
     # Samples on their way, and what became of them.
 
-    def put_arriving(self, record: SampleRecord) -> Future[bool]:
-        """Show `record` as arriving. A committed row of that name stays, and so does one that is arriving: False."""
-
+    def begin(self, record: SampleRecord) -> Future[bool]:
         def operation(db: sqlite3.Connection) -> bool:
             before = sql.get(db, record.namespace, record.sample_id)
             if before is not None and before.state is not State.FAILED:
@@ -46,13 +44,13 @@ class SqliteCatalogue(Database):
 
         return self.submit(operation, urgent=False)
 
-    def put_committed(self, record: SampleRecord) -> Future[None]:
-        """Show `record` as committed, in place of any row that was there. Its file is durable already."""
+    def commit(self, record: SampleRecord) -> Future[None]:
         return self.submit(lambda db: sql.put(db, record))
 
-    def put_failed(self, record: SampleRecord, code: str, message: str) -> Future[bool]:
-        """Show `record` as failed, keeping what a row of that name says. A committed row is never downgraded: False."""
+    def adopt(self, record: SampleRecord) -> Future[None]:
+        return self.commit(record)
 
+    def fail(self, record: SampleRecord, code: str, message: str) -> Future[bool]:
         def operation(db: sqlite3.Connection) -> bool:
             before = sql.get(db, record.namespace, record.sample_id)
             if before is not None and before.state not in (State.ARRIVING, State.FAILED):
@@ -63,9 +61,7 @@ class SqliteCatalogue(Database):
 
         return self.submit(operation)
 
-    def forget_arriving(self, key: SampleKey) -> Future[bool]:
-        """Forget a sample that was arriving, as if it had never been announced. False when its row says something else."""
-
+    def forget(self, key: SampleKey) -> Future[bool]:
         def operation(db: sqlite3.Connection) -> bool:
             before = sql.get(db, key.namespace, key.sample_id)
             if before is None or before.state is not State.ARRIVING:
@@ -77,14 +73,9 @@ class SqliteCatalogue(Database):
         return self.submit(operation)
 
     def put_damaged(self, record: SampleRecord, message: str) -> Future[None]:
-        """Show a committed sample as failed because its file is damaged or gone.
-
-        Durable: another upload may take the sample's place, and its file must not be found beside the old one's row.
-        """
         return self.submit(lambda db: sql.put(db, record.failed("DAMAGED", message)), durable=True)
 
     def put_deleting(self, record: SampleRecord) -> Future[None]:
-        """Show a sample whose commit failed, and whose file may still be there, as being deleted. Durable."""
         return self.submit(lambda db: sql.put(db, replace(record, state=State.DELETING)), durable=True)
 
     # Deletion.

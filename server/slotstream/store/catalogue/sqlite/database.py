@@ -29,7 +29,6 @@ from slotstream.store.catalogue.sqlite.row_sums import MalformedRow
 from slotstream.store.records import SampleKey, SampleRecord
 from slotstream.wire.errors import ConfigError, Interrupted, IoError, SlotStreamError
 
-FILE_NAME = "catalog.sqlite"
 _log = logging.getLogger(__name__)
 _BATCH_MAX = 256  # Operations in one transaction.
 _LINGER_S = 0.05  # How long a change that nobody waits for may wait for others: a transaction costs as much for one as for ten.

@@ -38,13 +38,13 @@ from slotstream.common.logtext import path_text
 from slotstream.common.progress import Progress
 from slotstream.store.catalogue.sqlite.catalogue import SqliteCatalogue
 from slotstream.store.catalogue.sqlite.damage import CatalogueCorrupt, CatalogueDamaged, CatalogueOld
-from slotstream.store.catalogue.sqlite.database import FILE_NAME
 from slotstream.store.catalogue.sqlite.salvage import PARTS, set_aside
 from slotstream.store.catalogue.sqlite.seal import SUFFIX
+from slotstream.store.directory.comparing import NameSums, place_of
+from slotstream.store.disk.directory import CATALOGUE_NAME
 from slotstream.store.disk.files import Files
 from slotstream.store.records import PARTIAL_SUFFIX, SampleKey, SampleRecord, State
 from slotstream.store.sample.file import sample_file_at, unsupported_record_at
-from slotstream.store.upkeep.comparing import NameSums, place_of
 from slotstream.store.upkeep.deleting import remove_durably
 from slotstream.store.upkeep.quarantine import holds
 from slotstream.store.upkeep.verifying import key_of_path, names_in, tree_files, tree_names
@@ -81,7 +81,7 @@ def open_recovered(files: Files, data_dir: Path, now: Callable[[], int]) -> tupl
             return _recovered(files, data_dir, catalogue)
         except CatalogueDamaged as error:  # Sound to SQLite as far as it looked, or to SQLite and not to us.
             catalogue.close(clean=False)
-            catalogue = _begin_anew(data_dir / FILE_NAME, error, now)
+            catalogue = _begin_anew(data_dir / CATALOGUE_NAME, error, now)
             return _recovered(files, data_dir, catalogue)
     except BaseException:
         catalogue.close(clean=False)
@@ -95,7 +95,7 @@ def _recovered(files: Files, data_dir: Path, catalogue: SqliteCatalogue) -> tupl
 
 def open_catalogue(data_dir: Path, now: Callable[[], int]) -> SqliteCatalogue:
     """The directory's catalogue; a new one where it is damaged or old, which is moved aside. Raises ConfigError and OSError."""
-    path = data_dir / FILE_NAME
+    path = data_dir / CATALOGUE_NAME
     for part in (*PARTS, SUFFIX):  # SQLite would follow it, and write wherever it leads.
         if path.with_name(path.name + part).is_symlink():
             raise ConfigError(f"{path}{part} is a symbolic link: put the file itself there")
@@ -147,7 +147,7 @@ def recover(files: Files, data_dir: Path, catalogue: SqliteCatalogue) -> Recover
         if record.state is State.DELETING:
             _finish_deletion(files, data_dir, catalogue, record, done)
         else:
-            catalogue.put_failed(record, Interrupted.code, _INTERRUPTED).result()
+            catalogue.fail(record, Interrupted.code, _INTERRUPTED).result()
             done.interrupted += 1
     return done
 
@@ -198,7 +198,7 @@ def _sweep_partial(files: Files, data_dir: Path, catalogue: SqliteCatalogue, pat
     files.unlink(path)
     done.partials += 1
     record = SampleRecord(key.namespace, key.sample_id, State.ARRIVING, created_ns)
-    catalogue.put_failed(record, Interrupted.code, _INTERRUPTED).result()
+    catalogue.fail(record, Interrupted.code, _INTERRUPTED).result()
 
 
 def _key_of_partial(data_dir: Path, path: Path) -> SampleKey | None:
@@ -282,7 +282,7 @@ def _adopt(catalogue: SqliteCatalogue, records: Iterator[SampleRecord]) -> int:
     """Catalogues whole files whose rows were lost; many at a time, for the day when every row was. How many they were."""
     adopted = 0
     while batch := list(islice(records, _BATCH)):
-        for written in [catalogue.put_committed(record) for record in batch]:
+        for written in [catalogue.adopt(record) for record in batch]:
             written.result()
         adopted += len(batch)
     return adopted
