@@ -32,6 +32,9 @@ _FLAGS = (
 )
 
 
+AXE = Path(__file__).parents[2] / ".venv" / "axe" / "axe_playwright_python" / "axe.min.js"
+
+
 def chromium() -> str | None:
     """Where it is installed."""
     return shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -133,6 +136,13 @@ class Browser:
         found: list[str] = self.run(f"[...document.querySelectorAll({json.dumps(selector)})].map(e => e.textContent)")
         return found
 
+    def axe(self) -> list[str]:
+        """What axe-core finds on the page, rule by rule with the first elements of each; all its rules, best practices too."""
+        assert AXE.exists(), "no axe-core here: make browser"
+        self.run(AXE.read_text() + "\n;1")
+        found = self.run("axe.run(document, {resultTypes: ['violations']}).then(done => done.violations)")
+        return [f"{one['id']}: {one['help']}: {[node['html'] for node in one['nodes'][:3]]}" for one in found]
+
     def picture(self, path: Path) -> None:
         """The whole page as a PNG."""
         size = self.call("Page.getLayoutMetrics")["cssContentSize"]
@@ -161,7 +171,7 @@ class Browser:
         match message["method"]:
             case "Page.loadEventFired":
                 self._loaded.put("loaded")
-            case "Log.entryAdded":
+            case "Log.entryAdded" if params["entry"]["level"] in ("warning", "error"):
                 self.complaints.append(params["entry"]["text"])
             case "Runtime.exceptionThrown":
                 self.complaints.append(str(params["exceptionDetails"]))
