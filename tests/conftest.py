@@ -44,6 +44,7 @@ LONGEST = (
     "breaking/fuzz/test_fuzz.py",
     "packaging/test_deploy.py",
     "packaging/test_chart.py",
+    "cli/test_cli_help_examples.py",
 )
 _namespaces = (f"test-{number}" for number in itertools.count())
 
