@@ -58,7 +58,7 @@ $(VENV)/.tools: tests/fetch_tools.py | $(BIN)/python
 	@touch $@
 
 demo: $(VENV)/.vllm  ## Real vLLM and a real server on this machine; every row checked.
-	$(BIN)/slotstream demo
+	$(BIN)/slotstream demo $(OPTIONS)
 
 PYTEST = $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 

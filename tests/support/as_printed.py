@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import pty
+import re
 import shlex
 import shutil
 import stat
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from support.waiting import wait_until
@@ -25,6 +26,24 @@ doctor._nixl = lambda: doctor.Finding("nixl", "ok", "")
 doctor._vllm = lambda: doctor.Finding("vllm", "ok", "")
 sys.exit(main.main())
 """
+
+
+def commands(page: str) -> list[tuple[str, str]]:
+    """Of each command in a page's `console` blocks: the lines behind `$ ` and `> `, and what it prints there."""
+    found: list[tuple[str, str]] = []
+    for block in re.findall(r"^```console\n(.*?)^```", page, re.M | re.S):
+        for text in block.removeprefix("$ ").split("\n$ "):
+            first, *lines = text.rstrip("\n").split("\n")
+            more = [line[2:] for line in lines if line.startswith("> ")]
+            found.append(("\n".join([first, *more]), "\n".join(line for line in lines if not line.startswith("> "))))
+    return found
+
+
+def is_as_shown(said: str, shown: str) -> bool:
+    """Whether a command printed what its page shows, but for numbers, units of size, spaces and what stands where the page
+    has `...`."""
+    alike = [" ".join(re.sub(r"\d[\d.,:]*( [KMG]?i?B\b)?", "0", text).split()) for text in (said, shown)]
+    return re.fullmatch(".*".join(re.escape(part) for part in re.split(r" ?\.\.\. ?", alike[1])), alike[0]) is not None
 
 
 class Shell:
@@ -76,8 +95,8 @@ class Shell:
             os.close(terminal)
         return done.returncode, done.stdout
 
-    def run_until(self, line: str, said: str, number: int) -> tuple[int, str]:
-        """The same of a command that stays: once it has said that, or ended, it gets this signal."""
+    def run_until(self, line: str, said: str, number: int, meanwhile: Callable[[], None] = lambda: None) -> tuple[int, str]:
+        """The same of a command that stays: once it has said that, or ended, it gets this signal. `meanwhile` runs before."""
         words = shlex.split(self._put_in(line), comments=True)
         environment = dict(self._environment)
         while "=" in words[0]:
@@ -91,6 +110,8 @@ class Shell:
         ):
             try:
                 wait_until(lambda: said in log.read_text() or process.poll() is not None, f"{said!r}: {line}")
+                if process.poll() is None:
+                    meanwhile()
                 process.send_signal(number)
                 return process.wait(60), log.read_text()
             finally:

@@ -120,7 +120,7 @@ def _how_to_use(address: str, vllm_port: int, work: Path, *, kept: bool) -> str:
     return f"""
 The server on {address} and vLLM on 127.0.0.1:{vllm_port} stay up until Ctrl-C. In another shell:
 
-  export SLOTSTREAM_SERVER={address}
+  export SLOTSTREAM_SERVER={address} VLLM=http://127.0.0.1:{vllm_port}
   curl -s http://127.0.0.1:{vllm_port}/v1/completions -H 'Content-Type: application/json' -d {shlex.quote(body)}
   {command} get mine -o mine.safetensors
   {command} ls
