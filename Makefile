@@ -63,7 +63,7 @@ $(VENV)/.axe: Makefile | $(BIN)/python
 	@touch $@
 
 demo: $(VENV)/.vllm  ## Real vLLM and a real server on this machine; every row checked.
-	$(BIN)/slotstream demo
+	$(BIN)/slotstream demo $(OPTIONS)
 
 PYTEST = $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
