@@ -19,7 +19,7 @@ class Puller(Protocol):
         """Whether chunks may be announced on this stream. Raises ProtocolViolation for an offer that cannot be meant."""
 
     def check(self, announce: pb.Announce) -> ReadRequest:
-        """An announcement as what is to be pulled. Raises ProtocolViolation. Each is asked once, in the order of arrival."""
+        """The request that an announcement means. Raises ProtocolViolation. Each is asked once, in the order of arrival."""
 
     def pull(self, requests: Sequence[ReadRequest]) -> None:
         """Get these rows. What becomes of each is told once, on any thread, to the puller's maker: bytes, or why not."""
@@ -28,4 +28,4 @@ class Puller(Protocol):
         """The bytes in these slots are not needed any more; until then they stay as they are."""
 
     def close(self) -> list[ReadRequest]:
-        """The stream ended. What was to be pulled and will not be told of."""
+        """The stream ended. What was asked for and will not be told of."""
