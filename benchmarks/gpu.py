@@ -19,6 +19,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
@@ -227,7 +228,10 @@ def measure(options: argparse.Namespace, rows: Sequence[Row], load: dict[str, in
     for row in rows:
         row.rounds.clear()
         row.engine.ask(what="run", capture=row.capture, **{**load, "prompts": max(4, load["prompts"] // 4)})
+    began = time.monotonic()
     for number in range(options.rounds):
+        if number and options.load_s and time.monotonic() - began > options.load_s:
+            break
         _progress(f"round {number + 1}/{options.rounds}:")
         first = number % len(rows)
         for row in [*rows[first:], *rows[:first]]:
@@ -328,6 +332,13 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     add("--step-tokens", type=int, default=8192, metavar="N", help="tokens of a step (default: %(default)s)")
     add("--rounds", type=int, default=7, metavar="N", help="interleaved rounds to take medians of (default: %(default)s)")
+    add(
+        "--load-s",
+        type=float,
+        default=0,
+        metavar="N",
+        help="begin no more rounds of a load after so many seconds (default: never)",
+    )
     add("--staging-mib", type=int, default=0, metavar="N", help="the connector's staging (default: its own)")
     add("--kv-cache-gib", type=int, default=8, metavar="N", help="KV cache of each engine (default: %(default)s)")
     add("--tensor-parallel", type=int, default=1, metavar="N", help="GPUs that each engine is spread over (default: 1)")
@@ -371,6 +382,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             with all_rows(options, work.absolute(), Path(data)) as rows:
                 for name, load in loads.items():
                     figures[name] = measure(options, rows, load)
+                    _write(options, figures)
                     print(report(f"{name}: {load}, layers {options.layers}", rows), flush=True)
                     print(verdict(options, rows, name), flush=True)
                 if options.tensor_parallel > 1:  # And what the ranks that send nothing pay.
@@ -378,15 +390,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     for name, load in loads.items():
                         few = {**load, "prompts": min(load["prompts"], 16)}
                         figures["ranks"][name] = measure_ranks(rows, few)
+                        _write(options, figures)
                         print(report_ranks(f"{name}: {few}", figures["ranks"][name]), flush=True)
         except EngineFailed as error:
             print(f"gpu benchmark: {error}", file=sys.stderr)
             return 1
         except KeyboardInterrupt:
             return 130
+    return 0
+
+
+def _write(options: argparse.Namespace, figures: dict[str, Any]) -> None:
+    """After each load: a run that is cut short leaves what it found."""
     if options.json is not None:
         options.json.write_text(json.dumps(figures, indent=2) + "\n")
-    return 0
 
 
 def verdict(options: argparse.Namespace, rows: Sequence[Row], load: str) -> str:

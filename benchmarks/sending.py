@@ -102,7 +102,7 @@ class Sender:
         hello = ingest_pb2.Hello(protocol=PROTOCOL_VERSION, engine_id="benchmark")
         sink = _WatchedSink(address, hello, self._outcome, transport)
         sink.use_staging(memory.area.slots, shape.frame_bytes)
-        self._pump = Pump(config, self._pool, memory.area, sink, Counters())
+        self._pump = Pump(config, self._pool, memory.area, [sink], Counters())
         self._pump.start()
         self._runs = 0
         self._sent: dict[str, list[tuple[int, int]]] = {}  # sample id -> (slot, bytes) of its rows, in order

@@ -27,6 +27,7 @@ LONGEST = (
     "engine/test_dense.py",
     "engine/test_swa.py",
     "engine/test_certify.py",
+    "engine/test_first_steps.py",
     "engine/test_hook_guard.py",
     "engine/test_missing_seams.py",
     "engine/test_refused_start.py",
@@ -44,6 +45,7 @@ LONGEST = (
     "breaking/fuzz/test_fuzz.py",
     "packaging/test_deploy.py",
     "packaging/test_chart.py",
+    "cli/test_cli_help_examples.py",
 )
 _namespaces = (f"test-{number}" for number in itertools.count())
 

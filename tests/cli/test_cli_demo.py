@@ -97,7 +97,7 @@ def test_what_is_printed_can_be_copied(tmp_path: Path, monkeypatch: pytest.Monke
     said = run._how_to_use("127.0.0.1:1", 2, work, kept=kept)
     lines = [line for line in said.splitlines() if line.startswith("  ")]
     commands = [shlex.split(line) for line in lines]
-    assert commands[0] == ["export", "SLOTSTREAM_SERVER=127.0.0.1:1"]
+    assert commands[0] == ["export", "SLOTSTREAM_SERVER=127.0.0.1:1", "VLLM=http://127.0.0.1:2"]
     assert commands[2][:5] == [sys.executable, "-m", "slotstream.cli.main", "get", "mine"]
     compile(commands[-1][-1], "printed", "exec")
     assert str(work) in said

@@ -14,6 +14,7 @@ from support.worker_rig import LAYER_IDS, config
 
 from slotstream.client import EngineStatus, connect
 from slotstream.connector.sending.engine_reports import REPORT_S, EngineReports
+from slotstream.connector.sending.lane import Lanes
 from slotstream.transport.loopback import LoopbackSink
 from slotstream.v1 import ingest_pb2
 
@@ -38,18 +39,23 @@ def test_a_report_comes_with_each_link_and_every_five_seconds_while_it_is_up() -
         asked += 1
         return GAUGES
 
-    reports = EngineReports(config(layers=[1, "final"]), sink, gauges, lambda: now)
+    lanes = Lanes([sink])
+    (lane,) = lanes
+    reports = EngineReports(config(layers=[1, "final"]), lanes, gauges, lambda: now)
     reports.tick()
-    reports.link_is_down()  # Refused before it ever was up: nothing was lost.
+    reports.link_is_down(lane)  # Refused before it ever was up: nothing was lost.
     assert sink.reports == []
+    lane.up = True
     reports.link_is_up()
     for _ in range(10):
         now += 1
         reports.tick()
-    reports.link_is_down()
-    reports.link_is_down()
+    reports.link_is_down(lane)
+    lane.up = False
+    reports.link_is_down(lane)
     now += 2 * REPORT_S
     reports.tick()
+    lane.up = True
     reports.link_is_up()
     assert [report.links_lost for report in sink.reports] == [0, 0, 0, 1]
     assert asked == 4  # Nothing is looked at for a report that is not sent.

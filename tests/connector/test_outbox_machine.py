@@ -19,7 +19,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from support.outbox_rig import Engine, Promise, Server, rot, spool_files_in
+from support.outbox_rig import Engine, Promise, Server, Stream, rot, spool_files_in
 
 from slotstream.transport.base import Committed, Failed
 
@@ -29,8 +29,8 @@ SOME = st.sampled_from([1, 2, 5, 100])
 
 
 class OutboxMachine(RuleBasedStateMachine):
-    @initialize(spooling=st.booleans(), link_up=st.booleans(), seed=st.integers(0, 9))
-    def start(self, spooling: bool, link_up: bool, seed: int) -> None:
+    @initialize(spooling=st.booleans(), link_up=st.booleans(), seed=st.integers(0, 9), lanes=st.sampled_from([1, 1, 2, 4]))
+    def start(self, spooling: bool, link_up: bool, seed: int, lanes: int) -> None:
         self.patch = pytest.MonkeyPatch()
         self.patch.setattr("slotstream.connector.sending.spool.backlog.AT_ONCE", 2)
         self.patch.setattr("slotstream.connector.sending.failure_reports._AT_ONCE", 2)
@@ -40,10 +40,10 @@ class OutboxMachine(RuleBasedStateMachine):
         self.base = Path(tempfile.mkdtemp(prefix="slotstream-machine-"))
         self.spooling = spooling
         self.promises: dict[str, Promise] = {}  # by sample id, of all engines
-        self.server = Server(self.promises)
+        self.server = Server(self.promises, lanes)
         self._begin(slot_rows=4)
         if link_up:
-            self.link_up()
+            self._all_links_up()
 
     def _begin(self, slot_rows: int) -> None:
         self.engine = Engine(self.base if self.spooling else None, slot_rows, self.server, self.promises)
@@ -94,61 +94,75 @@ class OutboxMachine(RuleBasedStateMachine):
 
     # What the link and the server say.
 
-    @precondition(lambda self: not self.server.up)
-    @rule()
-    def link_up(self) -> None:
-        self.server.up = True
-        self.engine.outbox.link_is_up()
+    @precondition(lambda self: self.server.down)
+    @rule(which=WHICH)
+    def link_up(self, which: int) -> None:
+        stream = _pick(self.server.down, which)
+        stream.up = True
+        self.engine.outbox.link_is_up(self.engine.lane(stream))
+
+    def _all_links_up(self) -> None:
+        while self.server.down:
+            self.link_up(0)
 
     @precondition(lambda self: self.server.up)
-    @rule(stores=st.booleans())
-    def link_down(self, stores: bool) -> None:
-        """`stores`: what the server had whole is durable, and its answers got lost."""
-        self._lose_link("", stores=stores)
+    @rule(which=WHICH, stores=st.booleans())
+    def link_down(self, which: int, stores: bool) -> None:
+        """One of them. `stores`: what the server had whole is durable, and its answers got lost."""
+        self._lose_link(_pick(self.server.up, which), "", stores=stores)
 
-    def _lose_link(self, code: str, *, stores: bool = False) -> None:
-        self.server.lose_link(stores=stores)
-        self.engine.outbox.link_is_down("it broke", code)
-        assert self.server.resets
+    def _lose_link(self, stream: Stream, code: str, *, stores: bool = False) -> None:
+        stream.lose_link(stores=stores)
+        self.engine.outbox.link_is_down(self.engine.lane(stream), "it broke", code)
+        assert stream.resets
+
+    def _lose_all_links(self, code: str, *, stores: bool = False) -> None:
+        for stream in self.server.streams:
+            self._lose_link(stream, code, stores=stores)
 
     @precondition(lambda self: self.server.in_flight)
     @rule(which=WHICH, count=SOME)
     def ack(self, which: int, count: int) -> None:
         at = which % len(self.server.in_flight)
-        numbers = list(self.server.in_flight)[at : at + count]
-        self.engine.outbox.acked([self.server.ack(number) for number in numbers])
+        for stream, number in self.server.in_flight[at : at + count]:
+            self._ack(stream, [number])
+
+    def _ack(self, stream: Stream, numbers: list[int]) -> None:
+        if taken := [stream.ack(number) for number in numbers if number in stream.in_flight]:
+            self.engine.outbox.acked(self.engine.lane(stream), taken)
 
     @precondition(lambda self: self.server.answerable)
     @rule(which=WHICH)
     def answer(self, which: int) -> None:
         """A commit is stored, an abort is taken."""
-        self.engine.hear(self.server.answer(_pick(self.server.answerable, which)))
+        stream, number = _pick(self.server.answerable, which)
+        self.engine.hear(stream, stream.answer(number))
 
     @precondition(lambda self: self.server.uploads)
     @rule()
     def serve(self) -> None:
         """The usual server: everything is taken and answered."""
-        for number in list(self.server.in_flight):
-            self.engine.outbox.acked([self.server.ack(number)])
-        for number in self.server.answerable:
-            self.engine.hear(self.server.answer(number))
+        for stream, number in self.server.in_flight:
+            self._ack(stream, [number])
+        for stream, number in self.server.answerable:
+            self.engine.hear(stream, stream.answer(number))
 
     @precondition(lambda self: self.server.uploads)
     @rule(which=WHICH, code=st.sampled_from(["STORE_FULL", "IO_ERROR", "SERVER_DRAINING", "INTERRUPTED", "DAMAGED"]))
     def refuse(self, which: int, code: str) -> None:
         """For now, or for good."""
-        number = _pick(list(self.server.uploads), which)
-        self.engine.hear(self.server.refuse(number, code, for_good=code == "DAMAGED"))
+        stream, number = _pick(self.server.uploads, which)
+        self.engine.hear(stream, stream.refuse(number, code, for_good=code == "DAMAGED"))
 
     @rule(rows=st.lists(st.integers(1, 12), min_size=1, max_size=6), spool=st.booleans())
     def outage(self, rows: list[int], spool: bool) -> None:
         """More samples than staging holds, in the spool or not."""
-        self._lose_link("", stores=True)
+        self._lose_all_links("", stores=True)
         for count in rows:
             self.prompt(count)
             if spool:
                 self.spool()
-        self.link_up()
+        self._all_links_up()
 
     # What the disk does.
 
@@ -183,15 +197,15 @@ class OutboxMachine(RuleBasedStateMachine):
         elif disaster == "shut down":
             self._shut_down()
         elif disaster == "refused token":  # Of a stream that was up, or instead of it.
-            self._lose_link("UNAUTHENTICATED")
+            self._lose_all_links("UNAUTHENTICATED")
         elif disaster == "full disk" and self.spooling:
             self.engine.disk.full = not self.engine.disk.full
         elif disaster == "failing disk" and self.spooling:
             self.engine.disk.failing = not self.engine.disk.failing
         elif disaster == "rude server" and (numbers := self.server.ended):
-            number = _pick(numbers, data.draw(WHICH))
+            stream, number = _pick(numbers, data.draw(WHICH))
             verdicts: list[Committed | Failed] = [Committed(number, False), Failed(number, "STORE_FULL", "again")]
-            self.engine.hear(data.draw(st.sampled_from(verdicts)))
+            self.engine.hear(stream, data.draw(st.sampled_from(verdicts)))
         elif disaster == "rot" and (files := spool_files_in(self.base)):
             rot(self.promises, _pick(files, data.draw(WHICH)), data.draw(st.integers(0, 1 << 16)))
 
@@ -209,7 +223,9 @@ class OutboxMachine(RuleBasedStateMachine):
         """What is whole is left to the next engine, and what is not as a failure."""
         for promise in self.engine.live:
             self.engine.abort(promise, "ABORTED")
-        self._lose_link("")
+        for stream in self.server.streams:
+            stream.lose_link(stores=False)
+        self.engine.outbox.give_up_links("it shuts down")
         if self.spooling:
             self.engine.disk.full = False
         for _ in self.promises:  # What was refused before is asked for again, a few at a time.
@@ -222,7 +238,8 @@ class OutboxMachine(RuleBasedStateMachine):
         self.engine.inherit()
 
     def _end_engine(self) -> None:
-        self.server.lose_link(stores=False)
+        for stream in self.server.streams:
+            stream.lose_link(stores=False)
         self.engine.die()
 
     # What always holds.
@@ -253,8 +270,7 @@ class OutboxMachine(RuleBasedStateMachine):
         for promise in list(engine.live):
             self.engine.finish(promise)
         for _ in range(1000):
-            if not server.up:
-                self.link_up()
+            self._all_links_up()
             self.spool()
             self.serve()
             if engine.outbox.is_empty and not server.in_flight:

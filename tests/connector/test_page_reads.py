@@ -118,7 +118,7 @@ class _Rig:
         self.config = config(layers=list(LAYER_IDS), **options)
         self.pages = _GpuPages(self.device, rows)
         self.sink = WatchedSink()
-        self.worker = WorkerHalf(self.config, self.pages, in_thread(self.config, self.sink), StagingPlan.of(self.config, 64))
+        self.worker = WorkerHalf(self.config, self.pages, in_thread(self.config, [self.sink]), StagingPlan.of(self.config, 64))
         self._steps = itertools.count(1)
 
     def read(self, names: dict[str, int], rows: int = PAGE_ROWS) -> dict[str, bytes]:

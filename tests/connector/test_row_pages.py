@@ -160,7 +160,7 @@ class _Rig:
         self.config = config(layers=list(LAYER_IDS), **options)
         self.pages = make_pages(128, hidden=HIDDEN, made_for=made_for or self.config.row_kind)
         self.sink = WatchedSink()
-        self.worker = WorkerHalf(self.config, self.pages, in_thread(self.config, self.sink), StagingPlan.of(self.config, 64))
+        self.worker = WorkerHalf(self.config, self.pages, in_thread(self.config, [self.sink]), StagingPlan.of(self.config, 64))
 
     def step(self, plan: StepPlan, slots: list[int]) -> list[torch.Tensor]:
         self.worker.bind(plan)

@@ -244,7 +244,7 @@ def write_spool(base: Path) -> Path:
             {"engine_id": "golden"},
         ),
         pool,
-        LoopbackSink(),
+        [LoopbackSink()],
         SpoolWriter(disk, pool, lambda: 0.0),
         SpoolReader(disk, pool),
         counters,

@@ -5,11 +5,13 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import os
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,12 +19,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from slotstream.demo.processes import free_port, start_server
+from slotstream.demo.processes import Running, free_port, start_server
 
 TESTS = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(TESTS))  # For the scripts: each imports this module before `support`.
 GRAPH_SIZES = (1, 2, 4, 8, 16, 32, 64)
 _FOUND = "CELL "
+_KILL_S = 5.0  # That an engine has to end by itself once the time is over.
 
 
 # An engine's arguments.
@@ -197,27 +200,80 @@ def has_gpus(count: int = 1) -> bool:
 
     if torch.cuda.device_count() >= count:
         return True
-    print("no GPU here: nothing to run" if count == 1 else "no two GPUs here: nothing to run")
+    print(f"not {count} GPUs here: nothing to run" if count > 1 else "no GPU here: nothing to run")
     return False
+
+
+class Deadline:
+    """When a script has to end: `for_s` seconds from now, or never. What runs then is stopped."""
+
+    def __init__(self, for_s: float = math.inf) -> None:
+        self._ends_at = time.monotonic() + for_s
+        self._lock = threading.Lock()
+        self._running: set[Running] = set()
+        self._timer = threading.Timer(for_s, self.end) if math.isfinite(for_s) else None
+        if self._timer is not None:
+            self._timer.daemon = True
+            self._timer.start()
+
+    def left_s(self) -> float:
+        """Seconds, 0 once it is over."""
+        return max(0.0, self._ends_at - time.monotonic())
+
+    @property
+    def is_over(self) -> bool:
+        return not self.left_s()
+
+    @contextlib.contextmanager
+    def ends(self, running: Running) -> Iterator[None]:
+        """A process of this block is stopped when the time is over."""
+        with self._lock:
+            self._running.add(running)
+        if self.is_over:
+            running.stop(_KILL_S)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._running.discard(running)
+
+    def end(self) -> None:
+        """It is over now."""
+        self._ends_at = min(self._ends_at, time.monotonic())
+        with self._lock:
+            left = list(self._running)
+        for running in left:
+            running.process.terminate()
+        for running in left:
+            running.stop(_KILL_S)
+
+    def close(self) -> None:
+        """The script ends by itself."""
+        if self._timer is not None:
+            self._timer.cancel()
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a script works: a directory that goes, one for logs, and the address of a running server."""
+    """Where a script works: a directory that goes, one for logs, the address of a running server, and until when."""
 
     work: Path
     logs: Path
     server: str
+    time: Deadline
 
 
 @contextlib.contextmanager
-def place(logs: Path | None) -> Iterator[Place]:
-    """A server that runs until the block ends. `logs`: where they are to stay."""
+def place(logs: Path | None, for_s: float = math.inf) -> Iterator[Place]:
+    """A server that runs until the block ends. `logs`: where they stay. `for_s`: see `Deadline`."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # As Ctrl-C: no process stays behind.
     with tempfile.TemporaryDirectory(prefix="slotstream-gpu-") as scratch:
         work = Path(scratch)
         kept = logs.absolute() if logs is not None else work
         kept.mkdir(parents=True, exist_ok=True)
         port = free_port()
-        with start_server(work / "data", kept / "server.log", port):
-            yield Place(work, kept, f"127.0.0.1:{port}")
+        with (
+            start_server(work / "data", kept / "server.log", port),
+            contextlib.closing(Deadline(for_s)) as deadline,
+        ):
+            yield Place(work, kept, f"127.0.0.1:{port}", deadline)

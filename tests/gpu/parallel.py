@@ -1,15 +1,17 @@
 """Direct capture on several GPUs of one host: tensor, data and pipeline parallel engines, every row checked.
 
-usage: python tests/gpu/parallel.py [--at-once 6] [--only SUBSTRING ...] [--logs DIR] [--write PAGE] [--on-cpu]
-Needs two GPUs and vLLM; says so and exits 0 where there are none. Each engine is a `vllm serve` on both GPUs, a few at
-a time. --on-cpu runs the cells that two cores can, one by one: tensor and data parallel, dense, runner V1.
+usage: python tests/gpu/parallel.py [--gpus 4] [--at-once 6] [--only SUBSTRING ...] [--missing] [--list]
+           [--for-s SECONDS] [--logs DIR] [--write PAGE] [--on-cpu]
+Needs two GPUs (or four) and vLLM; says so and exits 0 where there are none. Each engine is a `vllm serve` on all of them, a few
+at a time. --on-cpu runs the cells that two cores can, one by one: tensor and data parallel, dense, runner V1.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import datetime
-import itertools
+import math
 import os
 import random
 import re
@@ -26,57 +28,18 @@ from pathlib import Path
 
 import engines
 import page
+from parallel_cells import LAYERS, Cell, cells
 from support.descendants import descendants
-from support.workload import FINAL_ID, LAYER_IDS, MODEL_NAME, Ask, random_prompts, send
+from support.workload import MODEL_NAME, Ask, random_prompts, send
 
 from slotstream.client import Client, SampleFailed, SampleState, connect
 from slotstream.demo.processes import SMALL_ENGINE, ProcessFailed, Running, free_port, start_vllm
 from slotstream.truth import model as truth_model
 
-_HOW = {
-    "tensor": ["--tensor-parallel-size=2"],
-    "data": ["--data-parallel-size=2"],
-    "pipeline": ["--pipeline-parallel-size=2"],
-    "pipeline-final": ["--pipeline-parallel-size=2"],  # Nothing to relay.
-    "sequence": ["--tensor-parallel-size=2", '--compilation-config={"pass_config": {"enable_sp": true}}'],
-}
-LAYERS = [0, *LAYER_IDS]
-PROMPTS, OUTPUT_TOKENS = 90, 48
+OUTPUT_TOKENS = 48
 START_S, LINK_S = 420.0, 60.0  # An engine is up after; linked after.
 ENDS_S = 60.0  # docs/requests.md: from the death of a rank until vLLM has ended, and its samples have.
 _CUT_OFF = {"FAILED ABORTED", "FAILED INTERRUPTED"}  # As the worker's side said before it ended, or else the server.
-
-
-@dataclass(frozen=True, slots=True)
-class Cell:
-    """Which engine. `how` is one of _HOW; `runner` is vLLM's model runner, 1 or 2; `killed`: the rank that dies at the end."""
-
-    how: str
-    runner: int
-    kind: truth_model.Kind
-    killed: int | None = None
-
-    @property
-    def name(self) -> str:
-        """Also the namespace of its samples."""
-        return f"{self.how}-V{self.runner}-{self.kind}" + ("" if self.killed is None else f"-killed{self.killed}")
-
-    @property
-    def layers(self) -> list[int]:
-        """The ids of what it captures, `final` last."""
-        return [FINAL_ID] if self.how == "pipeline-final" else [*LAYERS, FINAL_ID]
-
-    @property
-    def may_refuse(self) -> bool:
-        """Whether it is right, or refused at start: vLLM relays not every model's layers along a pipeline."""
-        return self.how == "sequence" or (self.how, self.kind) == ("pipeline", "gdn")
-
-    @property
-    def key(self) -> tuple[str, ...]:
-        """What tells its row of the table from others: the first columns."""
-        how = {"sequence": "tensor 2, sequence-parallel pass", "pipeline-final": "pipeline 2, only `final`"}
-        killed = "" if self.killed is None else f", rank {self.killed} killed"
-        return how.get(self.how, f"{self.how} 2") + killed, self.kind, f"V{self.runner}"
 
 
 @dataclass(slots=True)
@@ -90,30 +53,17 @@ class Found:
     graphs: str = "-"
     nccl: str = ""  # That of vLLM's own wrapper, where that was at work.
     said: str = "right"  # Of an engine without problems.
+    cut_off: bool = False  # The time was over before it was done.
     problems: list[str] = field(default_factory=list)
 
 
-def cells(only: Sequence[str], *, on_cpu: bool = False) -> list[Cell]:
-    kinds: tuple[truth_model.Kind, ...] = ("gdn", "swa", "dense")  # The slowest to start first.
-    if on_cpu:
-        every = [Cell(how, 1, "dense") for how in ("tensor", "data")]
-        every += [Cell("tensor", 1, "dense", killed=rank) for rank in (0, 1)]
-    else:
-        every = [Cell(how, runner, kind) for kind, how, runner in itertools.product(kinds, ("tensor", "data"), (2, 1))]
-        every += [Cell("pipeline", 2, kind) for kind in kinds]  # V1 relays no auxiliary states.
-        every += [Cell("pipeline-final", 2, "gdn")]
-        every += [Cell("tensor", runner, "dense", killed=rank) for runner, rank in itertools.product((2, 1), (0, 1))]
-        every += [Cell("pipeline", 2, "dense", killed=0), Cell("sequence", 2, "dense")]
-    return [cell for cell in every if engines.is_chosen(cell.name, only)]
-
-
 @contextlib.contextmanager
-def engine(cell: Cell, model: Path, server: str, log: Path, *, on_cpu: bool) -> Iterator[tuple[Running, int]]:
+def engine(cell: Cell, model: Path, where: engines.Place, log: Path, *, on_cpu: bool) -> Iterator[tuple[Running, int]]:
     """A `vllm serve` and its port, up. Raises ProcessFailed with the log's end when it does not start."""
     port = free_port()
     layers = [*cell.layers[:-1], "final"]
-    ours = engines.slotstream(server, layers=layers, namespace=cell.name, wait_s_max=30)
-    options = [f"--served-model-name={MODEL_NAME}", *_HOW[cell.how], *engines.flags({"kv_transfer_config": ours})]
+    ours = engines.slotstream(where.server, layers=layers, namespace=cell.name, wait_s_max=30)
+    options = [f"--served-model-name={MODEL_NAME}", *cell.layout.flags, *engines.flags({"kv_transfer_config": ours})]
     env = engines.runner_env(cell.runner)
     if on_cpu:
         options += SMALL_ENGINE
@@ -122,8 +72,9 @@ def engine(cell: Cell, model: Path, server: str, log: Path, *, on_cpu: bool) -> 
         shared = {"max_model_len": 2048, "max_num_batched_tokens": 512, "kv_cache_memory_bytes": 2 << 30}
         align = {"mamba_cache_mode": "align"} if cell.kind == "gdn" else {}
         options += engines.flags(engines.small(**shared, **align, **engines.of_kind(cell.kind)))
-    with start_vllm(model, log, port, *options, env=env, timeout_s=START_S) as running:
-        links = 2 if cell.how == "data" else 1
+    start_s = min(START_S, where.time.left_s())
+    with start_vllm(model, log, port, *options, env=env, timeout_s=start_s) as running, where.time.ends(running):
+        links = cell.layout.data
         running.wait_until(lambda: log.read_text(errors="replace").count("slotstream: connected to") >= links, LINK_S)
         yield running, port
 
@@ -137,7 +88,7 @@ def capture(client: Client, cell: Cell, port: int) -> Found:
             client.get(f"w{i}", namespace=cell.name, wait_s=30)
     asks = [
         Ask(prompt, {"sample_id": f"p{i}", "include_output_tokens": i % 2 == 1}, OUTPUT_TOKENS)
-        for i, prompt in enumerate(random_prompts(random.Random(cell.name), PROMPTS))
+        for i, prompt in enumerate(random_prompts(random.Random(cell.name), cell.prompts))
     ]
     for ask, answer in zip(asks, send(port, asks), strict=True):
         name = ask.params["sample_id"]
@@ -172,7 +123,7 @@ def kill_a_rank(client: Client, cell: Cell, running: Running, port: int) -> str:
         with contextlib.suppress(Exception):  # Nobody answers them any more.
             send(port, long)
 
-    (worker,) = descendants(running.process.pid, f"VLLM::Worker_{'PP' if cell.how == 'pipeline' else 'TP'}{cell.killed}")
+    (worker,) = descendants(running.process.pid, cell.layout.worker(cell.killed or 0))
     asked_at = time.monotonic()
     threading.Thread(target=ask, daemon=True).start()  # It ends with vLLM, which is stopped on every path.
     while states()["ARRIVING"] < 4:
@@ -203,13 +154,15 @@ def kill_a_rank(client: Client, cell: Cell, running: Running, port: int) -> str:
     return f"right; vLLM ended {ended_s:.0f} s after the kill, what was arriving failed as {failed}, nothing committed was lost"
 
 
-def run(cell: Cell, model: Path, server: str, log: Path, *, on_cpu: bool) -> Found:
+def run(cell: Cell, model: Path, where: engines.Place, log: Path, *, on_cpu: bool) -> Found:
     found = Found()
     log.unlink(missing_ok=True)  # What an earlier run logged there is not of this engine.
+    if where.time.is_over:
+        return Found(cut_off=True)
     try:
-        with engine(cell, model, server, log, on_cpu=on_cpu) as (running, port), connect(server) as client:
+        with engine(cell, model, where, log, on_cpu=on_cpu) as (running, port), connect(where.server) as client:
             found = capture(client, cell, port)
-            if found.engines != (2 if cell.how == "data" else 1):
+            if found.engines != cell.layout.data:
                 found.problems.append(f"{found.engines} engines captured")
             if cell.killed is not None:
                 found.said = kill_a_rank(client, cell, running, port)
@@ -225,6 +178,8 @@ def run(cell: Cell, model: Path, server: str, log: Path, *, on_cpu: bool) -> Fou
             found.problems.append((causes or [" ".join(str(error).split())])[0][-300:])
     except Exception as error:
         found.problems.append(f"{type(error).__name__}: {error}")
+    if found.problems and where.time.is_over:
+        return Found(cut_off=True)
     text = log.read_text(errors="replace")
     modes = re.findall(r"CUDAGraphMode\.([A-Z_]+)", text)
     found.nccl = "".join(re.findall(r"vLLM is using nccl==([\d.]+)", text)[:1])
@@ -248,8 +203,9 @@ def rows_in(text: str) -> dict[tuple[str, ...], list[str]]:
 _TABLE = f"""\
 
 `python tests/gpu/parallel.py --write docs/records/compatibility.md` writes this part. Each engine is a `vllm serve` over two
-GPUs of one host. It captures layers {", ".join(map(str, LAYERS))} and `final`, and gets {PROMPTS} prompts, \
-half of them with output rows.
+GPUs of one host, or with `--gpus 4` over four. It captures layers {", ".join(map(str, LAYERS))} and `final`.
+It gets 90 prompts, over four GPUs 120, half of them with output rows.
+With *expert parallel* each rank has some of the experts of a layer.
 Where a rank is killed, it dies while more samples arrive. They must fail with `ABORTED` or `INTERRUPTED`, and vLLM must end,
 both within a minute.
 Where a run names no NCCL, vLLM's own wrapper of it was not at work. Either its engines have nothing to say to each other, or
@@ -265,30 +221,70 @@ def as_markdown(rows: page.Rows) -> str:
     return page.table(_TABLE, rows, [cell.key for cell in cells([])])
 
 
-def main() -> int:
+def models_of(chosen: Sequence[Cell], work: Path) -> dict[Cell, Path]:
+    """The model that each serves, made where it is not there yet."""
+    made: dict[tuple[str, bool], Path] = {}
+    for cell in chosen:
+        what = (cell.kind, cell.layout.in_each_layer)
+        if what not in made:
+            made[what] = truth_model.make(work / f"{cell.kind}-{what[1]}", cell.kind, experts_in_each_layer=what[1])
+    return {cell: made[cell.kind, cell.layout.in_each_layer] for cell in chosen}
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = engines.command_line(__doc__, only="cells", on_cpu="the cells that two cores can run", at_once=6)
-    parser.add_argument("--write", type=Path, default=None, help="write the table here, over the rows that are run")
-    arguments = parser.parse_args()
-    if not arguments.on_cpu and not engines.has_gpus(2):
+    add = parser.add_argument
+    add("--gpus", type=int, choices=(2, 4), default=2, help="that each engine is spread over (default: %(default)s)")
+    add("--missing", action="store_true", help="only cells that the table of --write has no row of")
+    add("--list", action="store_true", help="only say which cells that are")
+    add("--for-s", type=float, default=math.inf, metavar="SECONDS", help="stop what still runs then (default: never)")
+    add("--write", type=Path, default=None, help="write the table here, over the rows that are run")
+    found = parser.parse_args(arguments)
+    if found.for_s <= 0:
+        parser.error("--for-s must be more than 0")
+    if found.missing and (found.write is None or found.on_cpu):
+        parser.error("--missing needs the page that --write names, which has no cells of a CPU")
+    return found
+
+
+def chosen_cells(arguments: argparse.Namespace) -> list[Cell]:
+    """In the order in which they begin."""
+    there = rows_in(page.read(arguments.write)[1]) if arguments.missing else {}
+    gpus = None if arguments.on_cpu else arguments.gpus
+    return [cell for cell in cells(arguments.only, gpus=gpus, on_cpu=arguments.on_cpu) if cell.key not in there]
+
+
+def main() -> int:
+    arguments = parse()
+    chosen = chosen_cells(arguments)
+    if arguments.list:
+        for cell in chosen:
+            refused = ", or refused at start" if cell.may_refuse else ""
+            print(f"{cell.name}: {', '.join(cell.key)}, {cell.prompts} prompts{refused}")
+        return 0
+    if not arguments.on_cpu and not engines.has_gpus(arguments.gpus):
         return 0
     import torch
     import vllm
 
-    device = "CPU" if arguments.on_cpu else f"2 x {torch.cuda.get_device_name()}"
+    device = "CPU" if arguments.on_cpu else f"{arguments.gpus} x {torch.cuda.get_device_name()}"
     stamp = f"{datetime.date.today().isoformat()}, {device}, vLLM {vllm.__version__}, torch {torch.__version__}"
-    chosen = cells(arguments.only, on_cpu=arguments.on_cpu)
     results: list[Found] = []
-    with engines.place(arguments.logs) as here:
-        models = {kind: truth_model.make(here.work / kind, kind) for kind in {cell.kind for cell in chosen}}
+    late: list[Cell] = []
+    with engines.place(arguments.logs, arguments.for_s) as here:
+        models = models_of(chosen, here.work)
 
         def found_in(cell: Cell) -> tuple[Cell, Found]:
             log = here.logs / f"{cell.name}.log"
-            return cell, run(cell, models[cell.kind], here.server, log, on_cpu=arguments.on_cpu)
+            return cell, run(cell, models[cell], here, log, on_cpu=arguments.on_cpu)
 
         with ThreadPoolExecutor(1 if arguments.on_cpu else arguments.at_once) as pool:
             try:
                 for done in as_completed([pool.submit(found_in, cell) for cell in chosen]):
                     cell, found = done.result()
+                    if found.cut_off:
+                        late.append(cell)
+                        continue
                     results.append(found)
                     row = row_of(found, stamp)
                     print(f"{'BAD' if found.wrong or found.problems else 'ok '} {cell.name}: {', '.join(row[:5])}", flush=True)
@@ -296,10 +292,13 @@ def main() -> int:
                         one_gpu, several = page.read(arguments.write)
                         arguments.write.write_text(page.joined(one_gpu, as_markdown({**rows_in(several), cell.key: row})))
             except KeyboardInterrupt:
+                here.time.end()
                 pool.shutdown(cancel_futures=True)  # The pool would go on with those that wait.
                 raise
     print(f"{sum(found.rows for found in results):,} rows in {len(results)} engines")
-    return 0 if all(not found.wrong and not found.problems for found in results) else 1
+    if late:
+        print(f"not run to the end, the time was over: {', '.join(sorted(cell.name for cell in late))}")
+    return 0 if not late and all(not found.wrong and not found.problems for found in results) else 1
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ _TARGETS = {
     "readers": "bench-readers",
     "gpu": "bench-gpu",
     "online": "bench-online",
+    "capture": "bench-capture",
 }
 
 

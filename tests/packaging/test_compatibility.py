@@ -7,6 +7,7 @@ from pathlib import Path
 import matrix
 import page
 import parallel
+import parallel_cells
 
 ROOT = Path(__file__).resolve().parents[2]
 ONE_GPU, SEVERAL = page.parts((ROOT / "docs" / "records" / "compatibility.md").read_text())
@@ -24,7 +25,7 @@ def test_what_is_in_the_record_is_right_and_what_is_not_is_named() -> None:
 
 def test_what_is_in_the_record_of_several_gpus_is_right_or_was_refused_where_it_may_be() -> None:
     rows = parallel.rows_in(SEVERAL)
-    every = {cell.key: cell for cell in parallel.cells([])}
+    every = {cell.key: cell for cell in parallel_cells.cells([])}
     assert rows.keys() <= every.keys()
     refused = {key for key, row in rows.items() if row[4].startswith("refused at start")}
     assert refused <= {key for key, cell in every.items() if cell.may_refuse}
@@ -47,7 +48,7 @@ def test_a_run_of_one_cell_leaves_the_other_rows_as_they_are() -> None:
 
 def test_a_run_of_one_cell_on_several_gpus_leaves_the_other_rows_and_the_other_part_as_they_are() -> None:
     rows = parallel.rows_in(SEVERAL)
-    cell = parallel.cells(["data-V1-swa"])[0]
+    cell = parallel_cells.cells(["data-V1-swa"])[0]
     found = parallel.Found(rows=1234, output_rows=6, wrong=5, graphs="PIECEWISE", problems=["a | b"])
     text = page.joined(ONE_GPU, parallel.as_markdown({**rows, cell.key: parallel.row_of(found, "today")}))
     one_gpu, several = page.parts(text)

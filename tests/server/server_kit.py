@@ -36,7 +36,8 @@ class RunningServer:
 
     def __init__(self, data_dir: Path, *, store: SampleStore | None = None, **options: Any) -> None:
         self.data_dir = data_dir
-        defaults: dict[str, Any] = {"listen": "127.0.0.1:0", "appear_grace_s": 60.0}
+        # A process that reads over NIXL starts with each server that may: half a second of a core, for tests that want none.
+        defaults: dict[str, Any] = {"listen": "127.0.0.1:0", "appear_grace_s": 60.0, "transport": "grpc"}
         self.config = ServerConfig(data_dir=data_dir, **defaults | options)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)

@@ -118,7 +118,13 @@ def greeted(address: str, offer: pb.NixlOffer) -> Peer:
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     """One server for all peers that it hangs up on."""
-    with RunningServer(tmp_path_factory.mktemp("data")) as server:
+    with RunningServer(tmp_path_factory.mktemp("data"), transport="auto") as server:
+        yield server
+
+
+@pytest.fixture
+def running(tmp_path: Path) -> Iterator[RunningServer]:
+    with RunningServer(tmp_path / "data", transport="auto") as server:
         yield server
 
 
@@ -127,6 +133,16 @@ def offering(running: RunningServer, owner: Owner) -> Iterator[Peer]:
     with greeted(running.address, owner.offer) as peer:
         assert peer.welcome.nixl
         yield peer
+
+
+def test_the_reader_starts_with_the_server(running: RunningServer) -> None:
+    """A first sender need not wait until NIXL is loaded."""
+    readers = running.server._ingest._shared.readers
+    assert readers is not None
+    processes = [reader._reader for reader in readers._readers]
+    for process in processes:
+        assert process is not None
+        process.ready.result(30.0)
 
 
 # What is announced is read, in order, and counts like what was sent.
@@ -204,7 +220,7 @@ def test_more_at_a_time_than_the_window_holds_is_a_violation(tmp_path: Path, own
         announce.length = SLOT_BYTES
         chunks.append(announce)
     small: dict[str, Any] = {"window_bytes": CHUNK_BYTES_MAX, "ingest_bytes_max": CHUNK_BYTES_MAX}
-    with RunningServer(tmp_path, **small) as running, greeted(running.address, owner.offer) as peer:
+    with RunningServer(tmp_path, transport="auto", **small) as running, greeted(running.address, owner.offer) as peer:
         parts = (chunks[:1], chunks[1:]) if split else (chunks,)
         said = [pb.IngestRequest(announcements=pb.Announcements(chunks=part)) for part in parts]
         peer.say(sample.open(1), batch(*said) if split else said[0])
@@ -233,7 +249,7 @@ def test_chunks_that_arrive_together_leave_the_event_loop_to_others(
     monkeypatch.setattr(Upload, "write_chunk", noted)
     sample = Sample(rows=SLOTS)
     together = [chunk_of(owner.announce(sample, 1, 1 + row, row, row + 1, slot=row)) for row in range(SLOTS)]
-    with RunningServer(tmp_path) as server, greeted(server.address, owner.offer) as peer:
+    with RunningServer(tmp_path, transport="auto") as server, greeted(server.address, owner.offer) as peer:
         peer.say(sample.open(1))
         wait_until(lambda: server.metric("open_samples") == 1)
         peer.say(pb.IngestRequest(announcements=pb.Announcements(chunks=together)), sample.commit(1))
@@ -246,7 +262,10 @@ def test_chunks_that_arrive_together_leave_the_event_loop_to_others(
 def test_read_requests_wait_for_slots(tmp_path: Path, owner: Owner) -> None:
     """Far more chunks than the pool has slots, all at once."""
     sample = Sample(rows=256)
-    with RunningServer(tmp_path, nixl_pool_bytes=32 << 20) as running, greeted(running.address, owner.offer) as peer:
+    with (
+        RunningServer(tmp_path, transport="auto", nixl_pool_bytes=32 << 20) as running,
+        greeted(running.address, owner.offer) as peer,
+    ):
         peer.say(sample.open(1))
         announce_again_and_again(peer, owner, sample)
         peer.say(sample.commit(1))
@@ -270,7 +289,10 @@ def test_reads_that_wait_for_a_slow_disk_are_no_fault_of_nixl(
 
     monkeypatch.setattr(Upload, "write_chunk", late)
     sample = Sample(rows=256)
-    with RunningServer(tmp_path, nixl_pool_bytes=32 << 20) as running, greeted(running.address, owner.offer) as peer:
+    with (
+        RunningServer(tmp_path, transport="auto", nixl_pool_bytes=32 << 20) as running,
+        greeted(running.address, owner.offer) as peer,
+    ):
         peer.say(sample.open(1))
         announce_again_and_again(peer, owner, sample)
         peer.say(sample.commit(1))
@@ -683,7 +705,7 @@ def test_a_stopped_sender_is_given_up_and_goes_on_when_it_comes_back(tmp_path: P
     """Over TCP a stopped process answers nothing, and fails nothing: the deadline is all there is."""
     monkeypatch.setattr("slotstream.server.nixl.reader.READ_S", 0.5)
     monkeypatch.setenv("UCX_TLS", "tcp")
-    with RunningServer(tmp_path) as running, SenderProcess(running.address, "tcp") as sender:
+    with RunningServer(tmp_path, transport="auto") as running, SenderProcess(running.address, "tcp") as sender:
         sender.wait("committed", 10)
         while not running.metric("nixl_quarantined_slots"):  # Nothing was to be read just then: stop it at another moment.
             os.kill(sender.process.pid, signal.SIGCONT)

@@ -12,6 +12,7 @@ import signal
 import subprocess
 import tempfile
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -30,6 +31,9 @@ _FLAGS = (
     "--hide-scrollbars",
     "--remote-debugging-pipe",
 )
+
+
+AXE = Path(__file__).parents[2] / ".venv" / "axe" / "axe_playwright_python" / "axe.min.js"
 
 
 def chromium() -> str | None:
@@ -93,7 +97,7 @@ class Browser:
 
     def open(self, url: str) -> None:
         """Goes there, and waits until it is loaded."""
-        self._await_load(lambda: self.call("Page.navigate", url=url))
+        self.await_load(lambda: self.call("Page.navigate", url=url))
 
     def click(self, selector: str, *, loads: bool = True) -> None:
         """A mouse click into the middle of the first element that matches; with `loads`, waits for the page that follows."""
@@ -109,7 +113,7 @@ class Browser:
                 self.call("Input.dispatchMouseEvent", type=kind, x=box[0], y=box[1], button="left", clickCount=1)
 
         if loads:
-            self._await_load(press)
+            self.await_load(press)
         else:
             press()
 
@@ -133,6 +137,13 @@ class Browser:
         found: list[str] = self.run(f"[...document.querySelectorAll({json.dumps(selector)})].map(e => e.textContent)")
         return found
 
+    def axe(self) -> list[str]:
+        """What axe-core finds on the page, rule by rule with the first elements of each; all its rules, best practices too."""
+        assert AXE.exists(), "no axe-core here: make browser"
+        self.run(AXE.read_text() + "\n;1")
+        found = self.run("axe.run(document, {resultTypes: ['violations']}).then(done => done.violations)")
+        return [f"{one['id']}: {one['help']}: {[node['html'] for node in one['nodes'][:3]]}" for one in found]
+
     def picture(self, path: Path) -> None:
         """The whole page as a PNG."""
         size = self.call("Page.getLayoutMetrics")["cssContentSize"]
@@ -140,7 +151,8 @@ class Browser:
         shot = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=True, clip=clip)
         path.write_bytes(base64.b64decode(shot["data"]))
 
-    def _await_load(self, act: Any) -> None:
+    def await_load(self, act: Callable[[], Any]) -> None:
+        """Does it, and waits for the page that is loaded then."""
         while not self._loaded.empty():
             self._loaded.get()
         act()
@@ -161,7 +173,7 @@ class Browser:
         match message["method"]:
             case "Page.loadEventFired":
                 self._loaded.put("loaded")
-            case "Log.entryAdded":
+            case "Log.entryAdded" if params["entry"]["level"] in ("warning", "error"):
                 self.complaints.append(params["entry"]["text"])
             case "Runtime.exceptionThrown":
                 self.complaints.append(str(params["exceptionDetails"]))

@@ -12,6 +12,7 @@ from slotstream.connector.counters import Counters
 from slotstream.connector.faults import Faults
 from slotstream.connector.options import ConnectorOptions
 from slotstream.connector.plan import SampleOpen
+from slotstream.connector.sending.lane import Lane
 from slotstream.connector.sending.outbox import Outbox
 from slotstream.connector.sending.phases import Phase
 from slotstream.connector.sending.sample_state import ChunkState, SampleState
@@ -74,20 +75,56 @@ class Upload:
 
 
 class Server:
-    """A `SampleSink` and what is behind it. It outlives engines, and holds each to the protocol.
+    """What is behind the streams of one connector. It outlives engines. `stored` and `failed`: what it says for good."""
 
-    `uploads`: samples without a verdict, by number. `in_flight`: chunks that were not acked, by number. `stored` and `failed`:
-    what it says of samples for good.
+    def __init__(self, promises: dict[str, Promise], lanes: int = 1) -> None:
+        self.stored: dict[str, bytes] = {}
+        self.failed: dict[str, str] = {}
+        self.streams = [Stream(index, promises, self.stored, self.failed) for index in range(lanes)]
+
+    @property
+    def up(self) -> list[Stream]:
+        return [stream for stream in self.streams if stream.up]
+
+    @property
+    def down(self) -> list[Stream]:
+        return [stream for stream in self.streams if not stream.up]
+
+    @property
+    def in_flight(self) -> list[tuple[Stream, int]]:
+        """Chunks that were not acked."""
+        return [(stream, number) for stream in self.streams for number in stream.in_flight]
+
+    @property
+    def uploads(self) -> list[tuple[Stream, int]]:
+        """Samples without a verdict."""
+        return [(stream, number) for stream in self.streams for number in stream.uploads]
+
+    @property
+    def answerable(self) -> list[tuple[Stream, int]]:
+        """Samples that wait for their verdict."""
+        return [(stream, number) for stream in self.streams for number in stream.answerable]
+
+    @property
+    def ended(self) -> list[tuple[Stream, int]]:
+        """Samples of these streams that have their verdict."""
+        return [(stream, number) for stream in self.streams for number in stream.ended]
+
+
+class Stream:
+    """A `SampleSink` and what the server has of it, which holds each engine to the protocol.
+
+    `uploads`: samples without a verdict, by number. `in_flight`: chunks that were not acked, by number.
     """
 
-    def __init__(self, promises: dict[str, Promise]) -> None:
+    def __init__(self, index: int, promises: dict[str, Promise], stored: dict[str, bytes], failed: dict[str, str]) -> None:
+        self.index = index
         self._promises = promises
+        self.stored, self.failed = stored, failed
         self.up = False
         self.resets = 0
         self.uploads: dict[int, Upload] = {}
         self.in_flight: dict[int, RowChunk] = {}
-        self.stored: dict[str, bytes] = {}
-        self.failed: dict[str, str] = {}
         self._of_stream: dict[int, Promise] = {}
 
     # The sink.
@@ -230,7 +267,7 @@ class Engine:
         self.outbox = Outbox(
             ConnectorConfig(ConnectorOptions(), "engine", "model", (1,), RowFormat.of("BF16", 1, self._row_bytes // 2), {}),
             self.pool,
-            server,
+            server.streams,
             SpoolWriter(self._disk, self.pool, lambda: self._now),
             self._reader,
             self._counters,
@@ -329,13 +366,17 @@ class Engine:
 
     # What others say to it.
 
-    def hear(self, verdict: Committed | Failed) -> None:
+    def lane(self, stream: Stream) -> Lane:
+        """What the outbox calls it."""
+        return list(self.outbox.lanes)[stream.index]
+
+    def hear(self, stream: Stream, verdict: Committed | Failed) -> None:
         """The server's verdict."""
         self._hearing = verdict
         if isinstance(verdict, Committed):
-            self.outbox.committed(verdict.sample)
+            self.outbox.committed(self.lane(stream), verdict.sample)
         else:
-            self.outbox.failed(verdict)
+            self.outbox.failed(self.lane(stream), verdict)
         self._hearing = None
 
     @property

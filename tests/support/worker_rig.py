@@ -165,7 +165,7 @@ def make_rig(seed: int = 0, sink: SampleSink | None = None, hello: ingest_pb2.He
     cache = torch.zeros(BLOCKS, BLOCK_SIZE, len(LAYER_IDS), HIDDEN, dtype=torch.bfloat16).permute(0, 2, 1, 3)
     sink = sink or WatchedSink()
     chosen = config(**options)
-    make_sender = in_thread(chosen, sink) if hello is None else in_process(chosen, hello)
+    make_sender = in_thread(chosen, [sink]) if hello is None else in_process(chosen, hello)
     rig = Rig(
         OpenWorker(chosen, CachedRows(cache, chosen.row_kind, HIDDEN), make_sender, StagingPlan.of(chosen, 256)),
         sink,

@@ -113,6 +113,7 @@ def test_windows_follow_each_other(alice: Visitor) -> None:
     assert seen == list(map(str, LONG.token_ids))
     assert "rows 256 to 511 of 600" in alice.get("/samples/a/long?row=300").body
     assert re.search(r'<a href="/samples/a/long">← earlier', alice.get("/samples/a/long?start=256").body)
+    assert re.search(r'<a href="/samples/a/long\?start=256">← earlier', alice.get("/samples/a/long?start=512").body)
 
 
 @pytest.mark.parametrize(

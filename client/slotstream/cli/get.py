@@ -78,8 +78,9 @@ def add_get_arguments(parser: argparse.ArgumentParser) -> None:
     add_namespace_argument(parser)
     parser.epilog = """\
 The file holds `hidden_states` [rows, layers, hidden], `token_ids` int64 [rows] and what else the sample has, such as
-`loss_mask`, as plain safetensors:
+`loss_mask`, as plain safetensors.
 
+examples:
   slotstream get my-sample -o my-sample.safetensors --start 0 --stop 512 --layers 2,18,33
   slotstream get my-sample -o - | ssh host 'cat > my-sample.safetensors'
   python -c 'import safetensors.torch as s; print(s.load_file("my-sample.safetensors")["hidden_states"].shape)'

@@ -50,11 +50,9 @@ def run_serve(arguments: argparse.Namespace) -> int:
 
 
 def add_demo_arguments(parser: argparse.ArgumentParser) -> None:
-    try:
-        from slotstream.demo.run import add_demo_arguments as add
-    except ImportError as error:
-        raise _demo_needs_more(error) from error
-    add(parser)
+    from slotstream.demo import arguments
+
+    arguments.add_demo_arguments(parser)
     parser.epilog = "examples:\n  slotstream demo --keep demo-data\n  slotstream demo --stay   # then use its server and vLLM\n"
 
 

@@ -22,6 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from slotstream.client import Sample, connect
+from slotstream.demo.arguments import add_demo_arguments
 from slotstream.demo.processes import (
     POLL_S,
     SMALL_ENGINE,
@@ -48,18 +49,6 @@ class _Checked:
     wrong_rows: int
     chunks: int
     durable_ms: float
-
-
-def add_demo_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `slotstream demo`."""
-    parser.add_argument("--requests", type=int, default=12, help="completions to send (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the prompts (default: %(default)s)")
-    parser.add_argument(
-        "--stay",
-        action="store_true",
-        help="leave server and vLLM running after the check, until Ctrl-C, and say how to use them",
-    )
-    parser.add_argument("--keep", type=Path, metavar="DIR", help="keep model, samples and logs in DIR, which must not exist")
 
 
 def run_demo(arguments: argparse.Namespace) -> int:
@@ -131,7 +120,7 @@ def _how_to_use(address: str, vllm_port: int, work: Path, *, kept: bool) -> str:
     return f"""
 The server on {address} and vLLM on 127.0.0.1:{vllm_port} stay up until Ctrl-C. In another shell:
 
-  export SLOTSTREAM_SERVER={address}
+  export SLOTSTREAM_SERVER={address} VLLM=http://127.0.0.1:{vllm_port}
   curl -s http://127.0.0.1:{vllm_port}/v1/completions -H 'Content-Type: application/json' -d {shlex.quote(body)}
   {command} get mine -o mine.safetensors
   {command} ls

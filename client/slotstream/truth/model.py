@@ -127,17 +127,23 @@ def make(
     *,
     heads: int = 4,
     positions: int = 32768,
+    experts_in_each_layer: bool = False,
 ) -> Path:
     """Write the checkpoint and a byte-level tokenizer to `out`; returns `out`. Needs transformers.
 
     heads: attention heads, which tensor parallel ranks share; half as many KV heads. positions: tokens that a text may have.
+    experts_in_each_layer: a mixture of experts in each layer, and not only in two; of "gdn" only.
     """
     if vocab > 2**ID_BITS:
         raise ValueError(f"a vocabulary of {vocab} does not fit {ID_BITS} bits")
     from transformers.utils import logging
 
     logging.disable_progress_bar()
+    if experts_in_each_layer and kind != "gdn":
+        raise ValueError(f"a model of kind {kind!r} has no experts")
     config, model_class = _config(kind, hidden, layers, vocab, heads, positions)
+    if experts_in_each_layer:
+        config.mlp_only_layers = []
     torch.manual_seed(0)
     model = model_class(config).to(torch.bfloat16)
     with torch.no_grad():

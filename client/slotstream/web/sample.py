@@ -22,7 +22,7 @@ from slotstream.web.parts import BadQuery, ScreenParts, whole_number
 from slotstream.web.pieces.code import code_for
 from slotstream.web.pieces.heatmap import LEVELS, bad_rows, heatmap
 from slotstream.web.pieces.tokens import parts
-from slotstream.web.window import Window, bounds
+from slotstream.web.window import Window, bounds, rows_at_once
 from slotstream.wire.errors import BadTokenRange
 
 VIEWS = {"norm": "norm", "cosine": "cosine to the layer before"}
@@ -40,9 +40,8 @@ async def sample_screen(site: ScreenParts, client: Client, request: Request) -> 
     info = await anyio.to_thread.run_sync(lambda: client.stat(sample_id, namespace=namespace))
     window, trouble = await _window(site, client, info, start, row)
     values: dict[str, Any] = {"info": info, "view": view, "views": VIEWS, "trouble": trouble, "window": window}
-    if window is not None:
-        values |= _shown(site, window, view)
-    return site.pages.answer("sample", values)
+    # In a thread: a large map takes a few hundredths of a second to draw.
+    return await anyio.to_thread.run_sync(lambda: site.pages.answer("sample", values | _shown(site, window, view)))
 
 
 async def _window(
@@ -62,9 +61,12 @@ async def _window(
         return None, f"{error} ({error.code})"
 
 
-def _shown(site: ScreenParts, window: Window, view: str) -> dict[str, Any]:
+def _shown(site: ScreenParts, window: Window | None, view: str) -> dict[str, Any]:
+    """What the template needs of a window."""
+    if window is None:
+        return {}
     info, texts = window.info, site.tokenizers.texts(window.info.model, window.token_ids)
-    many = window.num_rows
+    many = rows_at_once(info)
 
     def to(anchor: str = "", **query: Any) -> str:
         asked = {"start": window.start or None, "row": window.row, "view": None if view == "norm" else view, **query}

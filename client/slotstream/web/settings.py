@@ -17,6 +17,7 @@ from slotstream.wire.names import DEFAULT_ADDRESS
 
 _NAME = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?)(:[0-9]{1,5})?")
 _HOSTS_MAX = 64
+_EVERY_ADDRESS = ("0.0.0.0", "[::]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +47,8 @@ class WebSettings:
                 f"--listen {self.listen} can be reached from other machines: give --https-cert and --https-key, "
                 "or listen on 127.0.0.1 behind a proxy that has them"
             )
+        if not self.hosts and self.listen.rpartition(":")[0] in _EVERY_ADDRESS:
+            raise ConfigError(f"--listen {self.listen} is every address of this machine: say with --host what browsers call it")
         if wrong := [name for name in self.hosts if not _NAME.fullmatch(name)]:
             raise ConfigError(f"--host {wrong[0]!r} is not a name such as samples.example.org, or name:port")
         if len(self.hosts) > _HOSTS_MAX:

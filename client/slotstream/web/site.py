@@ -6,6 +6,7 @@ What a visitor may not see is answered exactly as what is not there. docs/securi
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Awaitable, Callable
 
 import anyio
@@ -31,6 +32,7 @@ from slotstream.web.sessions import SESSION_S, Session, Sessions, WrongTokens
 from slotstream.web.settings import WebSettings
 from slotstream.web.window import WindowReader
 from slotstream.wire.access import check_token
+from slotstream.wire.address import is_local
 from slotstream.wire.errors import BadNamespace, BadPage, BadSampleId, ConfigError
 
 _log = logging.getLogger(__name__)
@@ -152,8 +154,9 @@ class Site:
     async def _login(self, request: Request) -> Response:
         address = request.client.host if request.client else ""
         if (wait_s := self._wrong_tokens.wait_s(address)) > 0:
-            answer = self._form("/", 429, f"Too many wrong tokens came from your address: try again in {wait_s:.0f} s.")
-            answer.headers["Retry-After"] = f"{wait_s:.0f}"
+            seconds = math.ceil(wait_s)
+            answer = self._form("/", 429, f"Too many wrong tokens came from your address: try again in {seconds} s.")
+            answer.headers["Retry-After"] = str(seconds)
             return answer
         form = await form_of(request)
         if form is None:
@@ -176,7 +179,7 @@ class Site:
             _log.warning("no connection to the server: %s", error)
             return self._form(then, 502, "This page's files for the connection to the server cannot be used: see its log.")
         self._wrong_tokens.forget(address)
-        secure = self._settings.https or request.headers.get("origin", "").startswith("https://")
+        secure = self._settings.https or not is_local(request.headers["host"])  # Another name is a proxy's, which has TLS.
         answer = RedirectResponse(then, 303)
         answer.set_cookie(
             _SAFE_COOKIE if secure else _PLAIN_COOKIE,

@@ -99,7 +99,7 @@ class ServerConfig:
         default=256 << 20,
         metadata=_option(
             "--nixl-pool-bytes",
-            "memory that rows are read into over NIXL, taken when the first sender offers that",
+            "memory that rows are read into over NIXL, taken as rows come",
             "BYTES",
             least=NIXL_POOL_BYTES_MIN,
         ),

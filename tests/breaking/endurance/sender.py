@@ -127,7 +127,7 @@ class Sender:
         self._watch = ServerHealth(address, patient=spool is not None)
         sink = _Sink(options, hello, transport, ledger, lambda sample_id: self._ended(sample_id, "committed"))
         source = CachedRows(self._cache, config.row_kind, HIDDEN)
-        self._worker = WorkerHalf(config, source, in_thread(config, sink), StagingPlan.of(config, _STEP_TOKENS_MAX))
+        self._worker = WorkerHalf(config, source, in_thread(config, [sink]), StagingPlan.of(config, _STEP_TOKENS_MAX))
 
     def step(self) -> None:
         """One engine step: some requests begin, some go on, some are aborted."""

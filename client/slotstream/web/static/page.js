@@ -32,20 +32,23 @@ if (state && !new URLSearchParams(location.search).has("page")) {
   const again = async () => {
     if (!paused && !document.hidden) {
       try {
-        const answer = await fetch(location.href, { redirect: "error" });
+        const answer = await fetch(location.href, { redirect: "manual" });
+        if (answer.type === "opaqueredirect") location.reload(); // To the login: the session is over.
         if (!answer.ok) throw new Error(String(answer.status));
         const fresh = new DOMParser().parseFromString(await answer.text(), "text/html");
-        if (paused) return;
-        for (const id of ["state", "list"]) {
-          const old = document.getElementById(id);
-          if (!old.contains(document.activeElement)) old.replaceWith(fresh.getElementById(id));
+        if (!paused) {
+          for (const id of ["state", "list"]) {
+            const old = document.getElementById(id);
+            if (!old.contains(document.activeElement)) old.replaceWith(fresh.getElementById(id));
+          }
+          say("live");
         }
-        say("live");
       } catch {
         say("no answer; trying again");
       }
     }
+    setTimeout(again, EVERY_MS);
   };
   say("live");
-  setInterval(again, EVERY_MS);
+  setTimeout(again, EVERY_MS);
 }

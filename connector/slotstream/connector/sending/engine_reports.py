@@ -6,8 +6,8 @@ import os
 import time
 from collections.abc import Callable, Mapping
 
+from slotstream.connector.sending.lane import Lane, Lanes
 from slotstream.connector.vllm_config import ConnectorConfig
-from slotstream.transport.base import SampleSink
 from slotstream.v1 import ingest_pb2
 
 REPORT_S = 5.0
@@ -19,26 +19,26 @@ class EngineReports:
     def __init__(
         self,
         config: ConnectorConfig,
-        sink: SampleSink,
+        lanes: Lanes,
         gauges: Callable[[], Mapping[str, float]],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._host, self._layer_ids, self._has_final = os.uname().nodename, config.layer_ids, config.wants_final
-        self._sink = sink
+        self._lanes = lanes
         self._gauges = gauges
         self._clock = clock
-        self._due: float | None = None  # None: there is no link.
+        self._due: float | None = None  # None: no lane is up.
         self._links_lost = 0
 
     def link_is_up(self) -> None:
-        """A server hears of this worker at once."""
+        """A lane came up: the server hears of this worker at once."""
         self._say()
 
-    def link_is_down(self) -> None:
-        """May be called again and again while it is."""
-        if self._due is not None:
-            self._links_lost += 1
-        self._due = None
+    def link_is_down(self, lane: Lane) -> None:
+        """Before the lane is marked as down. May be called again and again while it is."""
+        self._links_lost += lane.up
+        if self._lanes.up in ([], [lane]):
+            self._due = None
 
     def tick(self) -> None:
         """Called about once a second."""
@@ -58,4 +58,5 @@ class EngineReports:
             samples_in_flight=int(gauges["samples_in_flight"]),
             links_lost=self._links_lost,
         )
-        self._sink.report(report)
+        for lane in self._lanes.up:
+            lane.sink.report(report)

@@ -5,14 +5,15 @@ from __future__ import annotations
 import itertools
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from slotstream.connector.counters import Counters
 from slotstream.connector.faults import Faults, SampleFault
+from slotstream.connector.sending.lane import Lane
 from slotstream.connector.sending.sample_state import numbered
 from slotstream.connector.sending.spool.files import SpoolFile
-from slotstream.transport.base import Failed, SampleSink
+from slotstream.transport.base import Failed
 from slotstream.v1 import ingest_pb2
 
 REPORTS_MAX = 1 << 16
@@ -45,31 +46,27 @@ class Reports:
     """At most REPORTS_MAX of them, the oldest dropped first. Each is told as an open and an abort. For the pump's thread.
 
     All are `put` into the spool too, if it can hold them, until they are done with, and `drop` gets their files: this engine
-    may end before the server has heard of them. So it is told of a failure once that is `written`, or cannot be. `numbers`
-    gives sample numbers. `on_end` gets the request of each that is done with. `clock`: monotonic seconds.
+    may end before the server has heard of them. So it is told of a failure once that is `written`, or cannot be.
+    `on_end` gets the request of each that is done with. `clock`: monotonic seconds.
     """
 
     def __init__(
         self,
-        sink: SampleSink,
         counters: Counters,
-        numbers: Iterator[int],
         faults: Faults,
         put: Callable[[Report], SpoolFile | None],
         drop: Callable[[SpoolFile], None],
         on_end: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._sink = sink
         self._counters = counters
-        self._numbers = numbers
         self._faults = faults
         self._put = put
         self._drop = drop
         self._on_end = on_end
         self._clock = clock
         self._waiting: deque[Report] = deque()
-        self._told: dict[int, Report] = {}
+        self._told: dict[tuple[Lane, int], Report] = {}  # by lane, and its number there
         self._unsaid: deque[tuple[float, Report]] = deque()  # With when each is due by the clock, unless it was said before.
         self._paused_until = 0.0
 
@@ -122,20 +119,20 @@ class Reports:
         if report.file is not None:
             self._drop(report.file)
 
-    def send(self) -> None:
-        """Tell the next ones. The link is up."""
+    def send(self, lane: Lane) -> None:
+        """Tell the next ones, on a lane that is up."""
         if self._clock() < self._paused_until:
             return
         while self._waiting and len(self._told) < _AT_ONCE:
             report = self._waiting.popleft()
-            number = next(self._numbers)
-            self._told[number] = report
-            self._sink.open_sample(numbered(ingest_pb2.OpenSample.FromString(report.opened), number))
-            self._sink.abort(ingest_pb2.AbortSample(sample=number, code=report.fault.code, message=report.fault.message))
+            number = lane.next_number()
+            self._told[lane, number] = report
+            lane.sink.open_sample(numbered(ingest_pb2.OpenSample.FromString(report.opened), number))
+            lane.sink.abort(ingest_pb2.AbortSample(sample=number, code=report.fault.code, message=report.fault.message))
 
-    def answered(self, event: Failed, *, again: bool) -> bool:
+    def answered(self, lane: Lane, event: Failed, *, again: bool) -> bool:
         """The server has heard of one, unless it could not do anything now (`again`). False when it is none of these."""
-        report = self._told.pop(event.sample, None)
+        report = self._told.pop((lane, event.sample), None)
         if report is None:
             return False
         if again and event.code != report.fault.code:
@@ -146,8 +143,8 @@ class Reports:
             self._done(report)
         return True
 
-    def link_down(self) -> None:
-        """What was told and not answered is told again."""
-        self._waiting.extendleft(reversed(self._told.values()))
-        self._told.clear()
+    def link_down(self, lane: Lane) -> None:
+        """What was told on a lane and not answered is told again."""
+        told = [key for key in self._told if key[0] is lane]
+        self._waiting.extendleft(reversed([self._told.pop(key) for key in told]))
         self._paused_until = 0.0

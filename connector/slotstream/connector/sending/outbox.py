@@ -17,6 +17,7 @@ from slotstream.connector.counters import Counters
 from slotstream.connector.faults import Faults, SampleFault
 from slotstream.connector.plan import SampleOpen
 from slotstream.connector.sending.failure_reports import Report, Reports
+from slotstream.connector.sending.lane import NO_LANE, Lane, Lanes
 from slotstream.connector.sending.phases import Event, Phase
 from slotstream.connector.sending.sample_state import ChunkState, SampleState, format_of, numbered, open_message
 from slotstream.connector.sending.spool.backlog import Backlog
@@ -49,7 +50,7 @@ class Outbox:
         self,
         config: ConnectorConfig,
         pool: StagingPool,
-        sink: SampleSink,
+        sinks: Sequence[SampleSink],
         writer: SpoolWriter,
         reader: SpoolReader,
         counters: Counters,
@@ -60,7 +61,6 @@ class Outbox:
     ) -> None:
         self._config = config
         self._pool = pool
-        self._sink = sink
         self._writer = writer
         self._reader = reader
         self._counters = counters
@@ -68,26 +68,18 @@ class Outbox:
         self._on_end = on_end
         self._guard = guard
         self._clock = clock
-        self._numbers = itertools.count(1)  # Of samples on the wire: none is ever used again, on any stream.
+        self.lanes = Lanes(sinks)
         self._serials = itertools.count(1)
         self._live: dict[str, SampleState] = {}  # by request, until its finish or abort
         self._held: dict[int, SampleState] = {}  # by serial, until they are over: in the order of their opens
-        self._by_number: dict[int, SampleState] = {}  # those on the stream
         self._backlog = Backlog(reader)
-        self._rows = UnackedChunks(pool, sink, writer, reader, clock)
-        self._reports = Reports(sink, counters, self._numbers, faults, writer.put_report, writer.drop, on_end, clock)
-        self._taken_columns: frozenset[str] = frozenset()  # By the server of this link.
-        self.link_up = False
+        self._rows = UnackedChunks(pool, writer, reader, clock)
+        self._reports = Reports(counters, faults, writer.put_report, writer.drop, on_end, clock)
 
     @property
-    def unacked(self) -> int:
-        """Chunks that the server has not taken yet."""
-        return self._rows.unacked
-
-    @property
-    def answered_at(self) -> float:
-        """When the server last took a chunk, or was first given one, by the clock."""
-        return self._rows.answered_at
+    def link_up(self) -> bool:
+        """Whether a lane is up."""
+        return self.lanes.any_up
 
     @property
     def samples(self) -> int:
@@ -119,8 +111,8 @@ class Outbox:
                 return
         if not self.link_up:
             self._writer.put(sample)
-        elif self._is_taken(sample):
-            self._announce(sample)
+        elif (lane := self._lane_for(sample)) is not None:
+            self._announce(sample, lane)
 
     def sample(self, req_id: str) -> SampleState | None:
         """The sample of a request, if it still takes rows."""
@@ -133,7 +125,7 @@ class Outbox:
         self._counters.add("bytes", chunk.nbytes)
         self._counters.add("chunks")
         if sample.phase is Phase.OPEN:
-            self._rows.submit(sample, chunk)
+            self._rows.submit(self.lanes.of(sample), sample, chunk)
         else:
             self._writer.put_chunk(sample, chunk)
             self._rows.settle(sample, chunk)
@@ -142,6 +134,8 @@ class Outbox:
         """No more rows come: commit."""
         self._no_rows_come(sample)
         sample.commit = commit
+        if sample.phase.on_stream:  # What it promised beyond its rows does not come.
+            self.lanes.of(sample).owes(sample, sum(chunk.nbytes for chunk in sample.chunks if chunk.wire))
         self._progress(sample)
 
     def give_up(self, sample: SampleState, code: str, message: str) -> None:
@@ -153,7 +147,9 @@ class Outbox:
         if sample.move(Event.GIVEN_UP) is Phase.OVER:
             self._end_untold(sample)
         else:
-            self._sink.abort(ingest_pb2.AbortSample(sample=sample.number, code=code, message=message))
+            lane = self.lanes.of(sample)
+            lane.owes(sample, 0)
+            lane.sink.abort(ingest_pb2.AbortSample(sample=sample.number, code=code, message=message))
             self._rows.let_go(sample)
 
     def _no_rows_come(self, sample: SampleState) -> None:
@@ -162,13 +158,15 @@ class Outbox:
 
     # What the link says.
 
-    def link_is_up(self, taken_columns: frozenset[str] = frozenset()) -> None:
-        """The server answers: what waits in memory is sent again at once, what only the spool holds bit by bit.
+    def link_is_up(self, lane: Lane, taken_columns: frozenset[str] = frozenset()) -> None:
+        """The server answers on a lane. Where that is the first, all that waits in memory is sent again at once.
 
-        `taken_columns`: what it takes beside the default pair.
+        What only the spool holds is sent bit by bit. `taken_columns`: what the server takes beside the default pair.
         """
-        self.link_up = True
-        self._taken_columns = taken_columns
+        first = not self.link_up
+        lane.up, lane.taken_columns = True, taken_columns
+        if not first:
+            return  # Nothing waits for a link.
         for sample in list(self._held.values()):
             if sample.commit is None or sample.in_memory:
                 self._guard(self._send, sample)
@@ -177,41 +175,66 @@ class Outbox:
         self._reader.adopt()
         self._advance()
 
-    def link_is_down(self, message: str, code: str = "") -> None:
-        """The stream broke, or was refused (`code`): nothing counts that was sent on it without a verdict."""
-        self._by_number.clear()
-        self._backlog.link_down()
-        self._reader.link_down()
-        self._reports.link_down()
-        self._rows.link_down()
-        why = (code or Interrupted.code, message)
-        for sample in sorted(self._held.values(), key=lambda sample: sample.phase is not Phase.ABORTING):  # Failures first.
-            self._guard(partial(self._back_here, why=why), sample)
-        self.link_up = False  # Only now that the spool is at work: an engine that waits for room would give up between the two.
-        self._sink.reset()
+    def link_is_down(self, lane: Lane, message: str, code: str = "") -> None:
+        """A lane's stream broke, or was refused (`code`): nothing counts that was sent on it without a verdict."""
+        self._lanes_are_down([lane], (code or Interrupted.code, message))
 
-    def _back_here(self, sample: SampleState, why: tuple[str, str]) -> None:
-        """What was sent of a sample no longer counts: it waits for the next link, if it can be sent again."""
+    def give_up_links(self, message: str) -> None:
+        """Nothing more is waited for on any lane."""
+        self._lanes_are_down(list(self.lanes), (Interrupted.code, message))
+
+    def _lanes_are_down(self, lanes: Sequence[Lane], why: tuple[str, str]) -> None:
+        last = all(lane in lanes for lane in self.lanes.up)
+        samples = list(self._held.values()) if last else [sample for lane in lanes for sample in lane.samples.values()]
+        for lane in lanes:
+            self._rows.link_down(lane, last=last)
+            self._reports.link_down(lane)
+            lane.up = lane.up and last
+        if last:
+            self._backlog.link_down()
+            self._reader.link_down()
+        for sample in sorted(samples, key=lambda sample: sample.phase is not Phase.ABORTING):  # Failures first.
+            self._guard(partial(self._back_here, why=why, spool=last), sample)
+        for lane in lanes:
+            lane.up = False  # The last only now that the spool is at work: an engine that waits for room would give up between.
+        if not last:
+            self._send_elsewhere(samples)
+        for lane in lanes:
+            lane.sink.reset()
+
+    def _send_elsewhere(self, samples: Sequence[SampleState]) -> None:
+        """Samples of a lane that went down while another is up: the others get them at once."""
+        for sample in samples:
+            if sample.phase is not Phase.WAITING:
+                continue
+            if sample.commit is None or sample.in_memory or self._backlog.has_turn(sample):
+                self._guard(self._send, sample)
+            else:
+                self._backlog.add(sample)
+        self._advance()
+
+    def _back_here(self, sample: SampleState, why: tuple[str, str], *, spool: bool) -> None:
+        """What was sent of a sample no longer counts: it waits for a lane, if it can be sent again. `spool`: there is none."""
         if sample.move(Event.LINK_DOWN) is Phase.OVER:
             self._end_untold(sample)
             return
         sample.why = why
-        if self._rows.recover(sample):
-            self._writer.put(sample)
-        else:
+        if not self._rows.recover(sample):
             self._rows_lost(sample)
+        elif spool:
+            self._writer.put(sample)
 
     def _rows_lost(self, sample: SampleState) -> None:
         sample.move(Event.ROWS_LOST)
         self._end_untold(sample)
 
-    def acked(self, numbers: Sequence[int]) -> None:
-        """The server took these chunks."""
-        self._rows.acked(numbers)
+    def acked(self, lane: Lane, numbers: Sequence[int]) -> None:
+        """The server took these chunks of a lane."""
+        self._rows.acked(lane, numbers)
 
-    def committed(self, number: int) -> None:
+    def committed(self, lane: Lane, number: int) -> None:
         """A sample is durable."""
-        sample = self._by_number.get(number)
+        sample = lane.samples.get(number)
         if sample is not None:
             sample.move(Event.STORED)
             self._counters.add("samples_committed")
@@ -219,12 +242,12 @@ class Outbox:
             self._on_end(sample.req_id)
             self._advance()
 
-    def failed(self, event: Failed) -> None:
+    def failed(self, lane: Lane, event: Failed) -> None:
         """The server will not store a sample, or cannot now."""
-        if self._reports.answered(event, again=not is_final(event.code)):
+        if self._reports.answered(lane, event, again=not is_final(event.code)):
             self._advance()
             return
-        sample = self._by_number.get(event.sample)
+        sample = lane.samples.get(event.sample)
         if sample is None:
             return
         not_now = not is_final(event.code, sample.refusals)
@@ -242,7 +265,7 @@ class Outbox:
     def _back_off(self, sample: SampleState, event: Failed) -> None:
         """Its rows stay for as long as nobody needs their room; then, or when none are lost, it is sent again."""
         sample.move(Event.NOT_NOW)
-        del self._by_number[sample.number]
+        self.lanes.of(sample).end(sample)
         sample.why = (event.code, event.message)
         sample.retry_at = self._clock() + min(_RETRY_S * 2 ** min(sample.refusals, _DOUBLINGS_MAX), _RETRY_S_MAX)
         sample.refusals += 1
@@ -317,44 +340,50 @@ class Outbox:
                 self.give_up(fetch.sample, Damaged.code, "rows of the sample cannot be read back from the spool")
         else:
             fetch.chunk.digest = event.digest
-            self._rows.submit(fetch.sample, fetch.chunk, fetch.staging_slot)
+            self._rows.submit(self.lanes.of(fetch.sample), fetch.sample, fetch.chunk, fetch.staging_slot)
             self._progress(fetch.sample)
 
     def _read_later(self, sample: SampleState) -> None:
         """The spool's disk fails. Its rows may be there yet, so the sample comes again, and holds nothing at the server."""
         failed = Failed(sample.number, IoError.code, "rows of the sample cannot be read back from the spool now")
-        self._sink.abort(ingest_pb2.AbortSample(sample=failed.sample, code=failed.code, message=failed.message))
+        abort = ingest_pb2.AbortSample(sample=failed.sample, code=failed.code, message=failed.message)
+        self.lanes.of(sample).sink.abort(abort)
         self._back_off(sample, failed)
 
     # Sending.
 
-    def _is_taken(self, sample: SampleState) -> bool:
-        """Whether the server takes samples of this format. One that it does not take fails before a row of it is sent."""
-        if not (unknown := sorted(set(sample.opened.columns) - self._taken_columns)):
-            return True
+    def _lane_for(self, sample: SampleState) -> Lane | None:
+        """The lane that a sample goes to. One of a format that the server does not take fails before a row of it is sent."""
+        lane = self.lanes.least_owing()
+        if not (unknown := sorted(set(sample.opened.columns) - lane.taken_columns)):
+            return lane
         message = f"the server takes no column {unknown[0][:64]!r}: upgrade servers before connectors"
         self.give_up(sample, UnsupportedFormat.code, message)
-        return False
+        return None
 
-    def _announce(self, sample: SampleState) -> None:
+    def _announce(self, sample: SampleState, lane: Lane) -> None:
         sample.move(Event.SEND)
-        sample.number = next(self._numbers)
+        if sample.commit is None:
+            owed_bytes = sample.opened.rows_max * self._config.row_bytes
+        else:
+            owed_bytes = sum(chunk.nbytes for chunk in sample.chunks)
+        lane.begin(sample, owed_bytes)
         sample.unsent = len(sample.chunks)
-        self._by_number[sample.number] = sample
-        self._sink.open_sample(numbered(sample.opened, sample.number))
+        lane.sink.open_sample(numbered(sample.opened, sample.number))
 
     def _send(self, sample: SampleState) -> None:
         """Open a sample again and send all there is of it. One that lost rows meanwhile fails."""
-        if not self._is_taken(sample):
+        lane = self._lane_for(sample)
+        if lane is None:
             return
         if not self._rows.recover(sample, spare=True):
             self._rows_lost(sample)
             return
-        self._announce(sample)
+        self._announce(sample, lane)
         self._counters.add("samples_replayed")
         for chunk in sample.chunks:
             if chunk.staging_slot is not None:
-                self._rows.submit(sample, chunk)
+                self._rows.submit(lane, sample, chunk)
             else:
                 self._reader.fetch(sample, chunk)
         self._reader.read_more()
@@ -371,7 +400,7 @@ class Outbox:
             request = ingest_pb2.CommitSample()
             request.CopyFrom(sample.commit)
             request.sample = sample.number
-            self._sink.commit(request)
+            self.lanes.of(sample).sink.commit(request)
 
     def _advance(self) -> None:
         """Send more of what only the spool holds, and tell more failures, as far as the limits allow."""
@@ -379,7 +408,7 @@ class Outbox:
             return
         while (sample := self._backlog.next()) is not None:
             self._guard(self._send, sample)
-        self._reports.send()
+        self._reports.send(self.lanes.least_owing())
 
     # The end. The sample is OVER.
 
@@ -400,7 +429,8 @@ class Outbox:
 
     def _forget(self, sample: SampleState) -> None:
         del self._held[sample.serial]
-        self._by_number.pop(sample.number, None)
+        if sample.lane != NO_LANE:
+            self.lanes.of(sample).end(sample)
         self._no_rows_come(sample)
         self._backlog.done(sample)
         self._rows.let_go(sample)

@@ -9,7 +9,8 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 from slotstream.common.logtext import log_text
@@ -19,6 +20,7 @@ from slotstream.connector.faults import Faults, SampleFault
 from slotstream.connector.plan import SampleAbort, SampleFinish, SampleOpen
 from slotstream.connector.sending.engine_reports import EngineReports
 from slotstream.connector.sending.inbox import BESIDE_THE_ENGINE, EngineItem, FailSample, Inbox, Looks, RowBatch, Stop
+from slotstream.connector.sending.lane import Lane, Said
 from slotstream.connector.sending.outbox import Outbox
 from slotstream.connector.sending.phases import Phase
 from slotstream.connector.sending.row_check import INFINITY, Checkable, Segment, count_bad_rows
@@ -48,7 +50,7 @@ logger = connector_logger(__name__)
 
 _TICK_S = 1.0
 
-_Event = SinkEvent | SpoolEvent
+_Event = Said | SpoolEvent
 
 
 class Pump:
@@ -59,7 +61,7 @@ class Pump:
         config: ConnectorConfig,
         pool: StagingPool,
         area: StagingArea,
-        sink: SampleSink,
+        sinks: Sequence[SampleSink],
         counters: Counters,
         on_end: Callable[[str], None] = lambda req_id: None,
         looks: Looks = BESIDE_THE_ENGINE,
@@ -71,7 +73,6 @@ class Pump:
         self._infinity = INFINITY[config.dtype]
         self._pool = pool
         self._area = area
-        self._sink = sink
         self._row_bytes = config.row_bytes
         self._counters = counters
         self._inbox: Inbox[_Event] = Inbox(lambda: area.done, looks)
@@ -82,14 +83,14 @@ class Pump:
         self._faults = Faults(counters)
         self._spool_writer = SpoolWriter(self._disk, pool)
         reader = SpoolReader(self._disk, pool)
-        self._outbox = Outbox(config, pool, sink, self._spool_writer, reader, counters, self._faults, on_end, self._guard)
+        self._outbox = Outbox(config, pool, sinks, self._spool_writer, reader, counters, self._faults, on_end, self._guard)
         self._batches_posted = 0  # Written by the engine's thread only,
         self._batches_done = 0  # and this by ours.
         self._stop: Stop | None = None
         self._throttle = Throttle(every_s=10.0)
         self._throttle_link = Throttle(every_s=60.0)
         self._refused = False  # The server does not know our token.
-        self._reports = EngineReports(config, sink, self.gauges)
+        self._reports = EngineReports(config, self._outbox.lanes, self.gauges)
         self.lent_bytes: Callable[[], int] = lambda: 0  # Of staging that is lent ahead, and holds no rows yet.
         self._thread = threading.Thread(target=self._run, name="slotstream-pump", daemon=True)
 
@@ -98,7 +99,11 @@ class Pump:
         self._thread.start()
         if self._disk is not None:
             self._disk.start()
-        self._sink.start(self._inbox.put)
+        for lane in self._outbox.lanes:
+            lane.sink.start(partial(self._said, lane))
+
+    def _said(self, lane: Lane, event: SinkEvent) -> None:
+        self._inbox.put(Said(lane, event))
 
     def post(self, item: SampleOpen | RowBatch | SampleFinish | SampleAbort | FailSample) -> None:
         """Hand something over, from the engine's thread; kept in order."""
@@ -127,7 +132,7 @@ class Pump:
         if not self._outbox.link_up:
             unseen = self._batches_posted != self._batches_done  # What the spool will be asked to write.
             return (self._disk is not None and unseen) or self._spool_writer.taking_rows(self._wait_s_max)
-        return not self._outbox.unacked or time.monotonic() - self._outbox.answered_at < self._wait_s_max
+        return self._outbox.lanes.answered_since(time.monotonic() - self._wait_s_max)
 
     @property
     def link_up(self) -> bool:
@@ -168,7 +173,8 @@ class Pump:
         self._digests.close()
         if self._disk is not None:
             self._disk.close(max(1.0, deadline - time.monotonic()))
-        self._sink.close(1.0)
+        for lane in self._outbox.lanes:
+            lane.sink.close(1.0)
 
     # -- the thread
 
@@ -177,7 +183,8 @@ class Pump:
         while not self._may_stop():
             if time.monotonic() >= next_check:  # Also while items keep coming: the server may have stopped all the same.
                 next_check = time.monotonic() + _TICK_S
-                self._sink.check_deadlines()
+                for lane in self._outbox.lanes:
+                    lane.sink.check_deadlines()
                 self._safely(self._outbox.tick)
                 self._safely(self._faults.tick)
                 self._safely(self._reports.tick)
@@ -194,7 +201,7 @@ class Pump:
         if stop is None or now >= stop.deadline:
             return stop is not None
         if self._outbox.link_up and now >= stop.patience:
-            self._safely(lambda: self._outbox.link_is_down("the engine shut down"))
+            self._safely(lambda: self._outbox.give_up_links("the engine shut down"))
         if len(self._inbox):
             return False
         if self._disk is None:  # A link that is not up yet, or not again, is all that can save what is left.
@@ -238,8 +245,8 @@ class Pump:
         match item:
             case RowBatch():
                 self._batch(item)
-            case Acked():
-                outbox.acked(item.chunks)
+            case Said():
+                self._heard(item.lane, item.event)
             case SampleOpen():
                 outbox.open(item)
             case SampleFinish():
@@ -248,30 +255,10 @@ class Pump:
                 self._fail(item.req_id, item.code, item.message)
             case FailSample():
                 self._give_up(item.req_id, item.error)
-            case Committed():
-                outbox.committed(item.sample)
-            case Failed():
-                outbox.failed(item)
-            case FellBack():
-                self._counters.add("nixl_fallbacks")
             case Appended():
                 outbox.appended(item)
             case ReadBack():
                 outbox.read_back(item)
-            case LinkUp():
-                logger.info("slotstream: connected to %s (server %s)", self._server, item.server_version)
-                outbox.link_is_up(item.columns)
-                self._refused = False
-                self._reports.link_is_up()
-            case LinkDown():
-                # A server that refuses our token says so at every try.
-                if (unsaid := self._throttle_link.admit(item.code)) is not None or outbox.link_up:
-                    why, waiting = log_text(item.code or ServerUnavailable.code, item.message), outbox.samples
-                    more = f" ({unsaid} more times not logged)" if unsaid else ""
-                    logger.warning("slotstream: no link to the server: %s; %d samples wait%s", why, waiting, more)
-                self._reports.link_is_down()
-                outbox.link_is_down(item.message, item.code)
-                self._refused = item.code == Unauthenticated.code
             case Adopted():
                 outbox.adopted(item)
             case Loaded():
@@ -280,6 +267,33 @@ class Pump:
                 self._stop = item
                 for req_id in outbox.live:  # Those that wait for their commit's answer only are left alone.
                     self._give_up(req_id, CaptureAborted("the engine shut down before all rows existed"))
+
+    def _heard(self, lane: Lane, event: SinkEvent) -> None:
+        """What the server says on a lane."""
+        outbox = self._outbox
+        match event:
+            case Acked():
+                outbox.acked(lane, event.chunks)
+            case Committed():
+                outbox.committed(lane, event.sample)
+            case Failed():
+                outbox.failed(lane, event)
+            case FellBack():
+                self._counters.add("nixl_fallbacks")
+            case LinkUp():
+                logger.info("slotstream: connected to %s (server %s)", self._server, event.server_version)
+                outbox.link_is_up(lane, event.columns)
+                self._refused = False
+                self._reports.link_is_up()
+            case LinkDown():
+                # A server that refuses our token says so at every try.
+                if (unsaid := self._throttle_link.admit(event.code)) is not None or lane.up:
+                    why, waiting = log_text(event.code or ServerUnavailable.code, event.message), outbox.samples
+                    more = f" ({unsaid} more times not logged)" if unsaid else ""
+                    logger.warning("slotstream: no link to the server: %s; %d samples wait%s", why, waiting, more)
+                self._reports.link_is_down(lane)
+                outbox.link_is_down(lane, event.message, event.code)
+                self._refused = event.code == Unauthenticated.code
 
     def _batch(self, batch: RowBatch) -> None:
         done, read_unix_ns = 0, time.time_ns()

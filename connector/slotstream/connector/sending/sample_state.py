@@ -57,7 +57,10 @@ class SampleState:
     phase: Phase = Phase.WAITING
     chunks: list[ChunkState] = field(default_factory=list)
     commit: ingest_pb2.CommitSample | None = None
-    number: int = 0  # On the stream: what the server knows it by.
+    lane: int = -1  # The index of the lane that it is on; -1: of none.
+    number: int = 0  # On its lane: what the server knows it by.
+    owed_bytes: int = 0  # On a lane: of rows that the server has not taken, promised ones included.
+    sends: int = 0  # How often it was opened.
     unsent: int = 0  # OPEN: chunks that are not submitted yet.
     why: tuple[str, str] = (Interrupted.code, "its rows were let go of")  # It is not stored, or not yet: code and message.
     retry_at: float = 0.0  # BACKING_OFF: when it is sent again, by the outbox's clock.

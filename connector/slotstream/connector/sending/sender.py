@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from slotstream.connector.counters import Counters
@@ -56,12 +56,13 @@ class SenderMaker(Protocol):
     def __call__(self, memory: HostMemory, shape: StagingShape, counters: Counters) -> Sender: ...
 
 
-def in_thread(config: ConnectorConfig, sink: SampleSink) -> SenderMaker:
+def in_thread(config: ConnectorConfig, sinks: Sequence[SampleSink]) -> SenderMaker:
     """A pump in this process."""
 
     def make(memory: HostMemory, shape: StagingShape, counters: Counters) -> Sender:
         area = memory.area
-        sink.use_staging(area.slots, shape.slot_bytes)
-        return Pump(config, StagingPool(area.slots, shape), area, sink, counters)
+        for sink in sinks:
+            sink.use_staging(area.slots, shape.slot_bytes)
+        return Pump(config, StagingPool(area.slots, shape), area, sinks, counters)
 
     return make

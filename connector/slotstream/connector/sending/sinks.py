@@ -1,4 +1,4 @@
-"""The way to the server that the connector's options ask for."""
+"""The ways to the server that the connector's options ask for."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from slotstream.transport.nixl import plane_for
 from slotstream.v1 import ingest_pb2
 
 
-def sink_for(options: ConnectorOptions, hello: ingest_pb2.Hello) -> SampleSink:
-    """The sink of a worker that says `hello`."""
-    return GrpcSink(
+def sinks_for(options: ConnectorOptions, hello: ingest_pb2.Hello) -> list[SampleSink]:
+    """The sinks of a worker that says `hello`, one a lane."""
+    sink = GrpcSink(
         options.server,
         hello,
         access=options.access,
         ack_timeout_s=options.ack_timeout_s,
         plane=plane_for(options.transport, options.server),
     )
+    return [sink]

@@ -1,87 +1,71 @@
-"""Rows of samples in staging: submitted to the sink, held until the verdict, then dropped."""
+"""Rows of samples in staging: submitted to a lane, held until the verdict, then dropped."""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
+from slotstream.connector.sending.lane import Lane, Sent
 from slotstream.connector.sending.phases import Phase
 from slotstream.connector.sending.sample_state import ChunkState, SampleState
 from slotstream.connector.sending.spool.reader import SpoolReader
 from slotstream.connector.sending.spool.writer import SpoolWriter
 from slotstream.connector.sending.staging_pool import StagingPool
-from slotstream.transport.base import RowChunk, SampleSink
-
-
-@dataclass(frozen=True, slots=True)
-class _Sent:
-    """A chunk that the sink has. `read_back_slot`: where its rows lie, unless that is its own staging slot."""
-
-    sample: SampleState
-    chunk: ChunkState
-    read_back_slot: int | None
+from slotstream.transport.base import RowChunk
 
 
 class UnackedChunks:
-    """For the pump's thread, but for the properties, which any thread may read."""
+    """For the pump's thread. `clock`: monotonic seconds."""
 
-    def __init__(
-        self, pool: StagingPool, sink: SampleSink, writer: SpoolWriter, reader: SpoolReader, clock: Callable[[], float]
-    ) -> None:
+    def __init__(self, pool: StagingPool, writer: SpoolWriter, reader: SpoolReader, clock: Callable[[], float]) -> None:
         self._pool = pool
-        self._sink = sink
         self._writer = writer
         self._reader = reader
         self._clock = clock
-        self._numbers = itertools.count(1)
-        self._sent: dict[int, _Sent] = {}
-        self._answered_at = 0.0
 
-    @property
-    def unacked(self) -> int:
-        """Chunks that the server has not taken yet."""
-        return len(self._sent)
+    def submit(self, lane: Lane, sample: SampleState, chunk: ChunkState, read_back_slot: int | None = None) -> None:
+        """Send rows of a sample that is open on this lane.
 
-    @property
-    def answered_at(self) -> float:
-        """When the server last took a chunk, or was first given one, by the clock."""
-        return self._answered_at
-
-    def submit(self, sample: SampleState, chunk: ChunkState, read_back_slot: int | None = None) -> None:
-        """Send rows of an open sample, out of the chunk's own staging slot or the one that they were read back into."""
+        They lie in the chunk's own staging slot, or in the one that they were read back into.
+        """
         staging_slot = chunk.staging_slot if read_back_slot is None else read_back_slot
         assert staging_slot is not None, "only rows in memory are submitted"
-        chunk.wire = next(self._numbers)
+        chunk.wire = lane.next_chunk_number()
         sample.unsent -= 1
-        if not self._sent:
-            self._answered_at = self._clock()
-        self._sent[chunk.wire] = _Sent(sample, chunk, read_back_slot)
+        if not lane.sent:
+            lane.answered_at = self._clock()
+        lane.sent[chunk.wire] = Sent(sample, chunk, read_back_slot)
         buffer = self._pool.buffer(staging_slot, chunk.nbytes)
-        self._sink.submit(RowChunk(sample.number, chunk.wire, chunk.first_row, chunk.rows, buffer, chunk.digest))
+        lane.sink.submit(RowChunk(sample.number, chunk.wire, chunk.first_row, chunk.rows, buffer, chunk.digest))
 
-    def acked(self, numbers: Sequence[int]) -> None:
+    def acked(self, lane: Lane, numbers: Sequence[int]) -> None:
         """The server took these chunks."""
-        self._answered_at = self._clock()
+        lane.answered_at = self._clock()
         for number in numbers:
-            sent = self._sent.pop(number, None)
+            sent = lane.sent.pop(number, None)
             if sent is None:
                 continue
             sent.chunk.wire = 0
-            if sent.read_back_slot is not None:
-                self._reader.give_back(sent.read_back_slot)
-            else:
-                self.settle(sent.sample, sent.chunk)
+            if sent.sample.lane == lane.index:
+                lane.owes(sent.sample, max(0, sent.sample.owed_bytes - sent.chunk.nbytes))
+            self._came_back(sent)
 
-    def link_down(self) -> None:
-        """The sink has nothing any more. What the samples still need is held until each has its new phase."""
-        sent, self._sent = self._sent, {}
-        for one in sent.values():
-            one.chunk.wire = 0
-            if one.read_back_slot is not None:
-                self._reader.give_back(one.read_back_slot)
-            elif not one.sample.phase.needs_rows:
-                self.settle(one.sample, one.chunk)
+    def link_down(self, lane: Lane, *, last: bool) -> None:
+        """A lane's sink has nothing any more. What the samples still need is held until each has its new phase.
+
+        `last`: no other lane is up, so that every sample gets one; else only those that were on this lane.
+        """
+        moving = set(lane.samples.values())
+        for sent in lane.went_down():
+            sent.chunk.wire = 0
+            held = sent.sample.phase.needs_rows and (last or sent.sample in moving)
+            if not held or sent.read_back_slot is not None:
+                self._came_back(sent)
+
+    def _came_back(self, sent: Sent) -> None:
+        if sent.read_back_slot is not None:
+            self._reader.give_back(sent.read_back_slot)
+        else:
+            self.settle(sent.sample, sent.chunk)
 
     def settle(self, sample: SampleState, chunk: ChunkState) -> None:
         """What becomes of a chunk's staging slot that may just have become free: released, kept, or held for the next link."""

@@ -11,10 +11,12 @@ from contextlib import suppress
 from slotstream.server.access.gate import Session
 from slotstream.server.ingest.acks import Acks
 from slotstream.server.ingest.announced import Announced
+from slotstream.server.ingest.puller import Puller
 from slotstream.server.ingest.replies import Replies
 from slotstream.server.ingest.requests import commit_bytes, peers_failure, refused_record, spec_of
 from slotstream.server.ingest.sample_writer import Abort, Chunk, Commit, Done, Ended, Open, Refuse, SampleWriter
 from slotstream.server.ingest.shared import Shared
+from slotstream.server.nixl.puller import NixlPuller
 from slotstream.server.nixl.reader import PoolSlot, ReadAnswer, ReadRequest
 from slotstream.server.overview.engines import Engine
 from slotstream.store.records import Failure, SampleKey
@@ -43,7 +45,7 @@ _USED_RANGES_MAX = 1 << 16
 
 
 class OpenSamples:
-    """Everything here runs on the event loop, but `_post` may not."""
+    """Everything here runs on the event loop, but `_post` and `_answered` may not."""
 
     def __init__(
         self,
@@ -72,7 +74,9 @@ class OpenSamples:
         self._collecting = False
         # When each open sample will have taken too long. Each is one of the peer's share of open samples.
         self._due: dict[int, float] = {}
-        self._announced = Announced(shared.readers, self._wake)
+        self._announced = Announced()
+        self._pulled: deque[ReadAnswer] = deque()
+        self._puller: Puller = NixlPuller(shared.readers, self._answered)
         self._said_all = False
         self.engine: Engine | None = None  # Since its Hello.
         self._connected = True
@@ -102,9 +106,9 @@ class OpenSamples:
         """Whether none is open, and everything that there is to say was handed to the replies."""
         return not self._writers and not self._acks
 
-    async def accept_nixl(self, offer: pb.NixlOffer) -> bool:
+    async def accept_announcements(self, hello: pb.Hello) -> bool:
         """Whether chunks may be announced on this stream. Raises ProtocolViolation for an offer that cannot be meant."""
-        accepted = await self._announced.accept(offer)
+        accepted = await self._puller.accept(hello)
         if accepted:
             self._acks.window_bytes = self._shared.config.nixl_window_bytes
         return accepted
@@ -133,7 +137,7 @@ class OpenSamples:
     def disconnect(self) -> None:
         """The stream is over, and nobody is told anything any more: fail what is open."""
         self._connected = False
-        for request in self._announced.close():
+        for request in self._puller.close():
             self._let_go(request.nbytes)
             self._acks.let_go()
         self.abandon(Failure.of(Interrupted("the stream broke while the sample was arriving")))
@@ -198,17 +202,22 @@ class OpenSamples:
         requests: list[ReadRequest] = []
         try:
             for announce in announcements:
-                request = self._announced.take(announce)
+                request = self._puller.check(announce)
                 if self._writer(request.sample) is None:  # As below.
                     self._acks.add(request.chunk, request.nbytes)
                     continue
+                self._announced.expect(request)
                 self._hold(request.nbytes)
                 self._acks.hold()
-                self._announced.expect(request)
                 requests.append(request)
         finally:
             if requests:  # Also those before one that is wrong: they are held.
-                self._announced.start(requests)
+                self._puller.pull(requests)
+
+    def _answered(self, answer: ReadAnswer) -> None:
+        """Called by the puller, from any thread."""
+        self._pulled.append(answer)
+        self._wake()
 
     def _take_answer(self, answer: ReadAnswer) -> None:
         """What became of an announced chunk."""
@@ -220,7 +229,8 @@ class OpenSamples:
             writer.push(item, request.nbytes)
             self._arrived(writer, request.chunk)
             return
-        self._announced.free(answer)
+        if answer.slot is not None:
+            self._puller.forget((answer.slot,))
         self._let_go(request.nbytes)
         self._acks.let_go()
         if writer is None:
@@ -361,11 +371,11 @@ class OpenSamples:
     def _collect(self) -> None:
         self._collecting = False  # Before looking: what is posted from here on asks for another wake-up.
         taken = 0
-        while self._announced.results:
+        while self._pulled:
             if taken >= _TURN_BYTES:
                 self._wake()
                 break
-            answer = self._announced.results.popleft()
+            answer = self._pulled.popleft()
             taken += answer.request.nbytes
             self._take_answer(answer)
         freed: list[PoolSlot] = []
@@ -381,8 +391,8 @@ class OpenSamples:
                 self._shared.waiters.notify(done.writer.key)
             if done.ended is not None:
                 self._end_sample(done.writer, done.ended)
-        if freed and self._shared.readers is not None:
-            self._shared.readers.free(freed)
+        if freed:
+            self._puller.forget(freed)
         self._room.set()
 
     def _reply(self, reply: pb.IngestReply) -> None:

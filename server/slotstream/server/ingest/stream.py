@@ -125,7 +125,7 @@ class Stream:
         if hello.protocol != PROTOCOL_VERSION:
             raise ProtocolViolation(f"this server speaks protocol {PROTOCOL_VERSION}, not {hello.protocol}")
         _log.info("stream of %s: engine %.64r, rank %d", self._peer, hello.engine_id, hello.worker_rank)
-        nixl = hello.HasField("nixl") and await self._samples.accept_nixl(hello.nixl)
+        nixl = await self._samples.accept_announcements(hello)
         self._samples.engine = self._shared.engines.connect(hello, self._name, self._address, nixl=nixl)
         welcome = pb.Welcome(
             protocol=PROTOCOL_VERSION,

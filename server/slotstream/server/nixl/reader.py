@@ -7,6 +7,7 @@ one died as well. Each has a pool of its own: bytes that a writer still writes o
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -127,7 +128,7 @@ class NixlReader:
     """What one reader process reads. Its methods may be called from any thread, and do not wait but where they say so."""
 
     def __init__(self, pool_bytes: int, metrics: Metrics) -> None:
-        """Nothing is allocated or started before the first peer comes."""
+        """Nothing is allocated or started before `begin`, or the first peer."""
         self._pool_bytes = pool_bytes
         self._metrics = metrics
         self._lock = threading.RLock()  # Guards everything below.
@@ -139,6 +140,11 @@ class NixlReader:
         self._restart_at = 0.0
         self._quarantined = 0
         self._closed = False
+
+    def begin(self) -> None:
+        """Start the reader now, without waiting for it: the first peer need not wait while NIXL is loaded."""
+        with self._lock, contextlib.suppress(NixlFault, OSError):  # The first peer tries again, and says why not.
+            self._started()
 
     def prove(self) -> None:
         """Start the reader now, and wait for it. Raises ConfigError where NIXL does not work."""
@@ -212,6 +218,8 @@ class NixlReader:
             self._problem = "the server is shutting down"
             reader = self._reader
         if reader is not None:
+            if not reader.ready.done():  # It loads NIXL, and does not listen meanwhile.
+                reader.process.kill()
             reader.link.shutdown(socket.SHUT_RDWR)
             reader.end()
 

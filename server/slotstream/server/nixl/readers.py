@@ -53,6 +53,8 @@ def start_readers(config: ServerConfig, metrics: Metrics) -> NixlReaders | None:
         except BaseException:
             readers.close()
             raise
+    else:
+        readers.begin()
     return readers
 
 
@@ -60,9 +62,14 @@ class NixlReaders:
     """All that a server reads over NIXL. Its methods may be called from any thread, and do not wait but where they say so."""
 
     def __init__(self, readers: Sequence[NixlReader], *, shared_only: bool = False) -> None:
-        """Nothing is allocated or started before the first peer comes. `shared_only`: peers whose memory can be read here."""
+        """Nothing is started before `begin`, or the first peer. `shared_only`: peers whose memory can be read here."""
         self.shared_only = shared_only
         self._readers = tuple(readers)
+
+    def begin(self) -> None:
+        """Start every reader now, without waiting for them."""
+        for reader in self._readers:
+            reader.begin()
 
     def prove(self) -> None:
         """Start every reader now, and wait for them. Raises ConfigError where NIXL does not work."""

@@ -36,7 +36,7 @@ from slotstream.connector.sending.process.messages import (
     say,
 )
 from slotstream.connector.sending.sender import EnginePost, Sender, SenderMaker, in_thread
-from slotstream.connector.sending.sinks import sink_for
+from slotstream.connector.sending.sinks import sinks_for
 from slotstream.connector.sending.staging_area import HostMemory, LeaseRing
 from slotstream.connector.sending.staging_pool import StagingShape
 from slotstream.connector.vllm_config import ConnectorConfig
@@ -71,7 +71,7 @@ def sender_for(config: ConnectorConfig, hello: ingest_pb2.Hello) -> SenderMaker:
     """What connector option `sender` asks for."""
     if config.sends_in_process:
         return in_process(config, hello)
-    return in_thread(config, sink_for(config.options, hello))
+    return in_thread(config, sinks_for(config.options, hello))
 
 
 class _Child:

@@ -30,7 +30,7 @@ from slotstream.connector.sending.process.messages import (
     say,
 )
 from slotstream.connector.sending.pump import Pump
-from slotstream.connector.sending.sinks import sink_for
+from slotstream.connector.sending.sinks import sinks_for
 from slotstream.connector.sending.staging_area import LeaseRing, map_staging
 from slotstream.connector.sending.staging_pool import StagingPool
 from slotstream.transport.logs import CONNECTOR_LOGGER
@@ -52,11 +52,12 @@ def main(items_fd: int, leases_fd: int, memory_fd: int) -> int:
     counters = Counters()
     try:
         area = map_staging(setup.shape, memory_fd)
-        sink = sink_for(setup.config.options, ingest_pb2.Hello.FromString(setup.hello))
-        sink.use_staging(area.slots, setup.shape.slot_bytes)
+        sinks = sinks_for(setup.config.options, ingest_pb2.Hello.FromString(setup.hello))
+        for sink in sinks:
+            sink.use_staging(area.slots, setup.shape.slot_bytes)
         pool = StagingPool(area.slots, setup.shape)
         ended: queue.SimpleQueue[str] = queue.SimpleQueue()
-        pump = Pump(setup.config, pool, area, sink, counters, ended.put, IN_A_PROCESS_OF_ITS_OWN)
+        pump = Pump(setup.config, pool, area, sinks, counters, ended.put, IN_A_PROCESS_OF_ITS_OWN)
         desk = _Desk(pool, pump, area.lending(setup.first_turn), leases)
         pump.lent_bytes = lambda: desk.held_bytes
         pump.start()

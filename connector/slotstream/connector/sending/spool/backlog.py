@@ -83,6 +83,10 @@ class Backlog:
             self._reader.load(self._files.popleft())
         return None
 
+    def has_turn(self, sample: SampleState) -> bool:
+        """Whether it has its turn now."""
+        return sample in self._turns
+
     def done(self, sample: SampleState) -> None:
         """A sample is over, and with it its turn, if it had one."""
         if sample in self._turns:

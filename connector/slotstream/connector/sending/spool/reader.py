@@ -16,17 +16,17 @@ from slotstream.wire.errors import Damaged, Interrupted, TooLarge
 
 @dataclass(frozen=True, slots=True)
 class Fetch:
-    """Rows that are to come back while the sample is open under this number; in which staging slot, once it is known."""
+    """Rows that are to come back for this try at sending the sample; in which staging slot, once it is known."""
 
     sample: SampleState
-    number: int
+    sends: int
     chunk: ChunkState
     staging_slot: int = -1
 
     @property
     def is_wanted(self) -> bool:
         """Whether the sample is still open as it was when they were asked for."""
-        return self.sample.phase is Phase.OPEN and self.sample.number == self.number
+        return self.sample.phase is Phase.OPEN and self.sample.sends == self.sends
 
 
 class SpoolReader:
@@ -54,7 +54,7 @@ class SpoolReader:
 
     def fetch(self, sample: SampleState, chunk: ChunkState) -> None:
         """Have rows of an open sample read back, once `read_more` finds a slot for them."""
-        self._fetches.append(Fetch(sample, sample.number, chunk))
+        self._fetches.append(Fetch(sample, sample.sends, chunk))
 
     def read_more(self) -> None:
         """Ask for as many rows as there are slots for."""
@@ -68,7 +68,7 @@ class SpoolReader:
             assert chunk.place is not None
             staging_slot = self._free_slots.pop()
             into = self._pool.buffer(staging_slot, chunk.nbytes)
-            token = Fetch(sample, fetch.number, chunk, staging_slot)
+            token = Fetch(sample, fetch.sends, chunk, staging_slot)
             self._disk.read(sample.file, chunk.place, chunk.skip, into, token)
 
     def link_down(self) -> None:
