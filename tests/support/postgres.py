@@ -43,6 +43,11 @@ def programs() -> Path:
     return found[-1].parent
 
 
+def as_user() -> list[str]:
+    """What a command begins with that may not run as root."""
+    return ["runuser", "-u", _USER, "--"] if os.getuid() == 0 else []
+
+
 class Cluster:
     """One server process with its databases. `kill` and `start` it as often as you like."""
 
@@ -51,11 +56,10 @@ class Cluster:
         self._bin = programs()
         self.folder = Path(tempfile.mkdtemp(prefix="slotstream-postgres-", dir="/tmp"))  # A socket's path has to be short.
         self._settings = {**_SETTINGS, "unix_socket_directories": str(self.folder), **settings}
-        self._as_user: list[str] = []
+        self._as_user = as_user()
         if os.getuid() == 0:  # PostgreSQL refuses to run as root.
             owner = pwd.getpwnam(_USER)
             os.chown(self.folder, owner.pw_uid, owner.pw_gid)
-            self._as_user = ["runuser", "-u", _USER, "--"]
         # Sorted as people sort, where that can be said: what needs another order has to say so.
         provider = ["--locale-provider=icu", "--icu-locale=en-US"] if int(self._bin.parts[-2]) >= 15 else []
         options = ["--username", _USER, "--auth=trust", "--encoding=UTF8", "--locale=C.UTF-8", "--no-sync", *provider]

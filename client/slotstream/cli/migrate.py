@@ -18,8 +18,8 @@ def add_migrate_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"the database: postgresql://USER@HOST:PORT/DATABASE, without a password (default: what {_VARIABLE} says)",
     )
     parser.epilog = f"""\
-Makes the tables in the schema "slotstream" of the database, or adds what this version needs to them. It only adds, so servers of
-the version before run on meanwhile. A server never does this itself: one that meets older tables does not start.
+Makes the tables in the schema "slotstream" of the database, or adds what this version needs to them. It only adds, so servers
+of the version before run on meanwhile. A server never does this itself: one that meets older tables does not start.
 The password comes from the file that PGPASSFILE names (~/.pgpass), or stands in {_VARIABLE}.
 
 examples:

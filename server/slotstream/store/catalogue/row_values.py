@@ -1,4 +1,4 @@
-"""A record as the columns of its row, and back; and the checksum that a row has over them, whatever database it is in.
+"""A record as the columns of its row, and back; and the checksum that a row has over them. The same in every database.
 
 The checksum is xxh3-64 of the values as JSON, without its last bit (databases' integers are signed).
 """
