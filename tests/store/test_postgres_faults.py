@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 
 import psycopg
 import pytest
@@ -20,7 +21,7 @@ from slotstream.store.catalogue.postgres.catalogue import PostgresCatalogue
 from slotstream.store.catalogue.postgres.migrating import migrate
 from slotstream.store.catalogue.queries import ListQuery, Queue, Standing
 from slotstream.store.records import SampleKey, State
-from slotstream.wire.errors import InternalFault, Interrupted, IoError, SampleNotFound, StoreFull, VerdictUnknown
+from slotstream.wire.errors import InternalFault, Interrupted, IoError, VerdictUnknown
 
 pytestmark = pytest.mark.postgres
 
@@ -159,6 +160,33 @@ def test_connections_that_were_lost_while_nobody_used_them_do_not_show(behind: P
     assert behind.get(committed().key) == committed()
 
 
+def test_no_wait_for_a_server_that_is_stopped_is_without_an_end(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its machine answers, so the connections stay."""
+    for limit in ("_WRITE_S", "_READ_S", "_VERDICT_S"):
+        monkeypatch.setattr(database, limit, 0.5)
+    monkeypatch.setattr(database, "_FRESH_S", 0.1)
+    catalogue = PostgresCatalogue(url)
+    catalogue.commit(committed()).result()
+    assert catalogue.get(committed().key) == committed()
+    name = url.rpartition("/")[2]
+    with psycopg.connect(cluster().url("postgres"), autocommit=True) as db:
+        found = db.execute("SELECT pid FROM pg_stat_activity WHERE datname = %s", (name,)).fetchall()
+    assert len(found) == 2, "one that writes, and one that reads"
+    for (pid,) in found:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        with pytest.raises(IoError):
+            catalogue.get(committed().key)
+        with pytest.raises(IoError):
+            catalogue.begin(arriving("b")).result()
+    finally:
+        for (pid,) in found:
+            os.kill(pid, signal.SIGCONT)
+    assert catalogue.begin(arriving("b")).result() is True
+    assert catalogue.get(committed().key) == committed()
+    catalogue.close()
+
+
 # A COMMIT whose answer does not come.
 
 
@@ -260,55 +288,6 @@ def _with_short_locks() -> dict[str, str]:
     from slotstream.store.catalogue.postgres import connecting
 
     return {**connecting._OF_THE_SESSION, "lock_timeout": "100"}
-
-
-def test_two_servers_write_to_one_catalogue(url: str) -> None:
-    """Of one id one of them begins; a lease and a deletion exclude each other; the totals are those of the rows."""
-    servers = PostgresCatalogue(url), PostgresCatalogue(url)
-    with ThreadPoolExecutor(4) as threads:
-        for number in range(40):
-            began = [server.begin(arriving(f"s{number}", created=place)) for place, server in enumerate(servers)]
-            assert sorted(one.result() for one in began) == [False, True]
-        # In opposite orders, many at a time.
-        names = [f"s{number}" for number in range(40)]
-        ends = [servers[0].commit(committed(name)) for name in names]
-        ends += [servers[1].commit(committed(name)) for name in reversed(names)]
-        for end in ends:
-            end.result()
-        assert servers[0].totals() == servers[1].totals()
-        assert servers[0].totals()[State.COMMITTED] == (40, 4000)
-        for name in names:
-            deleted = threads.submit(servers[0].mark_deleting, committed(name))
-            leased = threads.submit(_leases, servers[1], committed(name).key)
-            assert (deleted.result() == 0) is not leased.result()
-    stored = _one(url, "SELECT count(*) FROM slotstream.samples WHERE state = 'committed'")
-    assert servers[1].totals()[State.COMMITTED] == (stored, 100 * stored)
-    for server in servers:
-        server.close()
-
-
-def _leases(catalogue: PostgresCatalogue, key: SampleKey) -> bool:
-    try:
-        return catalogue.lease(key, "me", 60, 100, 100) > 0
-    except SampleNotFound:
-        return False
-
-
-def test_leases_have_one_limit_for_all_servers(url: str) -> None:
-    servers = [PostgresCatalogue(url) for _ in range(3)]
-    for number in range(30):
-        servers[0].commit(committed(f"s{number}")).result()
-    given = []
-
-    def take(number: int) -> None:
-        with suppress(StoreFull):
-            given.append(servers[number % 3].lease(SampleKey("n", f"s{number}"), "me", 60, 10, 10))
-
-    with ThreadPoolExecutor(6) as threads:
-        list(threads.map(take, range(30)))
-    assert len(given) == 10
-    for server in servers:
-        server.close()
 
 
 # What the tables hold.

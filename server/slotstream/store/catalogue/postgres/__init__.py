@@ -6,6 +6,7 @@ rows        the rows of one transaction: locked together, changed in memory, wri
 leases      who holds which sample until when
 listing     pages of a listing
 questions   what changes nothing
+watching    a limit on every wait
 connecting  one connection, set up, and who may not be behind it
 address     the URL, which is never shown whole
 migrating   the tables, version by version; `migrations/` has them

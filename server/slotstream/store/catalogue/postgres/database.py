@@ -29,14 +29,18 @@ from slotstream.store.catalogue.postgres.connecting import check_server, connect
 from slotstream.store.catalogue.postgres.failures import failure, is_lost, is_met, one_line
 from slotstream.store.catalogue.postgres.migrating import check_schema
 from slotstream.store.catalogue.postgres.rows import Rows
+from slotstream.store.catalogue.postgres.watching import Watch
 from slotstream.store.records import SampleKey
 from slotstream.wire.errors import InternalFault, Interrupted, IoError, SlotStreamError, VerdictUnknown
 
 _log = logging.getLogger(__name__)
 _READERS = 4
 _VERDICT_S = 20.0  # How long it is tried to find out whether a transaction is committed.
+_WRITE_S = 20.0  # For one go of a transaction.
+_READ_S = 45.0  # The database itself ends a query before.
 _PAUSE_S = 0.2  # Between two tries to connect.
 _FRESH_TRIES = 2  # A connection that was lost while nobody used it shows only then.
+_FRESH_S = 5.0  # And at once.
 _MEETINGS_S = 20.0  # How long a transaction that meets others is done again.
 _FOLD_EVERY = 256  # Batches.
 _FOLD_MAX = 20_000  # Rows in one go.
@@ -94,9 +98,10 @@ class Database(BatchWriter[Operation]):
         except BaseException:
             self._writer_db.close()
             raise
-        self._readers: queue.SimpleQueue[psycopg.Connection | None] = queue.SimpleQueue()
+        self._watch = Watch()
+        self._readers: queue.LifoQueue[psycopg.Connection | None] = queue.LifoQueue()
         for _ in range(_READERS):
-            self._readers.put(None)  # Connected when it is needed.
+            self._readers.put(None)  # Connected when it is needed; what is connected comes first.
         self._name, self._number = uuid.uuid4(), 0
         self._thread.start()
 
@@ -112,6 +117,7 @@ class Database(BatchWriter[Operation]):
             if reader is not None:
                 reader.close()
             self._readers.put(None)
+        self._watch.close()
 
     # Writing.
 
@@ -208,8 +214,9 @@ class Database(BatchWriter[Operation]):
         """One row of many in `deltas`; and the rows of threads that write no more."""
         try:
             db = self._writer_connection()
-            db.execute(_FOLD)
-            db.execute(_FORGET_WRITERS, (self._name,))
+            with self._watch.limit(db, _WRITE_S):
+                db.execute(_FOLD)
+                db.execute(_FORGET_WRITERS, (self._name,))
         except (psycopg.Error, IoError) as error:
             _log.info("the totals of the catalogue are folded later: %s", self._address.redacted(one_line(error)))
 
@@ -224,16 +231,21 @@ class Database(BatchWriter[Operation]):
             was_open = db is not None and not db.closed
             if db is None or db.closed:
                 db = connect(self._address)
+            began = time.monotonic()
             try:
-                return question(db)
+                with self._watch.limit(db, _READ_S):
+                    return question(db)
             except psycopg.Error as error:
-                if not (was_open and is_lost(error, db)):
+                if is_lost(error, db):
+                    db.close()
+                if not (was_open and db.closed) or time.monotonic() - began > _FRESH_S:
                     raise self._failure(error) from None
             # It was lost since it was used last, perhaps.
             db = None
             db = connect(self._address)
             try:
-                return question(db)
+                with self._watch.limit(db, _READ_S):
+                    return question(db)
             except psycopg.Error as error:
                 raise self._failure(error) from None
         finally:
@@ -258,7 +270,8 @@ class _Try:
                 self._wait_or_raise(error)
                 continue
             try:
-                return self._once(db)
+                with self._database._watch.limit(db, _WRITE_S):
+                    return self._once(db)
             except psycopg.Error as error:
                 if is_met(error) and not db.closed:
                     self._undo(db)
@@ -266,7 +279,7 @@ class _Try:
                 elif is_lost(error, db):
                     self._database._drop_writer_connection()
                     self._lost += 1
-                    if self._outcomes is not None or self._lost > _FRESH_TRIES:
+                    if self._outcomes is not None or self._lost > _FRESH_TRIES or self._is_late():
                         self._wait_or_raise(self._database._failure(error))
                 else:
                     self._undo(db)
@@ -286,6 +299,9 @@ class _Try:
                 self._outcomes = outcomes
             raise
         return outcomes
+
+    def _is_late(self) -> bool:
+        return time.monotonic() - self._began > _FRESH_S
 
     def _undo(self, db: psycopg.Connection) -> None:
         try:
