@@ -8,7 +8,7 @@ BIN = $(VENV)/bin
 SOURCES = client connector server proto/slotstream/common proto/slotstream/wire tests benchmarks examples
 
 .PHONY: help demo loop test unit conformance lint tools packages browser postgres extended kills soak histories simulation fuzz \
-	bench bench-transport bench-worker bench-workers bench-scale bench-readers bench-gpu bench-online bench-capture proto clean
+	bench bench-transport bench-worker bench-workers bench-scale bench-cluster bench-readers bench-gpu bench-online bench-capture proto clean
 .NOTPARALLEL:  # Two pips at a time spoil an environment.
 
 help:  ## Say what the targets do.
@@ -152,6 +152,9 @@ bench-workers: $(VENV)/.dev  ## What `slotstream serve --workers` brings to one 
 bench-scale: $(VENV)/.bench  ## Sizes of samples, numbers of connectors, and of samples at rest.
 	$(call BENCH,scale)
 	$(call PLOT,scale)
+
+bench-cluster: $(VENV)/.dev postgres  ## Questions to the catalogue in PostgreSQL, with 10^4 samples at rest and with 10^6. About ten minutes.
+	$(call BENCH,cluster)
 
 bench-readers: $(VENV)/.dev  ## What reads of samples and of rows cost beside reading their files. About three minutes.
 	$(call BENCH,readers)

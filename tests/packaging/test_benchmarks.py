@@ -20,6 +20,7 @@ _TARGETS = {
     "worker": "bench-worker",
     "workers": "bench-workers",
     "scale": "bench-scale",
+    "cluster": "bench-cluster",
     "readers": "bench-readers",
     "gpu": "bench-gpu",
     "online": "bench-online",
@@ -66,6 +67,15 @@ def test_transport(tmp_path: Path) -> None:
     judged = {verdict["what"] for verdict in figures["verdicts"]}
     assert "gRPC TCP stored / the slower of gRPC TCP and write + fdatasync, 2 streams" in judged
     assert "get, TCP / mmap + copy, whole samples" in judged
+
+
+@pytest.mark.postgres
+def test_cluster(tmp_path: Path) -> None:
+    options = ["--catalogue", "300,600", "--questions", "2", "--json", str(tmp_path / "figures.json")]
+    subprocess.run([sys.executable, str(_BENCHMARKS / "cluster.py"), *options], check=True, timeout=240)
+    figures = json.loads((tmp_path / "figures.json").read_text())
+    assert [row["samples"] for row in figures["catalogue"]] == [300, 600]
+    assert {"stat", "page", "page of a rare tag", "oldest 64"} <= {verdict["what"] for verdict in figures["verdicts"]}
 
 
 @pytest.mark.extended

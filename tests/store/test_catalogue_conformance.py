@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import queue
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -323,3 +325,56 @@ def test_no_lease_comes_between_a_deletions_look_and_its_mark(empty: Catalogue) 
 
             deleted, leased = threads.submit(delete), threads.submit(lease)
             assert deleted.result() is not leased.result()
+
+
+# Several servers.
+
+
+def test_who_leads_keeps_its_term(empty: Catalogue, clock: HandClock) -> None:
+    term = empty.lead()
+    assert term > 0
+    assert empty.lead() == term
+    for name in ("a", "b"):
+        empty.commit(committed(name)).result()
+    chosen = empty.candidates(Queue.OLDEST, "n", BEGIN, 10)
+    assert empty.mark_unused(chosen, term) == chosen
+    empty.drop_deleting([candidate.key for candidate in chosen], term)
+    assert empty.get(committed("a").key) is None
+
+
+def test_in_a_term_that_is_over_nothing_is_done(empty: Catalogue, clock: HandClock) -> None:
+    other = empty.lead() + 1
+    for name in ("a", "b", "c"):
+        empty.commit(committed(name)).result()
+    until = empty.lease(SampleKey("n", "a"), "me", 60.0, 10, 10)
+    assert empty.mark_unused(empty.candidates(Queue.OLDEST, "n", BEGIN, 10), other) == []
+    empty.shorten_leases(clock.now, other)
+    assert empty.standing(SampleKey("n", "a")).leased_until_unix_ns == until
+    empty.mark_deleting(committed("b"))
+    empty.drop_deleting([SampleKey("n", "b")], other)
+    assert _state(empty, committed("b")) is State.DELETING
+    assert _state(empty, committed("c")) is State.COMMITTED
+
+
+def test_who_watches_is_told_what_became_of_samples(empty: Catalogue) -> None:
+    told: queue.SimpleQueue[SampleKey | None] = queue.SimpleQueue()
+    empty.watch(told.put)
+
+    def is_told(name: str) -> None:
+        while told.get(timeout=30) != SampleKey("n", name):
+            pass
+
+    changes: list[tuple[str, Callable[[], object]]] = [
+        ("a", lambda: empty.begin(arriving("a")).result()),
+        ("a", lambda: empty.commit(committed("a")).result()),
+        ("b", lambda: empty.fail(arriving("b"), "ABORTED", "no").result()),
+        ("c", lambda: empty.begin(arriving("c")).result()),
+        ("c", lambda: empty.forget(SampleKey("n", "c")).result()),
+        ("d", lambda: empty.adopt(committed("d")).result()),
+        ("d", lambda: empty.put_damaged(committed("d"), "gone").result()),
+        ("a", lambda: empty.mark_deleting(committed("a"))),
+        ("a", lambda: empty.drop_deleting([SampleKey("n", "a")])),
+    ]
+    for name, change in changes:
+        change()
+        is_told(name)

@@ -1,7 +1,9 @@
-"""Several servers over one catalogue in PostgreSQL: what one decides holds for all."""
+"""Several servers over one catalogue in PostgreSQL: what one decides holds for all, one of them leads, all hear the news."""
 
 from __future__ import annotations
 
+import queue
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
@@ -9,8 +11,11 @@ import psycopg
 import pytest
 from store.catalogues import arriving, committed
 from support.postgres import catalogue_url
+from support.waiting import wait_until
 
+from slotstream.store.catalogue.postgres import notices
 from slotstream.store.catalogue.postgres.catalogue import PostgresCatalogue
+from slotstream.store.catalogue.queries import Queue
 from slotstream.store.records import SampleKey, State
 from slotstream.wire.errors import SampleNotFound, StoreFull
 
@@ -76,3 +81,113 @@ def test_leases_have_one_limit_for_all_servers(url: str) -> None:
     assert len(given) == 10
     for server in servers:
         server.close()
+
+
+# Who leads.
+
+
+@pytest.fixture
+def servers(url: str) -> Iterator[tuple[PostgresCatalogue, PostgresCatalogue]]:
+    opened = PostgresCatalogue(url), PostgresCatalogue(url)
+    yield opened
+    for one in opened:
+        one.close()
+
+
+def test_one_of_two_leads_and_the_other_after_it(url: str, servers: tuple[PostgresCatalogue, PostgresCatalogue]) -> None:
+    first, second = servers
+    term = first.lead()
+    assert (term, second.lead(), first.lead()) == (1, 0, 1)
+    first.close()
+    wait_until(lambda: second.lead() > 0)  # The database ends a session a moment after it was closed.
+    assert second.lead() == term + 1
+    third = PostgresCatalogue(url)
+    assert third.lead() == 0
+    third.close()
+
+
+def test_who_lost_its_session_leads_no_more(url: str, servers: tuple[PostgresCatalogue, PostgresCatalogue]) -> None:
+    """Also before it knows."""
+    first, second = servers
+    first.commit(committed()).result()
+    term = first.lead()
+    _one(url, "SELECT count(pg_terminate_backend(pid)) FROM pg_locks WHERE locktype = 'advisory'")
+    wait_until(lambda: second.lead() > 0)
+    chosen = first.candidates(Queue.OLDEST, "n", (-1, -1), 10)
+    assert first.mark_unused(chosen, term) == []
+    assert first.lead() == 0
+    assert second.mark_unused(chosen, second.lead()) == chosen
+
+
+def test_a_term_begins_after_the_last_statement_of_the_one_before(
+    url: str, servers: tuple[PostgresCatalogue, PostgresCatalogue]
+) -> None:
+    first, second = servers
+    first.commit(committed()).result()
+    term, chosen = first.lead(), first.candidates(Queue.OLDEST, "n", (-1, -1), 10)
+    with psycopg.connect(url) as other, ThreadPoolExecutor(2) as threads:
+        other.execute("SELECT 1 FROM slotstream.samples FOR UPDATE")
+        marking = threads.submit(first.mark_unused, chosen, term)
+        wait_until(lambda: _one(url, "SELECT count(*) FROM pg_locks WHERE NOT granted") == 1)
+        _one(url, "SELECT count(pg_terminate_backend(pid)) FROM pg_locks WHERE locktype = 'advisory'")
+        leading = threads.submit(lambda: wait_until(lambda: second.lead() > 0))
+        wait_until(lambda: _one(url, "SELECT count(*) FROM pg_locks WHERE NOT granted") == 2)
+        assert not leading.done()
+        other.commit()
+        assert marking.result() == chosen
+        leading.result()
+    assert second.lead() == term + 1
+
+
+# News.
+
+
+class News:
+    def __init__(self, catalogue: PostgresCatalogue) -> None:
+        self._heard: queue.SimpleQueue[SampleKey | None] = queue.SimpleQueue()
+        catalogue.watch(self._heard.put)
+        self.until(None)
+
+    def next(self) -> SampleKey | None:
+        return self._heard.get(timeout=30)
+
+    def until(self, key: SampleKey | None) -> None:
+        while self.next() != key:
+            pass
+
+
+def test_what_one_server_commits_the_other_hears(servers: tuple[PostgresCatalogue, PostgresCatalogue]) -> None:
+    news = News(servers[1])
+    for number in range(300):
+        last = servers[0].commit(committed(f"s{number}"))
+    last.result()
+    missing: set[SampleKey | None] = {SampleKey("n", f"s{number}") for number in range(300)}
+    while missing:
+        missing.discard(news.next())
+
+
+def test_who_listens_again_is_told_that_anything_may_have_happened(
+    url: str, servers: tuple[PostgresCatalogue, PostgresCatalogue]
+) -> None:
+    news = News(servers[1])
+    ended = "SELECT count(pg_terminate_backend(pid)) FROM pg_stat_activity WHERE query LIKE 'LISTEN%' AND state = 'idle'"
+    wait_until(lambda: _one(url, ended) == 1)
+    servers[0].commit(committed("a")).result()
+    news.until(None)
+    servers[0].commit(committed("b")).result()
+    news.until(SampleKey("n", "b"))
+
+
+def test_more_news_than_is_kept_is_that_anything_happened(
+    url: str, servers: tuple[PostgresCatalogue, PostgresCatalogue], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    news = News(servers[1])
+    monkeypatch.setattr(notices, "_TOLD_MAX", 3)
+    with psycopg.connect(url) as other:  # What is asked meanwhile is one transaction.
+        other.execute("SELECT 1 FROM slotstream.leader FOR UPDATE")
+        waiting = servers[0]._submit(lambda work: None, term=1)
+        wait_until(lambda: _one(url, "SELECT count(*) FROM pg_locks WHERE NOT granted") == 1)
+        many = [servers[0].commit(committed(f"s{number}")) for number in range(5)]
+    for one in (waiting, *many):
+        one.result()
+    news.until(None)

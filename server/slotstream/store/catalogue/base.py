@@ -8,7 +8,7 @@ nanoseconds, 0 for never.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Protocol
 
@@ -96,10 +96,13 @@ class Catalogue(Questions, Protocol):
         Raises SampleNotFound where the row is not that of `record` any more.
         """
 
-    def mark_unused(self, candidates: Sequence[Candidate]) -> list[Candidate]:
+    # Of several servers one leads. What it does as leader it does in a `term` (see `lead`); in one that is over, nothing is
+    # done. 0: not as leader.
+
+    def mark_unused(self, candidates: Sequence[Candidate], term: int = 0) -> list[Candidate]:
         """Mark those that nobody reads, holds a lease on, or has replaced, durably; which they were."""
 
-    def drop_deleting(self, keys: Sequence[SampleKey]) -> None:
+    def drop_deleting(self, keys: Sequence[SampleKey], term: int = 0) -> None:
         """Forget samples whose deletion is finished; one that was committed again meanwhile stays."""
 
     # Readers.
@@ -122,7 +125,7 @@ class Catalogue(Questions, Protocol):
     def end_leases(self, key: SampleKey, holder: str | None) -> None:
         """Give back the lease of `holder` on a committed sample; None: everybody's. Raises SampleNotFound."""
 
-    def shorten_leases(self, until_unix_ns: int) -> None:
+    def shorten_leases(self, until_unix_ns: int, term: int = 0) -> None:
         """No lease lasts longer than until then."""
 
     # Rows.
@@ -143,6 +146,18 @@ class Catalogue(Questions, Protocol):
 
     def set_meta(self, name: str, value: str, *, durable: bool = False) -> None:
         """`durable`: a loss of power does not forget it."""
+
+    # Several servers.
+
+    def lead(self) -> int:
+        """The term in which this server deletes, checks and sweeps, which begins now where no server leads; 0 where another
+        does. Ask before each round of work: a term ends with the catalogue, or with the connection to it, and is never again.
+        """
+
+    def watch(self, told: Callable[[SampleKey | None], None]) -> None:
+        """From here on `told(key)` whenever a sample's row came, went or changed its state, by any server; `told(None)` where
+        that may have happened to any sample. In a thread of the catalogue's: it must not wait. Ends with the catalogue.
+        """
 
     def now(self) -> int:
         """The clock by which leases end and ages count."""

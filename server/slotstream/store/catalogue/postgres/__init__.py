@@ -4,6 +4,8 @@ catalogue   the operations
 database    connections, transactions, and what becomes of one whose end nobody saw
 rows        the rows of one transaction: locked together, changed in memory, written together
 leases      who holds which sample until when
+leading     which of the servers is the leader
+notices     what happened to samples, told from server to server
 listing     pages of a listing
 questions   what changes nothing
 watching    a limit on every wait

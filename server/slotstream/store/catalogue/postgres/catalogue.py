@@ -93,12 +93,14 @@ class PostgresCatalogue(Database):
 
         return self._submit(mark, [key]).result()
 
-    def mark_unused(self, candidates: Sequence[Candidate]) -> list[Candidate]:
+    def mark_unused(self, candidates: Sequence[Candidate], term: int = 0) -> list[Candidate]:
         keys = [candidate.key for candidate in candidates]
 
         def mark(work: Work) -> list[Candidate]:
+            marked: list[Candidate] = []
+            if not work.leads(term):
+                return marked
             leased = leases.leased_until(work.db, keys, work.now)
-            marked = []
             for candidate in candidates:
                 record = work.rows.get(candidate.key)
                 if record is None or not candidate.is_of(record):
@@ -109,16 +111,18 @@ class PostgresCatalogue(Database):
                 marked.append(candidate)
             return marked
 
-        return self._submit(mark, keys).result()
+        return self._submit(mark, keys, term=term).result()
 
-    def drop_deleting(self, keys: Sequence[SampleKey]) -> None:
+    def drop_deleting(self, keys: Sequence[SampleKey], term: int = 0) -> None:
         def drop(work: Work) -> None:
+            if not work.leads(term):
+                return
             gone = [key for key in keys if (row := work.rows.find(key)) is not None and row["state"] == State.DELETING]
             for key in gone:
                 work.rows.drop(key)
             leases.release(work.db, gone)
 
-        self._submit(drop, keys).result()
+        self._submit(drop, keys, term=term).result()
 
     def candidates(self, queue: Queue, namespace: str, after: tuple[int, int], limit: int) -> list[Candidate]:
         return self._ask(lambda db: questions.candidates(db, queue, namespace, after, limit))
@@ -186,8 +190,12 @@ class PostgresCatalogue(Database):
         if row is None or row.state is not State.COMMITTED:
             raise SampleNotFound(f"there is no committed sample {key}")
 
-    def shorten_leases(self, until_unix_ns: int) -> None:
-        self._submit(lambda work: leases.shorten(work.db, until_unix_ns), gives_leases=True).result()
+    def shorten_leases(self, until_unix_ns: int, term: int = 0) -> None:
+        def shorten(work: Work) -> None:
+            if work.leads(term):
+                leases.shorten(work.db, until_unix_ns)
+
+        self._submit(shorten, gives_leases=True, term=term).result()
 
     def standing(self, key: SampleKey) -> Standing:
         return self._ask(lambda db: questions.standing(db, key))

@@ -27,7 +27,9 @@ from slotstream.store.catalogue.batches import BatchWriter
 from slotstream.store.catalogue.postgres.address import Address
 from slotstream.store.catalogue.postgres.connecting import check_server, connect
 from slotstream.store.catalogue.postgres.failures import failure, is_lost, is_met, one_line
+from slotstream.store.catalogue.postgres.leading import Leading, term_of
 from slotstream.store.catalogue.postgres.migrating import check_schema
+from slotstream.store.catalogue.postgres.notices import Listener, Notices
 from slotstream.store.catalogue.postgres.rows import Rows
 from slotstream.store.catalogue.postgres.watching import Watch
 from slotstream.store.records import SampleKey
@@ -68,6 +70,11 @@ class Work:
     rows: Rows
     db: psycopg.Connection
     now: int  # The catalogue's clock, from before the rows were locked.
+    term: int  # The last leader's, where an operation asks for it: no other begins before the transaction is over.
+
+    def leads(self, term: int) -> bool:
+        """Whether an operation of this term may go on: 0 is nobody's as leader."""
+        return term in (0, self.term)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +84,7 @@ class Operation:
     run: Callable[[Work], Any]
     keys: tuple[SampleKey, ...]  # Of the rows that it asks for.
     gives_leases: bool = False
+    term: int = 0  # Of the leader that asks; 0: it is nobody's as leader.
     is_commit: bool = False  # Where nobody can say what became of it, VerdictUnknown is the answer, and not IoError.
 
 
@@ -99,6 +107,9 @@ class Database(BatchWriter[Operation]):
             self._writer_db.close()
             raise
         self._watch = Watch()
+        self._leading = Leading(self._address, self._watch)
+        self._notices, self._moved = Notices(), list[SampleKey]()  # Of the thread that writes.
+        self._listeners: list[Listener] = []
         self._readers: queue.LifoQueue[psycopg.Connection | None] = queue.LifoQueue()
         for _ in range(_READERS):
             self._readers.put(None)  # Connected when it is needed; what is connected comes first.
@@ -110,14 +121,23 @@ class Database(BatchWriter[Operation]):
         if not self._stop_writing():
             return
         if self._writer_db is not None:
-            with suppress(psycopg.Error):
+            with suppress(psycopg.Error), self._watch.limit(self._writer_db, _WRITE_S):
                 self._writer_db.execute("DELETE FROM writers WHERE writer = %s", (self._name,))
             self._writer_db.close()
         for reader in [self._readers.get() for _ in range(_READERS)]:
             if reader is not None:
                 reader.close()
             self._readers.put(None)
+        self._leading.close()
+        for listener in self._listeners:
+            listener.close()
         self._watch.close()
+
+    def lead(self) -> int:
+        return self._leading.lead()
+
+    def watch(self, told: Callable[[SampleKey | None], None]) -> None:
+        self._listeners.append(Listener(self._address, self._watch, told))
 
     # Writing.
 
@@ -128,10 +148,11 @@ class Database(BatchWriter[Operation]):
         *,
         urgent: bool = True,
         gives_leases: bool = False,
+        term: int = 0,
         is_commit: bool = False,
     ) -> Future[_T]:
         """Run an operation in the next transaction. The future is done once that is committed."""
-        return self._ask_for(Operation(run, tuple(keys), gives_leases, is_commit), urgent=urgent)
+        return self._ask_for(Operation(run, tuple(keys), gives_leases, term, is_commit), urgent=urgent)
 
     def _written(self) -> None:
         """Waits until what lingers is written: what was opened before shows from here on."""
@@ -145,6 +166,8 @@ class Database(BatchWriter[Operation]):
         except (psycopg.Error, SlotStreamError, VerdictUnknown) as error:
             if len(batch) > 1 and isinstance(error, psycopg.Error):
                 return False
+            if isinstance(error, VerdictUnknown):
+                self._notices.add(self._moved)  # Others are told that something may have happened.
             for operation, future, _ in batch:
                 future.set_exception(self._told(error, operation))
             return True
@@ -159,9 +182,23 @@ class Database(BatchWriter[Operation]):
                 future.set_result(result)
             else:
                 future.set_exception(raised)
+        self._notices.add(self._moved)
+        self._tell()
         if self._number % _FOLD_EVERY == 0:
             self._fold()
         return True
+
+    def _tell(self) -> None:
+        """Other servers, what happened."""
+        if not self._notices:
+            return
+        try:
+            db = self._writer_connection()
+            with self._watch.limit(db, _WRITE_S):
+                self._notices.send(db)
+        except (psycopg.Error, IoError) as error:
+            _log.info("others are told later what happened: %s", self._address.redacted(one_line(error)))
+            self._drop_writer_connection()
 
     def _told(self, error: Exception, operation: Operation) -> Exception:
         """Of a failed transaction, as its operation is told it."""
@@ -196,7 +233,8 @@ class Database(BatchWriter[Operation]):
         operations = [operation for operation, _, _ in batch]
         if any(operation.gives_leases for operation in operations):
             db.execute(_GIVING_LEASES)
-        work = Work(Rows(db, (key for operation in operations for key in operation.keys)), db, row[0])
+        term = term_of(db, hold=True) if any(operation.term for operation in operations) else 0
+        work = Work(Rows(db, (key for operation in operations for key in operation.keys)), db, row[0], term)
         outcomes: list[_Outcome] = []
         for operation in operations:
             work.rows.begin()
@@ -208,6 +246,7 @@ class Database(BatchWriter[Operation]):
                 work.rows.undo()
                 outcomes.append((None, error))
         work.rows.write()
+        self._moved = work.rows.moved
         return outcomes
 
     def _fold(self) -> None:

@@ -92,6 +92,7 @@ class Rows:
         self._now: dict[SampleKey, _Values | None] = dict.fromkeys(ordered)
         self._added: dict[SampleKey, None] = {}  # In the order in which they were.
         self._undo: list[tuple[SampleKey, _Values | None]] = []  # What the operation changed, and what it was.
+        self.moved: list[SampleKey] = []  # Once they are written: those whose state is another one, or whose row is.
         if ordered:
             names = [key.namespace for key in ordered], [key.sample_id for key in ordered]
             for number, *row in db.execute(_LOCK, names):
@@ -143,6 +144,7 @@ class Rows:
 
     def write(self) -> None:
         """What changed."""
+        self.moved = [key for key, values in self._now.items() if _standing(values) != _standing(self._before.get(key))]
         gone = [self._ids[key] for key in self._before if self._now[key] is None]
         if gone:
             self._db.execute("DELETE FROM samples WHERE id = ANY (%s)", (gone,))
@@ -169,6 +171,11 @@ class Rows:
 def _tagging(values: _Values) -> tuple[str, int]:
     """All that the rows of `tags` are made of."""
     return values[_AT["tags"]], values[_AT["created_unix_ns"]]
+
+
+def _standing(values: _Values | None) -> tuple[str, int] | None:
+    """What somebody who waits for the sample wants to hear of."""
+    return None if values is None else (values[_AT["state"]], values[_AT["created_unix_ns"]])
 
 
 def _columns(rows: Iterable[_Values]) -> list[list[Any]]:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 from slotstream.store.catalogue.holds import Holds, ReadHold
 from slotstream.store.catalogue.queries import Candidate, ListQuery, Queue, Standing, Usage
@@ -20,7 +21,10 @@ from slotstream.store.records import SampleKey, SampleRecord, State
 from slotstream.wire.errors import SampleNotFound, SlotStreamError, StoreFull
 
 _NAMES_PAGE = 2048
+_T = TypeVar("_T")
 _NS = 1_000_000_000
+_TERM = 1  # Of the one process that has the directory: it leads as long as it has the catalogue open.
+_TERMS = (0, _TERM)
 
 
 class SqliteCatalogue(Database):
@@ -31,6 +35,7 @@ class SqliteCatalogue(Database):
         super().__init__(path)
         self.now = now
         self._holds = Holds()
+        self._told: list[Callable[[SampleKey | None], None]] = []
 
     # Samples on their way, and what became of them.
 
@@ -42,10 +47,10 @@ class SqliteCatalogue(Database):
             sql.put(db, replace(record, metadata={}).slim())  # The upload itself knows all, and the commit writes it.
             return True
 
-        return self.submit(operation, urgent=False)
+        return self._telling(self.submit(operation, urgent=False), record.key)
 
     def commit(self, record: SampleRecord) -> Future[None]:
-        return self.submit(lambda db: sql.put(db, record))
+        return self._telling(self.submit(lambda db: sql.put(db, record)), record.key)
 
     def adopt(self, record: SampleRecord) -> Future[None]:
         return self.commit(record)
@@ -59,7 +64,7 @@ class SqliteCatalogue(Database):
             sql.put(db, base.failed(code, message))
             return True
 
-        return self.submit(operation)
+        return self._telling(self.submit(operation), record.key)
 
     def forget(self, key: SampleKey) -> Future[bool]:
         def operation(db: sqlite3.Connection) -> bool:
@@ -70,13 +75,15 @@ class SqliteCatalogue(Database):
             retention_sql.drop_deleting(db, [key])
             return True
 
-        return self.submit(operation)
+        return self._telling(self.submit(operation), key)
 
     def put_damaged(self, record: SampleRecord, message: str) -> Future[None]:
-        return self.submit(lambda db: sql.put(db, record.failed("DAMAGED", message)), durable=True)
+        failed = record.failed("DAMAGED", message)
+        return self._telling(self.submit(lambda db: sql.put(db, failed), durable=True), record.key)
 
     def put_deleting(self, record: SampleRecord) -> Future[None]:
-        return self.submit(lambda db: sql.put(db, replace(record, state=State.DELETING)), durable=True)
+        deleting = replace(record, state=State.DELETING)
+        return self._telling(self.submit(lambda db: sql.put(db, deleting), durable=True), record.key)
 
     # Deletion.
 
@@ -93,9 +100,11 @@ class SqliteCatalogue(Database):
                 retention_sql.mark_deleting(db, key)
             return until
 
-        return self._answer(mark, durable=True)
+        return self._answer(mark, key, durable=True)
 
-    def mark_unused(self, candidates: Sequence[Candidate]) -> list[Candidate]:
+    def mark_unused(self, candidates: Sequence[Candidate], term: int = 0) -> list[Candidate]:
+        if term not in _TERMS:
+            return []
         now = self.now()
 
         def mark(db: sqlite3.Connection) -> list[Candidate]:
@@ -110,10 +119,11 @@ class SqliteCatalogue(Database):
                 marked.append(candidate)
             return marked
 
-        return self.submit(mark, durable=True).result()
+        return self._telling(self.submit(mark, durable=True), *(candidate.key for candidate in candidates)).result()
 
-    def drop_deleting(self, keys: Sequence[SampleKey]) -> None:
-        self.submit(lambda db: retention_sql.drop_deleting(db, keys)).result()
+    def drop_deleting(self, keys: Sequence[SampleKey], term: int = 0) -> None:
+        if term in _TERMS:
+            self._telling(self.submit(lambda db: retention_sql.drop_deleting(db, keys)), *keys).result()
 
     def candidates(self, queue: Queue, namespace: str, after: tuple[int, int], limit: int) -> list[Candidate]:
         return self.ask(lambda db: retention_sql.candidates(db, queue, namespace, after, limit))
@@ -174,15 +184,18 @@ class SqliteCatalogue(Database):
 
         self._answer(end)
 
-    def _answer(self, change: Callable[[sqlite3.Connection], int | SlotStreamError], *, durable: bool = False) -> int:
+    def _answer(
+        self, change: Callable[[sqlite3.Connection], int | SlotStreamError], *told: SampleKey, durable: bool = False
+    ) -> int:
         """What `change` returns. Raises an expected failure that it returns."""
-        answer = self.submit(change, durable=durable).result()
+        answer = self._telling(self.submit(change, durable=durable), *told).result()
         if isinstance(answer, SlotStreamError):
             raise answer
         return answer
 
-    def shorten_leases(self, until_unix_ns: int) -> None:
-        self.submit(lambda db: retention_sql.shorten_leases(db, until_unix_ns)).result()
+    def shorten_leases(self, until_unix_ns: int, term: int = 0) -> None:
+        if term in _TERMS:
+            self.submit(lambda db: retention_sql.shorten_leases(db, until_unix_ns)).result()
 
     def standing(self, key: SampleKey) -> Standing:
         return self.ask(lambda db: retention_sql.standing(db, key, self.now()))
@@ -218,6 +231,26 @@ class SqliteCatalogue(Database):
     def latest_stamp(self) -> int:
         """The latest time that any row was created or committed at, Unix nanoseconds; 0 when there is none."""
         return self.ask(retention_sql.latest_stamp)
+
+    # Several servers, of which here is one.
+
+    def lead(self) -> int:
+        return _TERM
+
+    def watch(self, told: Callable[[SampleKey | None], None]) -> None:
+        self._told.append(told)
+
+    def _telling(self, future: Future[_T], *keys: SampleKey) -> Future[_T]:
+        """Once it is done, who watches is told of these samples."""
+        if self._told:
+            future.add_done_callback(lambda done: self._tell(done, keys))
+        return future
+
+    def _tell(self, done: Future[_T], keys: Sequence[SampleKey]) -> None:
+        if done.exception() is None:
+            for told in self._told:
+                for key in keys:
+                    told(key)
 
     # What has to survive a restart, by name.
 

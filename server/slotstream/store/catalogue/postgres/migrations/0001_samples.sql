@@ -116,6 +116,14 @@ CREATE TABLE writers (
     written_at timestamptz NOT NULL
 );
 
+-- The term of the last leader: which of the servers that is, a lock of its session says.
+CREATE TABLE leader (
+    one   boolean PRIMARY KEY DEFAULT true CHECK (one),
+    term  bigint NOT NULL,
+    since timestamptz NOT NULL
+);
+INSERT INTO leader (term, since) VALUES (0, now());
+
 -- The clock by which leases end and ages count, Unix nanoseconds.
 CREATE FUNCTION now_unix_ns() RETURNS bigint LANGUAGE sql VOLATILE
     AS $$ SELECT (extract(epoch FROM clock_timestamp()) * 1000000000)::bigint $$;
