@@ -73,7 +73,7 @@ class Work:
     term: int  # The last leader's, where an operation asks for it: no other begins before the transaction is over.
 
     def leads(self, term: int) -> bool:
-        """Whether an operation of this term may go on: 0 is nobody's as leader."""
+        """Whether an operation of this term may go on; 0: it is not done as leader."""
         return term in (0, self.term)
 
 
@@ -84,7 +84,7 @@ class Operation:
     run: Callable[[Work], Any]
     keys: tuple[SampleKey, ...]  # Of the rows that it asks for.
     gives_leases: bool = False
-    term: int = 0  # Of the leader that asks; 0: it is nobody's as leader.
+    term: int = 0  # Of the leader that asks; 0: it is not done as leader.
     is_commit: bool = False  # Where nobody can say what became of it, VerdictUnknown is the answer, and not IoError.
 
 
