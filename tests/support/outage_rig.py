@@ -127,7 +127,9 @@ class Restarting:
             self.start()
 
     def start(self) -> None:
-        self.process = ServerProcess(self._data_dir, *self.options, address=self.address, environment=self.environment)
+        self.process = ServerProcess(
+            self._data_dir, *self.options, address=self.address, transport="auto", environment=self.environment
+        )
 
     def send(self, number: int) -> None:
         assert self.process is not None
