@@ -27,10 +27,11 @@ class ServerProcess:
         address: str | None = None,
         start_timeout_s: float = 60.0,
         environment: dict[str, str] | None = None,
+        wait: bool = True,
         **access: Any,
     ) -> None:
-        """`environment`: added to this process's. `access`: how to connect, where the options ask for it: arguments of
-        `slotstream.client.connect`.
+        """`environment`: added to this process's. `wait`: return once it answers. `access`: how to connect, where the options
+        ask for it: arguments of `slotstream.client.connect`.
         """
         # Not in the test's own directory: a socket's path may be 107 bytes long.
         self._sockets = tempfile.TemporaryDirectory(prefix="slotstream-")
@@ -46,7 +47,8 @@ class ServerProcess:
                 stdin=subprocess.DEVNULL,
                 env={**os.environ, **(environment or {})},
             )
-        self._wait_until_up(start_timeout_s, access)
+        if wait:
+            self._wait_until_up(start_timeout_s, access)
 
     def log(self) -> str:
         return self._log_path.read_text(errors="replace")
