@@ -9,7 +9,7 @@ from typing import Any, Self
 
 from slotstream.common.checks import check_number
 from slotstream.wire.access import Access, token_from_environment
-from slotstream.wire.address import check_address
+from slotstream.wire.address import check_addresses
 from slotstream.wire.errors import BadNamespace, ConfigError
 from slotstream.wire.layers import DRAFT, EAGLE3
 from slotstream.wire.names import CHUNK_BYTES_MAX, DEFAULT_ADDRESS, DEFAULT_NAMESPACE, FINAL, LAYERS_MAX, check_namespace
@@ -25,7 +25,13 @@ SENDERS = ("auto", "thread", "process")
 class ConnectorOptions:
     """`kv_connector_extra_config`, checked. docs/reference.md's table of options is made of these fields."""
 
-    server: str = field(default=DEFAULT_ADDRESS, metadata={"help": "storage server: host:port or unix:/path"})
+    server: str | tuple[str, ...] = field(
+        default=DEFAULT_ADDRESS,
+        metadata={
+            "help": "storage server: host:port or unix:/path; or a list of up to 16, or a name with several DNS records, "
+            "tried in random order (docs/outages.md)"
+        },
+    )
     transport: str = field(
         default="auto",
         metadata={"help": "how rows travel: nixl, grpc, or auto: nixl where it is there and pays (docs/transports.md)"},
@@ -96,7 +102,7 @@ class ConnectorOptions:
     )
 
     def __post_init__(self) -> None:
-        check_address(self.server)
+        servers = check_addresses(self.server)
         try:
             check_namespace(self.namespace)
         except BadNamespace as error:
@@ -124,7 +130,8 @@ class ConnectorOptions:
             if not isinstance(getattr(self, name), str | None):
                 raise ConfigError(f"connector option {name} must be the path of a file, not {getattr(self, name)!r}")
         try:
-            self.access.check(self.server)
+            for server in servers:
+                self.access.check(server)
         except ConfigError as error:
             raise ConfigError(f"connector option {error}") from error
         if self.staging_bytes is not None and self.chunk_bytes * 8 > self.staging_bytes:
@@ -147,6 +154,11 @@ class ConnectorOptions:
         check_number("spool_bytes_max", self.spool_bytes_max, 1 << 16, 1 << 50, whole=True)
 
     @property
+    def servers(self) -> tuple[str, ...]:
+        """The addresses of the storage servers, one or more."""
+        return check_addresses(self.server)
+
+    @property
     def access(self) -> Access:
         """How to show the server who we are. The token itself is no option: it would show in `ps`."""
         token = token_from_environment() if self.token_file is None else None
@@ -158,7 +170,12 @@ class ConnectorOptions:
         known = [f.name for f in fields(cls)]
         if unknown := sorted(extra.keys() - set(known)):
             raise ConfigError(f"unknown connector options {unknown}; known: {sorted(known)}")
-        return cls(**({**extra, "layers": _frozen(extra["layers"])} if "layers" in extra else extra))
+        chosen = dict(extra)
+        if "layers" in chosen:
+            chosen["layers"] = _frozen(chosen["layers"])
+        if isinstance(chosen.get("server"), list):
+            chosen["server"] = tuple(chosen["server"])
+        return cls(**chosen)
 
     @property
     def named_layers(self) -> str | dict[str, str] | None:

@@ -42,15 +42,15 @@ _PAUSE_S = 5.0  # After the first failure; doubles up to _PAUSE_S_MAX.
 _PAUSE_S_MAX = 300.0
 
 
-def plane_for(transport: str, server: str) -> DataPlane:
-    """The data plane of the connector option `transport` (auto, grpc or nixl) towards the server at an address.
+def plane_for(transport: str, *servers: str) -> DataPlane:
+    """The data plane of the connector option `transport` (auto, grpc or nixl) towards the servers at these addresses.
 
     NIXL pays where the server can read this process's memory, on one host, or a network card can. Over plain TCP it is faster
     than frames on many cores and slower on few (benchmarks/README.md), unencrypted, and wants more ports: ask for it.
     """
     if transport == "grpc":
         return Frames()
-    if transport == "auto" and not is_local(server) and not has_rdma():
+    if transport == "auto" and not all(map(is_local, servers)) and not has_rdma():
         return Frames()
     if transport == "auto" and not is_installed():
         logger.info("slotstream: rows go over gRPC; for NIXL: %s", INSTALL)

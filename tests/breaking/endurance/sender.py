@@ -36,6 +36,7 @@ from slotstream.connector.vllm_config import ConnectorConfig
 from slotstream.transport.base import Committed, Failed, SinkEvent
 from slotstream.transport.grpc import GrpcSink
 from slotstream.transport.nixl import plane_for
+from slotstream.transport.targets import Targets
 from slotstream.v1 import ingest_pb2
 from slotstream.wire.columns import RowFormat
 from slotstream.wire.names import PROTOCOL_VERSION
@@ -61,8 +62,8 @@ class _Sink(GrpcSink):
         ledger: Ledger,
         committed: Callable[[str], None],
     ) -> None:
-        plane = plane_for(transport, options.server)
-        super().__init__(options.server, hello, ack_timeout_s=options.ack_timeout_s, plane=plane)
+        plane = plane_for(transport, *options.servers)
+        super().__init__(Targets(options.servers), hello, ack_timeout_s=options.ack_timeout_s, plane=plane)
         self._ledger = ledger
         self._committed = committed
         self._ids: dict[int, str] = {}

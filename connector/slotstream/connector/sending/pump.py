@@ -34,7 +34,9 @@ from slotstream.connector.sending.staging_pool import StagingPool
 from slotstream.connector.vllm_config import ConnectorConfig
 from slotstream.transport.base import Acked, Committed, Failed, FellBack, LinkDown, LinkUp, SampleSink, SinkEvent
 from slotstream.transport.logs import connector_logger
+from slotstream.transport.targets import Target
 from slotstream.v1 import ingest_pb2
+from slotstream.wire.address import shown_addresses
 from slotstream.wire.errors import (
     BadParams,
     BadRows,
@@ -69,7 +71,8 @@ class Pump:
         options = config.options
         self._wait_s_max = options.wait_s_max
         self._fail_bad_rows = options.bad_rows == "fail"
-        self._server = options.server
+        self._servers = shown_addresses(options.servers)
+        self.server: Target | None = None  # See `Sender`.
         self._infinity = INFINITY[config.dtype]
         self._pool = pool
         self._area = area
@@ -144,7 +147,7 @@ class Pump:
         if self._outbox.link_up:
             return StagingFull("no room in staging: the server or the network takes rows too slowly")
         where = "staging" if self._disk is None else "staging and the spool"
-        return ServerUnavailable(f"the server at {self._server} is away, and {where} can hold no more rows until it is back")
+        return ServerUnavailable(f"the server at {self._servers} is away, and {where} can hold no more rows until it is back")
 
     def take_faults(self) -> list[SampleFault]:
         """Samples that failed since the last call."""
@@ -281,7 +284,8 @@ class Pump:
             case FellBack():
                 self._counters.add("nixl_fallbacks")
             case LinkUp():
-                logger.info("slotstream: connected to %s (server %s)", self._server, event.server_version)
+                self.server = event.target
+                logger.info("slotstream: connected to %s (server %s)", event.target or self._servers, event.server_version)
                 outbox.link_is_up(lane, event.columns)
                 self._refused = False
                 self._reports.link_is_up()
