@@ -4,7 +4,7 @@
 
 Two stores, of 10^3 and 10^5 samples, are asked in turns: `ls`'s first page, the page's own list, and the samples of a request
 by the id that vLLM answered. Then 50 visitors each open a sample of 0.4 MB in `slotstream web` every 10 seconds, while a sender
-stores as fast as it can. Runs with and without visitors take turns. About five minutes; benchmarks/README.md has what it showed.
+stores as fast as it can. Runs with and without visitors take turns. About five minutes. benchmarks/README.md has figures.
 """
 
 from __future__ import annotations
