@@ -1,4 +1,4 @@
-"""Several real servers that die, drain and come back under one worker half: rows go to whichever answers."""
+"""Several real servers that die, drain and come back under one worker half: rows go to one that answers."""
 
 from __future__ import annotations
 

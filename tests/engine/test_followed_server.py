@@ -1,4 +1,4 @@
-"""The engine core watches the health of the server that the worker's stream came up to: it is told in a step."""
+"""The engine core watches the server that the worker's stream came up to: it is told in a step. No engine runs."""
 
 from __future__ import annotations
 

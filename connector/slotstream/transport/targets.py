@@ -156,7 +156,7 @@ class OpenOnStream:
         self.leaving = False
 
     def open(self, number: int) -> bool:
-        """A sample is to be opened; False where the stream takes no more."""
+        """Notes a sample that begins; False where the stream takes no more."""
         if not self.leaving:
             self._numbers.add(number)
         return not self.leaving

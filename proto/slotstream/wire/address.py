@@ -58,7 +58,7 @@ def check_addresses(addresses: object) -> tuple[str, ...]:
 
 
 def shown_addresses(addresses: Sequence[str]) -> str:
-    """Addresses for a sentence about whichever of them it is: "a:1", "a:1 or b:1"."""
+    """Addresses for a sentence about one of them: "a:1", "a:1 or b:1"."""
     return " or ".join(addresses)
 
 
