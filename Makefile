@@ -8,7 +8,8 @@ BIN = $(VENV)/bin
 SOURCES = client connector server proto/slotstream/common proto/slotstream/wire tests benchmarks examples
 
 .PHONY: help demo loop test unit conformance lint tools packages browser extended kills soak histories simulation fuzz \
-	bench bench-transport bench-worker bench-workers bench-scale bench-readers bench-looking bench-gpu bench-online bench-capture proto clean
+	bench bench-transport bench-worker bench-workers bench-scale bench-readers bench-looking bench-gpu bench-online bench-capture \
+	proto clean
 .NOTPARALLEL:  # Two pips at a time spoil an environment.
 
 help:  ## Say what the targets do.

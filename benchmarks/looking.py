@@ -2,8 +2,8 @@
 
     python benchmarks/looking.py [--json FILE]
 
-Two stores, of 10^3 and 10^5 samples, are asked in turns: `ls`'s first page, the page's own list, and the samples of a request
-by the id that vLLM answered. Then 50 visitors each open a sample of 0.4 MB in `slotstream web` every 10 seconds, while a sender
+Two stores, of 10^3 and 10^5 samples, are asked in turns: what `ls` lists, the page's own list, and `stat` by the id that vLLM
+answered a request with. Then 50 visitors each open a sample of 0.4 MB in `slotstream web` every 10 seconds, while a sender
 stores as fast as it can. Runs with and without visitors take turns. About five minutes. benchmarks/README.md has figures.
 """
 
@@ -26,22 +26,25 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))  # It runs without being installed.
 
-from children import ChildFailed
+from children import ChildFailed, tree_cpu_seconds
 from contenders import Server
 from load import Load, Senders
-from machine import file_system, machine, progress
+from machine import file_system, machine, plain, progress
 from scale_catalogue import fill
 from support.ingest_client import IngestClient
 from support.synthetic import SyntheticSample
 from support.web import Visitor, WebProcess
 from transport_ours import SinkStream
 
+from slotstream.cli.samples import known_as
 from slotstream.client import connect
+from slotstream.wire.names import DEFAULT_NAMESPACE
 
 _RATIO_MAX, _INGEST_MIN = 1.5, 0.9  # The targets.
-_PAGE = 50  # Samples of the page's list, and of the page of `ls` that is timed.
+_LISTED, _PAGE = 101, 50  # Samples that `ls` asks for, to know whether there are more than 100, and those of the page's list.
 _LAYERS, _HIDDEN, _TOKENS = (2, 18, 33, 37), 512, 100  # 0.4 MB in bf16.
 _SAMPLES = 64  # That visitors choose from.
+_STATIC = ("/static/style.css", "/static/page.js")  # What a browser fetches with each page: it keeps nothing of this site.
 _CHUNK_BYTES, _CHUNKS, _AT_ONCE = 2 << 20, 6, 8  # What is stored meanwhile: samples of 12 MiB, so many a run.
 _WARM_UP_S = 2.0
 
@@ -85,7 +88,7 @@ class _Store:
         return {"ls": self._first_page, "the page's list": self._overview, "look-up by the caller's id": self._look_up}
 
     def _first_page(self, number: int) -> None:
-        _expect(len(list(self._client.list(limit=_PAGE))), _PAGE)
+        _expect(len(list(self._client.list(limit=_LISTED))), min(_LISTED, self.count))
 
     def _overview(self, number: int) -> None:
         answer = self._visitor.get("/")
@@ -93,8 +96,8 @@ class _Store:
 
     def _look_up(self, number: int) -> None:
         wanted = number % self.count
-        found = [info.sample_id for info in self._client.list(request=caller_id(wanted))]
-        _expect(found, [_sample_id(wanted)])
+        found = known_as(self._client, caller_id(wanted), DEFAULT_NAMESPACE)
+        _expect([info.sample_id for info in found], [_sample_id(wanted)])
 
 
 def _expect(found: object, expected: object) -> None:
@@ -138,12 +141,14 @@ def _visits(url: str, options: argparse.Namespace) -> Iterator[list[float]]:
         done.wait(chance.random() * options.every_s)
         while not done.is_set():
             began = perf_counter()
-            answer = visitor.get(f"/samples/default/seen-{chance.randrange(_SAMPLES)}")
-            taken.append(perf_counter() - began)
-            if answer.status != 200:
-                failed.append(f"a page was answered with {answer.status}")
+            paths = (f"/samples/default/seen-{chance.randrange(_SAMPLES)}", *_STATIC)
+            wrong = [answer.status for answer in map(visitor.get, paths) if answer.status != 200]
+            seconds = perf_counter() - began
+            if wrong:
+                failed.append(f"a page was answered with {wrong[0]}")
                 return
-            done.wait(max(0.0, options.every_s - taken[-1]))
+            taken.append(seconds)
+            done.wait(max(0.0, options.every_s - seconds))
 
     threads = [threading.Thread(target=visit, args=(number,)) for number in range(options.visitors)]
     for thread in threads:
@@ -185,14 +190,18 @@ def measure_visits(options: argparse.Namespace, work: Path) -> dict[str, Any]:
         rounds = []
         with WebProcess(server.address, "--allow-anonymous") as page:
             for turn in range(options.rounds):
-                found = dict[bool, float]()
+                found, pages = dict[bool, float](), dict[str, float]()
                 for visited in (False, True) if turn % 2 else (True, False):
                     with ExitStack() as stack:
+                        used_s = tree_cpu_seconds(page.process.pid)
                         taken = stack.enter_context(_visits(page.url, options)) if visited else []
                         threading.Event().wait(_WARM_UP_S)
                         found[visited] = stored_gb_per_s()
                     if visited:
-                        pages = {"pages": len(taken), "page ms": 1e3 * statistics.median(taken)}
+                        used_s = tree_cpu_seconds(page.process.pid) - used_s
+                        pages["pages"] = len(taken)
+                        pages["page ms"] = 1e3 * statistics.median(taken)
+                        pages["page's process, CPU ms a page"] = 1e3 * used_s / len(taken)
                 rounds.append({"alone GB/s": found[False], "visited GB/s": found[True], **pages})
     finally:
         senders.close()
@@ -212,10 +221,14 @@ def report(looks: Sequence[dict[str, Any]], visits: dict[str, Any] | None, optio
         lines.append(f"{row['look']}: {costs}: {row['ratio']:.2f} times (at most {_RATIO_MAX}: {_met(row)})")
     if visits is not None:
         ratios = " ".join(f"{ratio:.3f}" for ratio in visits["ratios"])
-        pages = visits["rounds"][0]
+        page_ms, cpu_ms, alone = (
+            statistics.median(one[key] for one in visits["rounds"])
+            for key in ("page ms", "page's process, CPU ms a page", "alone GB/s")
+        )
         lines.append(
-            f"ingest beside {options.visitors} visitors, one page each {options.every_s:g} s ({pages['page ms']:.0f} ms): "
-            f"{visits['ratio']:.3f} of ingest alone ({ratios}; at least {_INGEST_MIN}: {_met(visits)})"
+            f"ingest beside {options.visitors} visitors, one page each {options.every_s:g} s: "
+            f"{page_ms:.0f} ms a page, {cpu_ms:.1f} CPU ms of the page's process; "
+            f"{visits['ratio']:.3f} of ingest alone, {alone:.2f} GB/s ({ratios}; at least {_INGEST_MIN}: {_met(visits)})"
         )
     return "\n".join(lines)
 
@@ -272,6 +285,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "benchmark": "looking",
             "date": date,
             "machine": {**host, "file_system": disk},
+            "options": plain(options),
             "looks": looks,
             "visits": visits,
         }
