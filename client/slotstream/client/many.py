@@ -10,10 +10,11 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
+from slotstream.client.call_errors import AWAY, NoServerLeft, NotServed
 from slotstream.client.info import SampleInfo
 from slotstream.client.local_file import WrongFileError
 from slotstream.client.reading import RowReader
-from slotstream.client.rpc import NotServed, Rpc, WatchedStream
+from slotstream.client.rpc import Rpc, WatchedStream
 from slotstream.v1 import samples_pb2
 from slotstream.wire.errors import (
     DeadlineExceeded,
@@ -21,8 +22,6 @@ from slotstream.wire.errors import (
     ProtocolViolation,
     SampleFailed,
     SampleNotFound,
-    ServerDraining,
-    ServerUnavailable,
     SlotStreamError,
     StillArriving,
     Unauthenticated,
@@ -39,7 +38,7 @@ _READS_IN_CALL = 256  # A server takes more; but what is asked for early may be 
 _PAUSE_S, _PAUSE_S_MAX = 0.1, 2.0
 _HEADER_TAG, _ERROR_TAG = 0x0A, 0x1A  # What a reply begins with: ReadReply.header, ReadReply.error.
 # The connection's failures, and not a sample's: they end the stream, where trying again did not help.
-_ENDING = (ServerUnavailable, ServerDraining, Interrupted, DeadlineExceeded, ProtocolViolation, Unauthenticated)
+_ENDING = (*AWAY, DeadlineExceeded, ProtocolViolation, Unauthenticated)
 
 
 class _Call:
@@ -155,6 +154,7 @@ class ManyReads:
         self._turn: _Turn | None = None
         self._ends = 0.0  # When trying again is over; 0 while all is well.
         self._pause_s = _PAUSE_S
+        self._moves = 0  # To other servers, since all was well.
 
     def answers(
         self, wanted: Iterable[tuple[K, Read | SlotStreamError]], receive: Callable[[RowReader], R]
@@ -200,12 +200,15 @@ class ManyReads:
                 raise
             return error
         finally:
-            self._ends, self._pause_s = 0.0, _PAUSE_S
+            self._is_well()
+
+    def _is_well(self) -> None:
+        self._ends, self._pause_s, self._moves = 0.0, _PAUSE_S, 0
 
     def _again(self, number: int, broken: RowReader, error: SlotStreamError) -> RowReader:
         """The rest of a read, of the same sample. Raises `error` where that cannot be."""
         if broken.next_row > broken.start:
-            self._ends, self._pause_s = 0.0, _PAUSE_S  # It went on for a while.
+            self._is_well()  # It went on for a while.
         self._wait(error)
         reader = self._opened(number, broken.next_row)
         if reader.info.committed_unix_ns != broken.info.committed_unix_ns:
@@ -291,6 +294,9 @@ class ManyReads:
                 self._end_call()
             raise error
         self._end_call()
+        if isinstance(error, AWAY) and not isinstance(error, NoServerLeft) and self._moves < self._rpc.others:
+            self._moves += 1  # Its server is away; the next call goes to another.
+            return
         now = time.monotonic()
         self._ends = self._ends or now + self._retry_s
         if now >= self._ends:

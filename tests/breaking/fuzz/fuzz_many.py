@@ -13,9 +13,9 @@ from fuzz_disk import put
 from fuzz_harness import Source, Target
 from fuzz_server import ROW_BYTES, Aborted, Call
 
+from slotstream.client.call_errors import NotServed
 from slotstream.client.many import ManyReads
 from slotstream.client.reading import RowReader
-from slotstream.client.rpc import NotServed
 from slotstream.store.records import SampleKey
 from slotstream.v1 import sample_pb2, samples_pb2
 from slotstream.wire.errors import Interrupted, SlotStreamError
@@ -131,6 +131,8 @@ class _Stream:
 
 class _Rpc:
     """Calls whose replies an input decides on; after its end they are right."""
+
+    others = 1
 
     def __init__(self, source: Source) -> None:
         self._source = source
