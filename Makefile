@@ -8,7 +8,8 @@ BIN = $(VENV)/bin
 SOURCES = client connector server proto/slotstream/common proto/slotstream/wire tests benchmarks examples
 
 .PHONY: help demo loop test unit conformance lint tools packages browser postgres extended kills soak histories simulation fuzz \
-	bench bench-transport bench-worker bench-workers bench-scale bench-cluster bench-readers bench-gpu bench-online bench-capture proto clean
+	bench bench-transport bench-worker bench-workers bench-scale bench-cluster bench-readers bench-looking bench-gpu bench-online \
+	bench-capture proto clean
 .NOTPARALLEL:  # Two pips at a time spoil an environment.
 
 help:  ## Say what the targets do.
@@ -158,6 +159,9 @@ bench-cluster: $(VENV)/.dev postgres  ## Questions to the catalogue in PostgreSQ
 
 bench-readers: $(VENV)/.dev  ## What reads of samples and of rows cost beside reading their files. About three minutes.
 	$(call BENCH,readers)
+
+bench-looking: $(VENV)/.dev  ## What lists and look-ups cost in a full store, and the page's visitors the store. About five minutes.
+	$(call BENCH,looking)
 
 bench-gpu: $(VENV)/.vllm  ## What capturing costs a real vLLM: make VLLM="vllm>=0.33" bench-gpu, on a machine with a GPU.
 	$(call BENCH,gpu)

@@ -59,6 +59,8 @@ _LINK_S = 30.0
 class _Nowhere:
     """A `Sender` that drops what it gets: the rows are read into staging, and that is all."""
 
+    server = None
+
     def __init__(self, slots: int) -> None:
         self._free = deque(range(slots))
 

@@ -57,7 +57,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     from support.server import ServerProcess
 
     # A slow machine may take its time between a test's read and its upload: the read waits for it.
-    with ServerProcess(tmp_path_factory.mktemp("data"), "--appear-grace-s", "60") as process:
+    with ServerProcess(tmp_path_factory.mktemp("data"), "--appear-grace-s", "60", transport="auto") as process:
         yield process
 
 

@@ -47,7 +47,7 @@ PARAMS = {
     "tags": ("none", "up to 32 short strings by name, to find the sample by"),
 }
 ANSWER = {
-    "server": "the storage server that the rows go to",
+    "server": "the storage server that the rows go to; of several, all of them, with commas between",
     "sample_id": "the sample's id",
     "namespace": "its namespace",
     "num_tokens": "its rows; 0 where it failed",

@@ -23,6 +23,7 @@ from support.waiting import wait_until
 from slotstream.capture.engine import Engine, EngineAway
 from slotstream.capture.lines import Job, read_lines, revision_of, sample_id
 from slotstream.capture.manifest import Manifest, Outcome
+from slotstream.cli.capture import _address
 from slotstream.client import Client, connect
 from slotstream.wire.errors import ConfigError
 
@@ -463,3 +464,22 @@ def test_a_connection_whose_handshake_nobody_answers_ends_at_once() -> None:
             engine.close()
             asking.join(60)
         assert ended
+
+
+@pytest.mark.parametrize(
+    ("to", "address"),
+    [
+        ("a:1", "a:1"),
+        ("a:1, b:2", "a:1,b:2"),
+        ("samples", None),
+        ("of monday, and tuesday", None),
+    ],
+)
+def test_to_is_addresses_or_a_folder(to: str, address: str | None) -> None:
+    assert _address(to) == address
+
+
+@pytest.mark.parametrize("to", ["a:1,b", "a:1,a:1", "b,a:1", "unix:relative", "unix:/s,b"])
+def test_a_wrong_address_beside_another_is_no_folder(to: str) -> None:
+    with pytest.raises(ConfigError):
+        _address(to)

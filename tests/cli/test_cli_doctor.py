@@ -279,3 +279,24 @@ def test_what_the_process_that_imports_vllm_says(
         patch.setattr(doctor, "_SEAMS", "stand_in")
         found = doctor._vllm()
     assert (found.check, found.result, bool(found.todo)) == ("vllm", result, result != "ok")
+
+
+def test_each_of_several_servers_is_asked(tmp_path: Path, stack: ExitStack, capsys: pytest.CaptureFixture[str]) -> None:
+    one, two = (stack.enter_context(RunningServer(tmp_path / name)) for name in ("one", "two"))
+    dead = f"127.0.0.1:{free_port()}"
+    both = f"{one.address},{two.address}"
+    assert cli.main(["doctor", "--json", "--server", both]) == 0
+    found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [(line["check"], line["result"]) for line in found] == [
+        *((name, "ok") for _ in range(2) for name in ORDER[:6]),
+        *((name, "ok") for name in ORDER[6:]),
+    ]
+    for at, line in enumerate(found[:12]):
+        assert (one, two)[at // 6].address in line["message"]
+    assert cli.main(["doctor", "--json", "--server", f"{dead},{both}"]) == 1
+    captured = capsys.readouterr()
+    wrong = [line for line in map(json.loads, captured.out.splitlines()) if line["result"] != "ok"]
+    assert [(line["check"], line["result"]) for line in wrong] == [("port", "fail")]
+    assert dead in wrong[0]["message"]
+    assert captured.err == f"Not asked, because of what failed: {', '.join(f'{name} of {dead}' for name in ORDER[1:6])}\n"
+    assert named(ask(capsys, "--server", f"{one.address},nonsense")) == {"port": "fail"}

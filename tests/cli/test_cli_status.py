@@ -226,3 +226,47 @@ def test_watching_outlives_the_server_and_ends_with_a_token_that_is_refused(
         assert cli.main(["status", "--server", address, "--watch", "2s"]) == 1
     assert pauses == [2.0]
     assert capsys.readouterr().err == ("slotstream status: no (DEADLINE_EXCEEDED)\nslotstream status: no (PERMISSION_DENIED)\n")
+
+
+def test_each_of_several_servers_has_a_part_of_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with ServerProcess(tmp_path / "a") as one, ServerProcess(tmp_path / "b") as two:
+        both = ["status", "--server", f"{one.address}, {two.address}"]
+        assert cli.main(both) == 0
+        lines = capsys.readouterr().out.splitlines()
+        heads = [line for line in lines if line.startswith("server ")]
+        assert [server.address in head for server, head in zip((one, two), heads, strict=True)] == [True, True]
+        assert [line.split() for line in lines].count(["problems", "none"]) == 2
+        assert cli.main([*both, "--json"]) == 0
+        told = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+        assert [(each["address"], each["problems"]) for each in told] == [(one.address, []), (two.address, [])]
+
+        two.stop()
+        assert cli.main(both) == 1
+        lines = capsys.readouterr().out.splitlines()
+        assert [line.split() for line in lines].count(["problems", "none"]) == 1
+        (wrong,) = [line for line in lines if line.startswith("no_answer ")]
+        assert f"no server answers at {two.address}: " in wrong
+        assert wrong.endswith("(SERVER_UNAVAILABLE)")
+        assert cli.main([*both, "--json"]) == 1
+        told = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+        assert [(each["address"], each["problems"]) for each in told] == [(one.address, []), (two.address, ["no_answer"])]
+        assert two.address in told[1]["explained"]["no_answer"]
+
+        with IngestClient(one.address) as sender:
+            sender.fail(SyntheticSample("bad"), code="SLOT_MISMATCH")
+        assert cli.main(both) == 1
+        assert f"\nsamples_failed       {one.address}: samples failed" in capsys.readouterr().out
+
+
+def test_a_command_that_reads_asks_a_server_that_is_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with ServerProcess(tmp_path / "a") as server:
+        with IngestClient(server.address) as sender:
+            sender.store(SyntheticSample("s"))
+        for _ in range(4):
+            assert cli.main(["ls", "--json", "--server", f"unix:{tmp_path}/nobody,{server.address}"]) == 0
+            assert [json.loads(line)["sample_id"] for line in capsys.readouterr().out.splitlines()] == ["s"]
+    assert cli.main(["ls", "--server", f"unix:{tmp_path}/nobody,{server.address}"]) == 1
+    said = capsys.readouterr().err
+    assert "none of 2 servers answers" in said
+    assert server.address in said
+    assert f"unix:{tmp_path}/nobody" in said

@@ -111,6 +111,8 @@ def test_the_page_has_no_token_of_its_own(tmp_path: Path, monkeypatch: pytest.Mo
         ("[::1]:1", "localhost:2", False, True),
         ("127.0.0.1:1", "unix:/s", False, False),
         ("127.0.0.1:1", "storage:2", False, False),
+        ("127.0.0.1:1", "127.0.0.1:2,localhost:3", False, True),
+        ("127.0.0.1:1", "127.0.0.1:2,storage:2", False, False),
         ("127.0.0.1:1", "127.0.0.1:2", True, False),
         ("0.0.0.0:1", "127.0.0.1:2", False, False),
     ],

@@ -166,6 +166,25 @@ def test_the_answer_names_the_server(
     assert sample.namespace == namespace
 
 
+def test_an_answer_that_names_several_servers(
+    server: ServerProcess, engine: Engine, monkeypatch: pytest.MonkeyPatch, namespace: str
+) -> None:
+    monkeypatch.delenv("SLOTSTREAM_SERVER", raising=False)
+    servers = f"unix:/no/such/socket,{server.address}"
+    told = Engine(lambda params, request: _with_server(engine._store(params, request), servers))
+    for _ in range(4):  # Whichever is asked first.
+        _, sample = capture(told, model="m", prompt="x")
+        assert sample.namespace == namespace
+    elsewhere = Engine(lambda params, request: _with_server(_said(params, namespace), servers))
+    with pytest.raises(SampleNotFound) as caught:
+        capture(elsewhere, model="m", prompt="x", wait_s=0.0)
+    assert f"the engine sends to one of {servers}, and one of {servers} was asked" in str(caught.value)
+
+
+def _said(params: dict[str, Any], namespace: str) -> Any:
+    return SimpleNamespace(kv_transfer_params={"slotstream": {"sample_id": params["sample_id"], "namespace": namespace}})
+
+
 def _with_server(answer: Any, address: str) -> Any:
     answer.kv_transfer_params["slotstream"]["server"] = address
     return answer

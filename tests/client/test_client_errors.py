@@ -28,7 +28,8 @@ from slotstream.client import (
     StillArriving,
     connect,
 )
-from slotstream.client.rpc import NotServed, WatchedStream
+from slotstream.client.call_errors import NotServed
+from slotstream.client.rpc import WatchedStream
 from slotstream.v1 import sample_pb2, samples_pb2
 from slotstream.wire import errors
 from slotstream.wire.errors import BadParams, InternalFault, Interrupted, ProtocolViolation, TooLarge

@@ -118,7 +118,11 @@ def test_request_ids_that_only_differ_in_what_is_replaced_stay_apart() -> None:
     [
         ({"servre": "x"}, "unknown connector options ['servre']; known: ['ack_timeout_s', 'bad_rows', 'capture'"),
         ({"server": "nowhere"}, "address 'nowhere' is not host:port; did you mean nowhere:50151?"),
-        ({"server": 7}, "address 7 is neither host:port"),
+        ({"server": 7}, "server must be an address or a list of addresses, not 7"),
+        ({"server": []}, "the list of server addresses is empty"),
+        ({"server": ["a:1", "nowhere"]}, "address 'nowhere' is not host:port; did you mean nowhere:50151?"),
+        ({"server": ["a:1", ["b:1"]]}, "address ['b:1'] is neither host:port"),
+        ({"server": "a:1,a:1"}, "address 'a:1' is named twice"),
         ({"server": "unix:relative"}, "must be unix: and an absolute, printable path"),
         ({"namespace": "../x"}, "connector option namespace"),
         ({"staging_bytes": "1G"}, "connector option staging_bytes must be a whole number from"),

@@ -352,7 +352,7 @@ def test_what_a_dead_engine_handed_over_is_stored_and_its_process_ends(server: R
 def test_the_end_of_a_sample_is_told_also_where_nothing_else_happened() -> None:
     ours, theirs = Pipe()
     ended: queue.SimpleQueue[str] = queue.SimpleQueue()
-    pump: Any = SimpleNamespace(take_faults=list, gauges=dict)
+    pump: Any = SimpleNamespace(take_faults=list, gauges=dict, server=None)
     log: Any = SimpleNamespace(take=list)
     news = _News(theirs, pump, Counters(), ended, log)
     told: list[str] = []

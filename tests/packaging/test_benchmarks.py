@@ -22,6 +22,7 @@ _TARGETS = {
     "scale": "bench-scale",
     "cluster": "bench-cluster",
     "readers": "bench-readers",
+    "looking": "bench-looking",
     "gpu": "bench-gpu",
     "online": "bench-online",
     "capture": "bench-capture",
@@ -76,6 +77,16 @@ def test_cluster(tmp_path: Path) -> None:
     figures = json.loads((tmp_path / "figures.json").read_text())
     assert [row["samples"] for row in figures["catalogue"]] == [300, 600]
     assert {"stat", "page", "page of a rare tag", "oldest 64"} <= {verdict["what"] for verdict in figures["verdicts"]}
+
+
+@pytest.mark.extended
+def test_looking(tmp_path: Path) -> None:
+    options = ["--samples", "100,200", "--looks", "20", "--visitors", "4", "--every-s", "1", "--run-s", "1", "--rounds", "2"]
+    figures = _figures(tmp_path, "looking.py", *options)
+    assert [row["look"] for row in figures["looks"]] == ["ls", "the page's list", "look-up by the caller's id"]
+    assert all(row["100 samples, ms"] > 0 and row["ratio"] > 0 for row in figures["looks"])
+    assert all(one["pages"] >= 4 for one in figures["visits"]["rounds"])
+    assert len(figures["visits"]["ratios"]) == 2
 
 
 @pytest.mark.extended

@@ -19,6 +19,7 @@ from slotstream.server.access.tls import expiry_unix_s
 from slotstream.transport.base import LinkUp
 from slotstream.transport.channel import open_channel
 from slotstream.transport.grpc import GrpcSink
+from slotstream.transport.targets import Target
 from slotstream.v1 import ingest_pb2
 from slotstream.wire.access import Access
 from slotstream.wire.errors import ConfigError
@@ -86,7 +87,7 @@ def test_a_certificates_name_is_its_holders(tmp_path: Path, caplog: pytest.LogCa
                 sink.start(recorder)
                 recorder.wait(LinkUp)
             third = authority.issue("mine", "trainer-8").access(authority)
-            with open_channel(running.address, third) as channel:
+            with open_channel(Target(running.address, running.address), third) as channel:
                 stream: Any = channel.stream_stream
                 replies = stream("/slotstream.v1.Ingest/Stream")(iter(()))
                 with pytest.raises(grpc.RpcError) as refused:

@@ -23,8 +23,9 @@ import torch
 
 from slotstream.client import SampleState, connect
 from slotstream.connector.faults import SampleFault
+from slotstream.connector.options import ConnectorOptions
 from slotstream.connector.plan import SampleAbort, SampleFinish, SampleOpen, StepPlan
-from slotstream.transport.grpc import GrpcSink
+from slotstream.connector.sending.sinks import sinks_for
 from slotstream.v1 import ingest_pb2
 from slotstream.wire.names import PROTOCOL_VERSION
 from support.server import ServerProcess
@@ -50,8 +51,9 @@ class Engine:
         chosen: dict[str, Any] = {"ack_timeout_s": 30.0, "wait_s_max": 0.5, "server": address, **options}
         if chosen.get("sender") == "process":
             return cls(make_rig(seed, hello=hello, **chosen), random.Random(seed), name)
-        sink = GrpcSink(address, hello, ack_timeout_s=float(str(chosen["ack_timeout_s"])))
-        return cls(make_rig(seed, sink, **chosen), random.Random(seed), name)
+        chosen = {"transport": "grpc", **chosen, "server": address.split(",")}
+        sinks = sinks_for(ConnectorOptions.from_extra(chosen), hello)
+        return cls(make_rig(seed, sinks[0], more=sinks[1:], **chosen), random.Random(seed), name)
 
     @property
     def settled(self) -> bool:
@@ -127,7 +129,9 @@ class Restarting:
             self.start()
 
     def start(self) -> None:
-        self.process = ServerProcess(self._data_dir, *self.options, address=self.address, environment=self.environment)
+        self.process = ServerProcess(
+            self._data_dir, *self.options, address=self.address, transport="auto", environment=self.environment
+        )
 
     def send(self, number: int) -> None:
         assert self.process is not None
@@ -169,6 +173,22 @@ def begin_half(engine: Engine) -> None:
     opened = SampleOpen("half", "default", f"{engine.name}-half", 0, 40, True)
     rig.step(StepPlan((opened,), (cached_rows("half", 0, 20, 0, table),)), rig.slots("half", 0, 20))
     engine.promised[f"{engine.name}-half"] = None
+
+
+def half_is_arriving(engine: Engine, address: str) -> bool:
+    """Whether the server has that sample open, and nothing else of this engine."""
+    with connect(address) as client:
+        arriving = [info.sample_id for info in client.list(state="arriving")]
+    return arriving == [f"{engine.name}-half"] and not engine.rig.worker._sender._inbox
+
+
+def finish_half(engine: Engine) -> None:
+    """The sample of `begin_half` gets its other half, and is whole."""
+    rig, table = engine.rig, engine.rig.tables["half"]
+    rig.write(rig.slots("half", 20, 40))
+    rest = cached_rows("half", 20, 40, 20, table)
+    rig.step(StepPlan((), (rest,), (SampleFinish("half", tuple(range(40))),)), rig.slots("half", 20, 40))
+    engine.promised[f"{engine.name}-half"] = rig.rows("half", 0, 40)
 
 
 def _main(address: str, spool_dir: str, seed: int) -> None:

@@ -49,9 +49,12 @@ class Authority:
         self.path = directory / f"{name}.pem"
         self._ca.cert_pem.write_to_path(str(self.path))
 
-    def issue(self, name: str, common_name: str | None = None, not_after: datetime | None = None) -> Pair:
-        """A certificate and its key as files, replaced if they are there."""
-        issued = self._ca.issue_cert("127.0.0.1", "localhost", common_name=common_name, not_after=not_after)
+    def issue(
+        self, name: str, common_name: str | None = None, not_after: datetime | None = None, *, numbers: bool = True
+    ) -> Pair:
+        """A certificate and its key as files, replaced if they are there. `numbers`: also for 127.0.0.1, not localhost only."""
+        names = ["127.0.0.1", "localhost"] if numbers else ["localhost"]
+        issued = self._ca.issue_cert(*names, common_name=common_name, not_after=not_after)
         pair = Pair(self._directory / f"{name}-cert.pem", self._directory / f"{name}-key.pem")
         _replace(pair.cert, b"".join(part.bytes() for part in issued.cert_chain_pems))
         _replace(pair.key, issued.private_key_pem.bytes())

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slotstream.wire.address import check_address
+from slotstream.wire.address import ADDRESSES_MAX, check_address, check_addresses
 from slotstream.wire.errors import ConfigError
 from slotstream.wire.names import DEFAULT_ADDRESS
 
@@ -117,3 +117,41 @@ def test_what_was_probably_meant_is_said(address: str, meant: str) -> None:
 def test_where_nothing_was_clearly_meant_the_form_is_said(address: object) -> None:
     with pytest.raises(ConfigError, match=r"is neither host:port|must be unix:"):
         check_address(address)
+
+
+@pytest.mark.parametrize(
+    ("given", "servers"),
+    [
+        ("a:1", ("a:1",)),
+        ("a:1,b:2", ("a:1", "b:2")),
+        ("a:1, unix:/s", ("a:1", "unix:/s")),
+        (["a:1"], ("a:1",)),
+        (("a:1", "unix:/with,comma"), ("a:1", "unix:/with,comma")),
+        ([f"h:{i + 1}" for i in range(ADDRESSES_MAX)], tuple(f"h:{i + 1}" for i in range(ADDRESSES_MAX))),
+    ],
+)
+def test_one_address_or_several(given: object, servers: tuple[str, ...]) -> None:
+    assert check_addresses(given) == servers
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("", "address '' is neither host:port"),
+        ("a:1,", "address '' is neither host:port"),
+        (" a:1", "address ' a:1' is not host:port; did you mean a:1?"),
+        (["a:1", " b:1"], "address ' b:1' is not host:port; did you mean b:1?"),
+        ("a:1,http://b", "address 'http://b' is not host:port; did you mean b:50151?"),
+        (["a:1", 7], "address 7 is neither"),
+        ([], "the list of server addresses is empty"),
+        (["a:1", "b:1", "a:1"], "address 'a:1' is named twice"),
+        ([f"h:{i + 1}" for i in range(ADDRESSES_MAX + 1)], "17 server addresses are more than the 16 allowed"),
+        (None, "server must be an address or a list of addresses, not None"),
+        ({"a:1": 1}, "server must be an address or a list of addresses"),
+    ],
+)
+def test_a_wrong_list_is_refused_naming_the_address(given: object, said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_addresses(given)
+    assert said in str(caught.value)
+    assert str(caught.value).isprintable()

@@ -35,7 +35,10 @@ def add_capture_arguments(parser: argparse.ArgumentParser) -> None:
         "--layers", metavar="LAYERS", required=True, help="layers to capture: 2,18,33,final, or eagle3, or draft:PATH"
     )
     parser.add_argument(
-        "--to", metavar="DIR|ADDRESS", required=True, help="a folder, for which a server is started, or a server's address"
+        "--to",
+        metavar="DIR|ADDRESS",
+        required=True,
+        help="a folder, for which a server is started, or a server's address; of several with the same samples a:1,b:1",
     )
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--model", metavar="MODEL", help="start vLLM with this model; its own flags stand behind --")
@@ -180,14 +183,21 @@ def _summary(prompts: Path, manifest: Path, outcomes: Collection[Outcome], away:
 
 
 def _address(to: str) -> str | None:
-    """The server's address; None where `to` is a folder."""
-    from slotstream.wire.address import check_address
+    """The server's address, or several with commas between; None where `to` is a folder."""
+    from slotstream.wire.address import check_address, check_addresses
     from slotstream.wire.errors import ConfigError
 
+    def is_address(text: str) -> bool:
+        try:
+            return bool(check_address(text.strip()))
+        except ConfigError:
+            return text.startswith("unix:")
+
     try:
-        return check_address(to)
+        return ",".join(check_addresses(to))
     except ConfigError:
-        if to.startswith("unix:"):
+        # A folder's name may have commas too; beside an address it is a mistake in a list.
+        if any(map(is_address, to.split(","))):
             raise
         return None
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import os
 import re
 import sys
 import time
@@ -39,7 +40,8 @@ def add_server_argument(parser: Any) -> None:
     parser.add_argument(
         "--server",
         metavar="ADDR",
-        help=f"the server, host:port or unix:/path (default: $SLOTSTREAM_SERVER, else {DEFAULT_ADDRESS})",
+        help=f"the server, host:port or unix:/path; of several with the same samples a:1,b:1 "
+        f"(default: $SLOTSTREAM_SERVER, else {DEFAULT_ADDRESS})",
     )
 
 
@@ -98,12 +100,20 @@ def add_json_argument(parser: Any) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object a line (default: text for people)")
 
 
-def open_client(arguments: argparse.Namespace, data_dir: Path | None = None) -> Client:
-    """A client of the server that `--server` names. A server that is not there is told at once, not waited for."""
+def servers_named(arguments: argparse.Namespace) -> tuple[str, ...]:
+    """The addresses that `--server` or the environment names. Raises ConfigError."""
+    from slotstream.client.client import SERVER_VARIABLE
+    from slotstream.wire.address import check_addresses
+
+    return check_addresses(arguments.server or os.environ.get(SERVER_VARIABLE) or DEFAULT_ADDRESS)
+
+
+def open_client(arguments: argparse.Namespace, data_dir: Path | None = None, server: str | None = None) -> Client:
+    """A client of the servers that `--server` names, or of `server` alone. One that is away is told at once, not waited for."""
     from slotstream.client import connect
 
     return connect(
-        arguments.server,
+        arguments.server if server is None else [server],
         token_file=arguments.token_file,
         tls_ca=arguments.tls_ca,
         tls_cert=arguments.tls_cert,

@@ -9,7 +9,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from slotstream.cli.common import (
@@ -19,10 +19,11 @@ from slotstream.cli.common import (
     note,
     open_client,
     print_json,
+    servers_named,
     shown,
     size_text,
 )
-from slotstream.wire.address import check_address, is_local
+from slotstream.wire.address import is_local
 from slotstream.wire.errors import (
     ConfigError,
     PermissionDenied,
@@ -30,7 +31,7 @@ from slotstream.wire.errors import (
     SlotStreamError,
     Unauthenticated,
 )
-from slotstream.wire.names import DEFAULT_ADDRESS, DEFAULT_NAMESPACE
+from slotstream.wire.names import DEFAULT_NAMESPACE
 
 if TYPE_CHECKING:
     from slotstream.client import Client, Status
@@ -75,6 +76,7 @@ def add_doctor_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = """\
 Asks in this order: does a server answer at the port, TLS, the token and its rights, versions, clocks, the server's disk, NIXL,
 and vLLM. The last two are asked of this machine, in processes of their own. Each line says ok, warn or fail, and what to do.
+Of several servers (--server a:1,b:1) each one is asked.
 Exits with 1 where something fails. What cannot be asked because of that is named at the end.
 
 examples:
@@ -97,8 +99,18 @@ def run_doctor(arguments: argparse.Namespace) -> int:
                 print(f"{'':16}{shown(finding.todo)}")
         sys.stdout.flush()
 
-    _ask_server(arguments, say)
-    unasked = [name for name in _ASKED_OF_THE_SERVER if name not in {finding.check for finding in asked}]
+    unasked: list[str] = []
+    servers = _servers(arguments)
+    if isinstance(servers, Finding):
+        say(servers)
+        unasked += _unasked(asked)
+        servers = ()
+    for server in servers:
+        before = len(asked)
+        named = say if len(servers) == 1 else functools.partial(_say_of, server, say)
+        _ask_server(arguments, server, named)
+        of_server = "" if len(servers) == 1 else f" of {server}"
+        unasked += [f"{name}{of_server}" for name in _unasked(asked[before:])]
     say(_nixl())
     say(_vllm())
     if unasked:
@@ -106,16 +118,25 @@ def run_doctor(arguments: argparse.Namespace) -> int:
     return 1 if any(finding.result == "fail" for finding in asked) else 0
 
 
+def _say_of(server: str, say: Callable[[Finding], None], finding: Finding) -> None:
+    """Of several servers: which one it is."""
+    say(finding if server in finding.message else finding._replace(message=f"{server}: {finding.message}"))
+
+
+def _unasked(asked: Sequence[Finding]) -> list[str]:
+    """Questions to a server that are not among these."""
+    return [name for name in _ASKED_OF_THE_SERVER if name not in {finding.check for finding in asked}]
+
+
 # Of the server: each check returns its finding, and whether the next one can be asked.
 
 
-def _ask_server(arguments: argparse.Namespace, say: Callable[[Finding], None]) -> None:
+def _ask_server(arguments: argparse.Namespace, server: str, say: Callable[[Finding], None]) -> None:
     from slotstream.client.diagnosis import diagnose
 
-    opened = _opened(arguments)
+    opened = _opened(arguments, server)
     if isinstance(opened, Finding):
-        if opened.check != "port":
-            say(_reached(_address(arguments)))
+        say(_reached(server))
         say(opened)
         return
     with opened as client:
@@ -156,20 +177,18 @@ _TLS_TODO = {
 }
 
 
-def _address(arguments: argparse.Namespace) -> str:
-    from slotstream.client.client import SERVER_VARIABLE
-
-    return arguments.server or os.environ.get(SERVER_VARIABLE) or DEFAULT_ADDRESS
-
-
-def _opened(arguments: argparse.Namespace) -> Client | Finding:
-    """A client that has not connected yet; or why there can be none with these options and this environment."""
+def _servers(arguments: argparse.Namespace) -> tuple[str, ...] | Finding:
+    """The addresses to ask; or what is wrong with them."""
     try:
-        check_address(_address(arguments))
+        return servers_named(arguments)
     except ConfigError as error:
         return Finding("port", "fail", str(error), "write --server, or $SLOTSTREAM_SERVER, as host:port or unix:/path")
+
+
+def _opened(arguments: argparse.Namespace, server: str) -> Client | Finding:
+    """A client that has not connected yet; or why there can be none with these options and this environment."""
     try:
-        return open_client(arguments)
+        return open_client(arguments, server=server)
     except ConfigError as error:
         if str(error).startswith("token"):
             return Finding("token", "fail", str(error), "slotstream token makes one; --token-file names the file that holds it")

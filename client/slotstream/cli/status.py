@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import datetime
 import sys
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from slotstream.cli import units
@@ -19,6 +21,7 @@ from slotstream.cli.common import (
     open_client,
     print_json,
     print_table,
+    servers_named,
     shown,
     size_text,
     time_text,
@@ -40,6 +43,7 @@ def add_status_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_json_argument(parser)
     parser.epilog = """\
+Of several servers (--server a:1,b:1) each one is asked, and has its own part.
 Exits with 1 where it finds a problem. With --json, `problems` holds the stable names of those found: see docs/status.md.
 Engines, rates, failures and the disk are told to a token with admin in every namespace.
 
@@ -51,18 +55,20 @@ examples:
 
 
 def run_status(arguments: argparse.Namespace) -> int:
-    with open_client(arguments) as client:
+    servers = servers_named(arguments)
+    with contextlib.ExitStack() as stack:
+        clients = [stack.enter_context(open_client(arguments, server=server)) for server in servers]
         if arguments.watch is None:
-            return _show(client.status(), client.address, as_json=arguments.json)
-        _watch(client, arguments)
+            return _show_all(_ask(clients), as_json=arguments.json)
+        _watch(clients, arguments)
     return 0
 
 
-def _watch(client: Client, arguments: argparse.Namespace) -> None:
+def _watch(clients: Sequence[Client], arguments: argparse.Namespace) -> None:
     """Until Ctrl-C. A server that is away is said, and asked again: that is when somebody watches."""
     while True:
         try:
-            status = client.status()
+            answers = _ask(clients)
         except SlotStreamError as error:
             if error.status not in ("UNAVAILABLE", "DEADLINE_EXCEEDED"):
                 raise
@@ -70,17 +76,59 @@ def _watch(client: Client, arguments: argparse.Namespace) -> None:
         else:
             if sys.stdout.isatty() and not arguments.json:
                 print(_CLEAR, end="")
-            _show(status, client.address, as_json=arguments.json)
+            _show_all(answers, as_json=arguments.json)
             sys.stdout.flush()
         time.sleep(arguments.watch)
 
 
-def _show(status: Status, address: str, *, as_json: bool) -> int:
+def _ask(clients: Sequence[Client]) -> list[tuple[str, Status | SlotStreamError]]:
+    """Each server's address, and how it is. Of several one may fail to say so; where there is one alone, this raises that."""
+    answers: list[tuple[str, Status | SlotStreamError]] = []
+    for client in clients:
+        try:
+            answers.append((client.address, client.status()))
+        except SlotStreamError as error:
+            if len(clients) == 1:
+                raise
+            answers.append((client.address, error))
+    return answers
+
+
+def _show_all(answers: Sequence[tuple[str, Status | SlotStreamError]], *, as_json: bool) -> int:
     """Prints it; the exit code."""
+    code = 0
+    for number, (address, answer) in enumerate(answers):
+        if number and not as_json:
+            print()
+        if isinstance(answer, SlotStreamError):
+            code = 1
+            _show_none(address, f"{answer} ({answer.code})", as_json=as_json)
+        else:
+            code |= _show(answer, address, as_json=as_json, named=len(answers) > 1)
+    return code
+
+
+def _show_none(address: str, why: str, *, as_json: bool) -> None:
+    """What there is to print of one of several servers that does not say how it is."""
+    if as_json:
+        print_json({"address": address, "problems": ["no_answer"], "explained": {"no_answer": why}})
+        return
+    print(f"{'server':<{_WIDTH}}  - at {shown(address)}\n\n{'no_answer':<{_WIDTH}}  {shown(_named(address, why))}")
+
+
+def _named(address: str, sentence: str) -> str:
+    return sentence if address in sentence else f"{address}: {sentence}"
+
+
+def _show(status: Status, address: str, *, as_json: bool, named: bool) -> int:
+    """Prints it; the exit code. `named`: of several servers, so that each problem says whose it is."""
     problems = status.problems
     if as_json:
-        print_json({**dataclasses.asdict(status), "problems": list(problems), "explained": problems})
+        whose = {"address": address} if named else {}
+        print_json({**whose, **dataclasses.asdict(status), "problems": list(problems), "explained": problems})
         return 1 if problems else 0
+    if named:
+        problems = {name: _named(address, sentence) for name, sentence in problems.items()}
     print("\n".join(f"{name:<{_WIDTH}}  {text}" for name, text in facts(status, address)))
     if status.server is not None and status.server.engines:
         print()
@@ -163,7 +211,7 @@ def engine_row(engine: EngineStatus) -> tuple[str, ...]:
     """One line of the table of `ENGINE_COLUMNS`."""
     link = f"{'up' if engine.connected else 'down'} {time_text(engine.since_s)}"
     if lost := engine.streams - 1 if engine.links_lost is None else engine.links_lost:
-        link += f", lost {lost} times"
+        link += f", lost {lost} time{'' if lost == 1 else 's'}"
     last = "-"
     if engine.last_sample is not None and engine.last_sample_s is not None:
         last = f"{engine.last_sample}, {time_text(engine.last_sample_s)} ago"

@@ -12,7 +12,7 @@ from typing import Any, Self
 from slotstream.client.chat_masks import ASSISTANT, request_spans
 from slotstream.client.client import SERVER_VARIABLE, Client, connect
 from slotstream.client.tensors import Sample, require_torch
-from slotstream.wire.errors import ConfigError, SlotStreamError, error_from_code
+from slotstream.wire.errors import ConfigError, SampleNotFound, SlotStreamError, error_from_code
 from slotstream.wire.names import DEFAULT_NAMESPACE, check_sample_id
 
 _SEQUENCE = "sequence_index"  # In the metadata of a sample that is one of several sequences.
@@ -144,11 +144,24 @@ class _Captured:
         namespace = self._said.get("namespace") or self._namespace or DEFAULT_NAMESPACE
         with contextlib.ExitStack() as stack:
             client = self._client or stack.enter_context(connect(self._address()))
-            first = client.get(self.sample_id, namespace=namespace, wait_s=self._wait_s)
+            first = self._first(client, namespace)
             if self._sequences == 1 or _SEQUENCE not in first.metadata:
                 return first
             others = (f"{self.sample_id}.{at}" for at in range(1, self._sequences))
             return [first, *(client.get(name, namespace=namespace, wait_s=self._wait_s) for name in others)]
+
+    def _first(self, client: Client, namespace: str) -> Sample:
+        try:
+            return client.get(self.sample_id, namespace=namespace, wait_s=self._wait_s)
+        except SampleNotFound as error:
+            sent_to = str(self._said.get("server") or "")
+            if "," not in sent_to:
+                raise
+            # Servers with files of their own do not know what another one got.
+            raise SampleNotFound(
+                f"{error}; the engine sends to one of {sent_to}, and one of {client.address} was asked: servers that do not "
+                "share their samples are asked one by one"
+            ) from error
 
     def _address(self) -> str | None:
         return None if os.environ.get(SERVER_VARIABLE) else self._said.get("server")

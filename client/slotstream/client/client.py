@@ -14,6 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import NoReturn, Self
 
+from slotstream.client.call_errors import NotServed
 from slotstream.client.counting import ReadCounter
 from slotstream.client.info import (
     Forecast,
@@ -30,7 +31,7 @@ from slotstream.client.info import (
 from slotstream.client.local_file import WrongFileError
 from slotstream.client.many import ManyReads
 from slotstream.client.reading import RowReader
-from slotstream.client.rpc import NotServed, Rpc
+from slotstream.client.rpc import Rpc
 from slotstream.client.status import Status
 from slotstream.client.tensors import Answer, Sample, receive_sample, require_torch
 from slotstream.v1 import samples_pb2
@@ -73,7 +74,7 @@ _VERIFY_STALL_S = 3600.0
 
 
 def connect(
-    address: str | None = None,
+    address: str | Sequence[str] | None = None,
     *,
     token: str | None = None,
     token_file: str | os.PathLike[str] | None = None,
@@ -87,6 +88,8 @@ def connect(
 ) -> Client:
     """A client of the server at `address` (`host:port` or `unix:/path`); by default `$SLOTSTREAM_SERVER`, else 127.0.0.1:50151.
 
+    address: also several, as a list or with commas between, of servers that hold the same samples. One of them is asked, any;
+    where it is away, or shuts down, each other one is, before a call fails (docs/client.md says which calls).
     token, token_file: the bearer token for a server that wants one, or a file with it, which is read again for each call;
     by default `$SLOTSTREAM_TOKEN` or `$SLOTSTREAM_TOKEN_FILE`.
     tls_ca: PEM file of the authorities that signed the server's certificate; turns TLS on. tls_cert, tls_key: PEM files of
@@ -151,7 +154,13 @@ class Client:
 
     @property
     def address(self) -> str:
+        """The server's address; of several all of them, with commas between."""
         return self._rpc.address
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """The addresses, as they were given: one or more."""
+        return self._rpc.addresses
 
     @property
     def access(self) -> Access:

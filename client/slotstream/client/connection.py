@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Sequence
 from typing import Any
 
 from slotstream.client.client import Client, connect
@@ -12,18 +13,18 @@ from slotstream.client.client import Client, connect
 class Connection:
     """What a data set needs to ask its server, in every process that it wakes up in. It can be pickled.
 
-    A client that is passed stays the caller's to close. With an address, or None (`$SLOTSTREAM_SERVER`), each process opens its
-    own when it first asks, with the token and certificates that the environment names.
+    A client that is passed stays the caller's to close. With an address, several, or None (`$SLOTSTREAM_SERVER`), each
+    process opens its own when it first asks, with the token and certificates that the environment names.
     """
 
-    def __init__(self, client_or_address: Client | str | None) -> None:
+    def __init__(self, client_or_address: Client | str | Sequence[str] | None) -> None:
         self._given: Client | None = None
         self._own: Client | None = None
         self._pid = os.getpid()
         self._access: dict[str, Any] = {}
-        self._address: str | None
+        self._address: str | Sequence[str] | None
         if isinstance(client_or_address, Client):
-            self._given, self._address = client_or_address, client_or_address.address
+            self._given, self._address = client_or_address, client_or_address.addresses
             # Worker processes connect on their own, and show the server the same token and certificate.
             self._access = {**dataclasses.asdict(client_or_address.access), "data_dir": client_or_address.data_dir}
         else:

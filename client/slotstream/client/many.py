@@ -10,10 +10,11 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
+from slotstream.client.call_errors import AWAY, NoServerLeft, NotServed
 from slotstream.client.info import SampleInfo
 from slotstream.client.local_file import WrongFileError
 from slotstream.client.reading import RowReader
-from slotstream.client.rpc import NotServed, Rpc, WatchedStream
+from slotstream.client.rpc import Rpc, WatchedStream
 from slotstream.v1 import samples_pb2
 from slotstream.wire.errors import (
     DeadlineExceeded,
@@ -21,14 +22,12 @@ from slotstream.wire.errors import (
     ProtocolViolation,
     SampleFailed,
     SampleNotFound,
-    ServerDraining,
-    ServerUnavailable,
     SlotStreamError,
     StillArriving,
     Unauthenticated,
     error_from_code,
 )
-from slotstream.wire.frames import decode_reply
+from slotstream.wire.frames import Frame, decode_reply, split_replies
 
 K = TypeVar("K")
 R = TypeVar("R")
@@ -39,7 +38,7 @@ _READS_IN_CALL = 256  # A server takes more; but what is asked for early may be 
 _PAUSE_S, _PAUSE_S_MAX = 0.1, 2.0
 _HEADER_TAG, _ERROR_TAG = 0x0A, 0x1A  # What a reply begins with: ReadReply.header, ReadReply.error.
 # The connection's failures, and not a sample's: they end the stream, where trying again did not help.
-_ENDING = (ServerUnavailable, ServerDraining, Interrupted, DeadlineExceeded, ProtocolViolation, Unauthenticated)
+_ENDING = (*AWAY, DeadlineExceeded, ProtocolViolation, Unauthenticated)
 
 
 class _Call:
@@ -47,14 +46,17 @@ class _Call:
 
     def __init__(self, stream: WatchedStream[bytes], first: int) -> None:
         self._stream = stream
-        self._ahead: list[bytes | None] = []
+        self._ahead: list[Frame | None] = []  # Replies that came and were not taken, the next one last.
         self.first = first
 
-    def take(self, limit_s: float) -> bytes | None:
+    def take(self, limit_s: float) -> Frame | None:
         """The next reply; None where the call is over."""
-        return self._ahead.pop() if self._ahead else self._stream.receive(limit_s)
+        if not self._ahead:
+            message = self._stream.receive(limit_s)
+            self._ahead.extend([None] if message is None else reversed(split_replies(message)))
+        return self._ahead.pop()
 
-    def put_back(self, frame: bytes | None) -> None:
+    def put_back(self, frame: Frame | None) -> None:
         self._ahead.append(frame)
 
     def close(self) -> None:
@@ -69,7 +71,7 @@ class _Turn:
         self._number = number
         self._has_header = self.is_over = False
 
-    def receive(self, limit_s: float) -> bytes | None:
+    def receive(self, limit_s: float) -> Frame | None:
         """As `WatchedStream.receive`."""
         if self.is_over:
             return None
@@ -152,6 +154,7 @@ class ManyReads:
         self._turn: _Turn | None = None
         self._ends = 0.0  # When trying again is over; 0 while all is well.
         self._pause_s = _PAUSE_S
+        self._moves = 0  # To other servers, since all was well.
 
     def answers(
         self, wanted: Iterable[tuple[K, Read | SlotStreamError]], receive: Callable[[RowReader], R]
@@ -181,7 +184,7 @@ class ManyReads:
                 nbytes += read.ByteSize() + 8
             if nbytes > _CALL_BYTES_MAX:
                 break
-        self._most = min(2 * self._most, _READS_IN_CALL)
+        self._most = min(4 * self._most, _READS_IN_CALL)
         return asked
 
     def _answer(self, number: int, receive: Callable[[RowReader], R]) -> R | SlotStreamError:
@@ -197,12 +200,15 @@ class ManyReads:
                 raise
             return error
         finally:
-            self._ends, self._pause_s = 0.0, _PAUSE_S
+            self._is_well()
+
+    def _is_well(self) -> None:
+        self._ends, self._pause_s, self._moves = 0.0, _PAUSE_S, 0
 
     def _again(self, number: int, broken: RowReader, error: SlotStreamError) -> RowReader:
         """The rest of a read, of the same sample. Raises `error` where that cannot be."""
         if broken.next_row > broken.start:
-            self._ends, self._pause_s = 0.0, _PAUSE_S  # It went on for a while.
+            self._is_well()  # It went on for a while.
         self._wait(error)
         reader = self._opened(number, broken.next_row)
         if reader.info.committed_unix_ns != broken.info.committed_unix_ns:
@@ -246,7 +252,7 @@ class ManyReads:
             return self._open_alone(number, start, 0.0)
         if self._call is None:
             asked = [self._from(number, start), *self._reads[number + 1 :]]
-            self._call = _Call(self._rpc.read_many(samples_pb2.ReadManyRequest(reads=asked)), number)
+            self._call = _Call(self._rpc.read_many(samples_pb2.ReadManyRequest(reads=asked, batches=True)), number)
         self._turn = _Turn(self._call, number)
         return self._reader(cast(WatchedStream[bytes], self._turn), self._from(number, start))
 
@@ -288,6 +294,9 @@ class ManyReads:
                 self._end_call()
             raise error
         self._end_call()
+        if isinstance(error, AWAY) and not isinstance(error, NoServerLeft) and self._moves < self._rpc.others:
+            self._moves += 1  # Its server is away; the next call goes to another.
+            return
         now = time.monotonic()
         self._ends = self._ends or now + self._retry_s
         if now >= self._ends:

@@ -1,4 +1,4 @@
-"""The calls of `slotstream.v1.Samples` over one channel, their deadlines, and what their failures mean here."""
+"""The calls of `slotstream.v1.Samples`, their deadlines, and which server answers them."""
 
 from __future__ import annotations
 
@@ -6,93 +6,104 @@ import copy
 import dataclasses
 import os
 import threading
-import weakref
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from queue import Empty, SimpleQueue
 from typing import Any, Generic, TypeVar
 
 import grpc
 
-from slotstream.client.diagnosis import diagnose
-from slotstream.common.channel import channel_options
+from slotstream.client.call_errors import error_of, no_answer, unavailable
+from slotstream.client.servers import Server, Servers, Walk, inherited
 from slotstream.common.memory import keep_freed_blocks
-from slotstream.v1 import sample_pb2, samples_pb2, samples_pb2_grpc
+from slotstream.v1 import sample_pb2, samples_pb2
 from slotstream.wire.access import Access
-from slotstream.wire.address import check_address
-from slotstream.wire.errors import (
-    CODE_KEY,
-    REASON_KEY,
-    BadParams,
-    DeadlineExceeded,
-    InternalFault,
-    Interrupted,
-    ProtocolViolation,
-    SampleFailed,
-    ServerUnavailable,
-    SlotStreamError,
-    TooLarge,
-    error_from_code,
-)
-from slotstream.wire.names import MESSAGE_BYTES_MAX
+from slotstream.wire.address import check_addresses
+from slotstream.wire.errors import DeadlineExceeded, Interrupted
 
 _HEALTH_CHECK = "/grpc.health.v1.Health/Check"
-_READ = "/slotstream.v1.Samples/Read"
-_READ_MANY = "/slotstream.v1.Samples/ReadMany"
-# A trainer should notice a restarted server at once.
-_CHANNEL_OPTIONS = (*channel_options(MESSAGE_BYTES_MAX), ("grpc.max_reconnect_backoff_ms", 2000))
-# Channels to one address else share a connection, also one that a forked process inherited and cannot use.
-_FORKED_OPTIONS = (*_CHANNEL_OPTIONS, ("grpc.use_local_subchannel_pool", 1))
+_AGAIN_S = 0.1
 
 T = TypeVar("T")
-# Of a process that was forked: what its parent has connected. Never closed here: it is the parent's.
-_inherited: list[object] = []
 
 
 class Rpc:
-    """One channel to one server, for any thread. A process that was forked makes a new connection when it calls."""
+    """The calls to one server, or to any of several that hold the same samples, for any thread.
 
-    def __init__(self, address: str, *, timeout_s: float, access: Access | None = None) -> None:
-        """`timeout_s` bounds each call that answers once. Raises ConfigError for a malformed address, or files of `access`
-        that do not fit."""
-        self.address = check_address(address)
-        self.access = (access or Access()).check(self.address)
+    A call whose server is away, or shuts down, goes to each other one before it fails. Calls that only ask may always do so.
+    Those that act may have acted before the first server went away. So may go on, as a second time changes nothing more:
+
+    - Delete: the sample is gone, or the second server says NOT_FOUND of it. With `created_unix_ns` no other one is deleted.
+    - Ack and Lease: they set what they had set. An ack whose sample was deleted by it is answered with NOT_FOUND.
+    - Restore, Retention (`accept`), Verify (`quarantine`), before their first reply: they do what is left to do.
+
+    CountRead may not: a read that counts twice would delete a sample one read too early. Such a read does not count.
+    A stream that has begun does not move: its reader asks again, from its next row on.
+    """
+
+    def __init__(self, address: str | Sequence[str], *, timeout_s: float, access: Access | None = None) -> None:
+        """`address`: one, or several as a list or with commas between. `timeout_s` bounds each call that answers once.
+
+        Raises ConfigError for a malformed address, or files of `access` that do not fit.
+        """
+        self.addresses = check_addresses(address)
+        self.access = self._checked(access or Access())
         self._timeout_s = timeout_s
-        self._closed = threading.Event()
-        self._lock = threading.Lock()  # Of the streams.
-        self._streams: weakref.WeakSet[WatchedStream[Any]] = weakref.WeakSet()
         keep_freed_blocks()
-        self._connect(_CHANNEL_OPTIONS)
+        self._servers = Servers(self.addresses, self.access)
 
-    def _connect(self, options: Sequence[tuple[str, int]]) -> None:
-        self._pid = os.getpid()
-        files = self.access.tls_files()
-        if files is None:
-            self._channel = grpc.insecure_channel(self.address, options=options)
-        else:
-            self._channel = grpc.secure_channel(self.address, grpc.ssl_channel_credentials(*files), options=options)
-        self._stub: Any = samples_pb2_grpc.SamplesStub(self._channel)  # type: ignore[no-untyped-call]
-        # Its replies stay bytes, which the stub's would not: protobuf copies rows several times over (slotstream.wire.frames).
-        self._read = self._channel.unary_stream(_READ, samples_pb2.ReadRequest.SerializeToString, None)
-        self._read_many = self._channel.unary_stream(_READ_MANY, samples_pb2.ReadManyRequest.SerializeToString, None)
+    def _checked(self, access: Access) -> Access:
+        for address in self.addresses:
+            access.check(address)
+        return access
+
+    @property
+    def address(self) -> str:
+        """The address; of several all of them, with commas between."""
+        return ",".join(self.addresses)
+
+    @property
+    def others(self) -> int:
+        """How many servers there are beside the one that is asked now."""
+        return len(self.addresses) - 1
 
     def with_token(self, token: str | None) -> Rpc:
-        """The same connection for calls with another token, or with none; it is closed with this one. Raises ConfigError."""
+        """The same connections for calls with another token, or with none; closed with this one. Raises ConfigError."""
         other = copy.copy(self)
-        other.access = dataclasses.replace(self.access, token=token, token_file=None).check(self.address)
+        other.access = self._checked(dataclasses.replace(self.access, token=token, token_file=None))
         return other
 
     def wait_until_connected(self, timeout_s: float) -> None:
-        """Raises ServerUnavailable when nothing took the connection, and answered on it, within `timeout_s`."""
+        """Raises ServerUnavailable when no server took the connection, and answered on it, within `timeout_s`."""
+        if not self.others:
+            if self._probe(self._servers.current(), timeout_s, wait_for_ready=True) is not None:
+                raise unavailable(self.address, self.access, f"waited {timeout_s:g} s")
+            return
+        ends = time.monotonic() + timeout_s
+        while True:
+            failed: list[tuple[str, grpc.RpcError]] = []
+            server: Server | None = self._servers.current()
+            while server is not None:
+                left_s = max(0.0, ends - time.monotonic()) / (len(self.addresses) - len(failed))
+                error = self._probe(server, max(_AGAIN_S, left_s), wait_for_ready=False)
+                if error is None:
+                    return
+                failed.append((server.address, error))
+                server = self._servers.after(server, [address for address, _ in failed])
+            if time.monotonic() >= ends:
+                raise no_answer(failed, self.access)
+            self.pause(_AGAIN_S)
+
+    def _probe(self, server: Server, timeout_s: float, *, wait_for_ready: bool) -> grpc.RpcError | None:
+        """Why a server does not answer; None where it does."""
         # Any answer will do, also that there is no such service. Not channel_ready_future: its thread delays close by 0.2 s.
-        probe = self._channel.unary_unary(_HEALTH_CHECK, request_serializer=None, response_deserializer=None)
+        probe = server.channel.unary_unary(_HEALTH_CHECK, request_serializer=None, response_deserializer=None)
+        away = (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.UNAVAILABLE)
         try:
-            probe(b"", timeout=timeout_s, wait_for_ready=True)
+            probe(b"", timeout=timeout_s, wait_for_ready=wait_for_ready)
         except grpc.RpcError as error:
-            if isinstance(error, grpc.Call) and error.code() in (
-                grpc.StatusCode.DEADLINE_EXCEEDED,
-                grpc.StatusCode.UNAVAILABLE,
-            ):
-                raise unavailable(self.address, self.access, f"waited {timeout_s:g} s") from error
+            return error if isinstance(error, grpc.Call) and error.code() in away else None
+        return None
 
     def stat(self, request: samples_pb2.StatRequest) -> sample_pb2.SampleInfo:
         info: sample_pb2.SampleInfo = self._call("Stat", request)
@@ -109,7 +120,7 @@ class Rpc:
         self._call("Ack", request)
 
     def count_read(self, request: samples_pb2.CountReadRequest) -> None:
-        self._call("CountRead", request)
+        self._call("CountRead", request, may_move=False)
 
     def lease(self, request: samples_pb2.LeaseRequest) -> samples_pb2.LeaseReply:
         reply: samples_pb2.LeaseReply = self._call("Lease", request)
@@ -125,68 +136,48 @@ class Rpc:
         return reply
 
     def read(self, request: samples_pb2.ReadRequest) -> WatchedStream[bytes]:
-        self._check_open()
-        return self._watched(self._read(request, metadata=self.access.call_metadata()))
+        return self._stream(lambda server, metadata: server.read(request, metadata=metadata))
 
     def read_many(self, request: samples_pb2.ReadManyRequest) -> WatchedStream[bytes]:
         """Its first `receive` raises NotServed where the server is too old for it."""
-        self._check_open()
-        return self._watched(self._read_many(request, metadata=self.access.call_metadata()))
+        return self._stream(lambda server, metadata: server.read_many(request, metadata=metadata))
 
     def verify(self, request: samples_pb2.VerifyRequest) -> WatchedStream[samples_pb2.VerifyReply]:
-        self._check_open()
-        return self._watched(self._stub.Verify(request, metadata=self.access.call_metadata()))
+        return self._stream(lambda server, metadata: server.stub.Verify(request, metadata=metadata))
 
     def restore(self, request: samples_pb2.RestoreRequest) -> WatchedStream[samples_pb2.RestoreReply]:
-        self._check_open()
-        return self._watched(self._stub.Restore(request, metadata=self.access.call_metadata()))
+        return self._stream(lambda server, metadata: server.stub.Restore(request, metadata=metadata))
 
-    def _watched(self, call: Any) -> WatchedStream[Any]:
-        stream: WatchedStream[Any] = WatchedStream(call, self.address, self.access)
-        with self._lock:
-            self._streams.add(stream)
-        if self._closed.is_set():  # Meanwhile.
-            stream.end()
-        return stream
+    def retention(self, request: samples_pb2.RetentionRequest) -> WatchedStream[samples_pb2.RetentionReply]:
+        return self._stream(lambda server, metadata: server.stub.Retention(request, metadata=metadata))
 
     def pause(self, seconds: float) -> None:
         """Sleeps for so long. Raises ValueError as soon as the client is closed."""
-        self._closed.wait(seconds)
-        self._check_open()
-
-    def retention(self, request: samples_pb2.RetentionRequest) -> WatchedStream[samples_pb2.RetentionReply]:
-        self._check_open()
-        return self._watched(self._stub.Retention(request, metadata=self.access.call_metadata()))
+        self._servers.pause(seconds)
+        self._servers.check_open()
 
     def close(self) -> None:
         """Ends calls still under way, and what other threads wait for. May be called twice."""
-        self._closed.set()
-        if self._pid != os.getpid():
-            return  # What there is belongs to the parent.
-        with self._lock:
-            streams = list(self._streams)
-        for stream in streams:
-            stream.end()
-        self._channel.close()
+        self._servers.close()
 
-    def _call(self, name: str, request: Any) -> Any:
-        self._check_open()  # Before the stub is looked at: it may be the parent's.
-        try:
-            return getattr(self._stub, name)(request, timeout=self._timeout_s, metadata=self.access.call_metadata())
-        except grpc.RpcError as error:
-            raise error_of(error, self.address, self.access) from error
+    def _call(self, name: str, request: Any, *, may_move: bool = True) -> Any:
+        walk = Walk(self._servers, self.access, may_move=may_move)
+        while True:
+            call = getattr(walk.server.stub, name)
+            try:
+                return call(request, timeout=self._timeout_s, metadata=self.access.call_metadata())
+            except grpc.RpcError as error:
+                walk.go_on(error)
 
-    def _check_open(self) -> None:
-        if self._closed.is_set():
-            raise ValueError("this client is closed")
-        if self._pid != os.getpid():  # gRPC may still write to the parent's connection, in the first call or two.
-            _inherited.extend((self._channel, self._stub, self._read, self._read_many))
-            self._lock, self._streams = threading.Lock(), weakref.WeakSet()
-            self._connect(_FORKED_OPTIONS)
+    def _stream(self, start: Callable[[Server, Any], Any]) -> WatchedStream[Any]:
+        walk = Walk(self._servers, self.access)
 
+        def begin() -> Any:
+            return start(walk.server, self.access.call_metadata())
 
-class NotServed(ProtocolViolation):
-    """The server does not know the call: it is of an earlier version, or no slotstream server at all."""
+        stream: WatchedStream[Any] = WatchedStream(begin(), walk.server.address, self.access, walk, begin)
+        self._servers.watch(stream)
+        return stream
 
 
 class _Replies:
@@ -219,27 +210,60 @@ class WatchedStream(Generic[T]):
     `receive` counts: the consumer may take as long as it likes between two replies.
     """
 
-    def __init__(self, call: Any, address: str, access: Access | None = None) -> None:
+    def __init__(
+        self,
+        call: Any,
+        address: str,
+        access: Access | None = None,
+        walk: Walk | None = None,
+        begin: Callable[[], Any] | None = None,
+    ) -> None:
+        """`walk`, `begin`: until a reply has come, the call may be made again, by `begin`, to another server."""
         self._address, self._access = address, access or Access()
+        self._walk, self._begin = walk, begin
+        self._has_come = False
         self._pid = os.getpid()
-        self._replies = _Replies(call)
-        self._replies.asked.put(True)
-        threading.Thread(target=self._replies.run, name="slotstream-replies", daemon=True).start()
+        self._replies = self._taken_off(call)
+
+    @staticmethod
+    def _taken_off(call: Any) -> _Replies:
+        replies = _Replies(call)
+        replies.asked.put(True)
+        threading.Thread(target=replies.run, name="slotstream-replies", daemon=True).start()
+        return replies
 
     def receive(self, limit_s: float) -> T | None:
         """The next reply; None after the last. Raises what the server answered, or DeadlineExceeded after `limit_s`."""
         if self._pid != os.getpid():
             raise Interrupted(f"this call to {self._address} is of the process that this one was forked from: make it again")
-        try:
-            reply: T | Exception | None = self._replies.came.get(timeout=limit_s)
-        except Empty:
+        while True:
+            try:
+                reply: T | Exception | None = self._replies.came.get(timeout=limit_s)
+            except Empty:
+                self.close()
+                if self._walk is not None:
+                    self._walk.was_silent()
+                raise DeadlineExceeded(f"the server at {self._address} sent nothing for {limit_s:g} s") from None
+            if not isinstance(reply, grpc.RpcError):
+                break
             self.close()
-            raise DeadlineExceeded(f"the server at {self._address} sent nothing for {limit_s:g} s") from None
+            self._move(reply)
         if isinstance(reply, Exception):
             self.close()
-            raise error_of(reply, self._address, self._access) if isinstance(reply, grpc.RpcError) else reply
+            raise reply
+        self._has_come = True
         self._replies.asked.put(reply is not None)
         return reply
+
+    def _move(self, error: grpc.RpcError) -> None:
+        """To another server. Raises what `error` means where that cannot be."""
+        if self._walk is None or self._begin is None:
+            raise error_of(error, self._address, self._access) from error
+        if self._has_come:
+            raise self._walk.broke(error) from error
+        self._walk.go_on(error)
+        self._address = self._walk.server.address
+        self._replies = self._taken_off(self._begin())
 
     def end(self) -> None:
         """Ends the call, and what another thread waits for in `receive`."""
@@ -252,46 +276,7 @@ class WatchedStream(Generic[T]):
             self._replies.asked.put(False)
             self._replies.call.cancel()
         else:
-            _inherited.append(self._replies)
+            inherited.append(self._replies)
 
     def __del__(self) -> None:
         self.close()
-
-
-def unavailable(address: str, access: Access, details: str) -> ServerUnavailable:
-    """What to raise where there is no connection. `details` are told where a connection of our own finds no reason."""
-    found = diagnose(address, access)
-    if found is None:
-        return ServerUnavailable(f"no server answers at {address}: {details}")
-    if found.what == "unreachable":
-        return ServerUnavailable(f"no server answers at {address}: {found.sentence}")
-    return ServerUnavailable(f"{address}: {found.sentence}")
-
-
-def error_of(error: grpc.RpcError, address: str, access: Access) -> SlotStreamError:
-    """What a failed call means: the server's own code where it sent one, else what gRPC's status stands for."""
-    if not isinstance(error, grpc.Call):
-        return InternalFault(f"the call to {address} failed: {error}")
-    details = error.details() or "no details"
-    trailers = {key: value for key, value in error.trailing_metadata() or () if isinstance(value, str)}
-    if code := trailers.get(CODE_KEY):
-        if code == SampleFailed.code:
-            return SampleFailed(details, trailers.get(REASON_KEY, ""))
-        return error_from_code(code, details)
-    status = error.code()
-    said = f"{address}: {details}"
-    match status:
-        case grpc.StatusCode.UNAVAILABLE:
-            return unavailable(address, access, details)
-        case grpc.StatusCode.DEADLINE_EXCEEDED:
-            return DeadlineExceeded(f"no answer in time from {said}")
-        case grpc.StatusCode.CANCELLED:
-            return Interrupted(f"the call was cancelled, to {said}")
-        case grpc.StatusCode.UNIMPLEMENTED:
-            return NotServed(f"no slotstream server of this version at {said}")
-        case grpc.StatusCode.RESOURCE_EXHAUSTED:
-            return TooLarge(f"a limit was passed, calling {said}")
-        case grpc.StatusCode.INVALID_ARGUMENT:
-            return BadParams(details)
-        case _:
-            return InternalFault(f"{status.name} from {said}")

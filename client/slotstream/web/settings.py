@@ -11,7 +11,7 @@ from typing import Any
 
 from slotstream.client.client import SERVER_VARIABLE, TLS_VARIABLES
 from slotstream.wire.access import Access, read_pair
-from slotstream.wire.address import check_address, is_local, is_socket
+from slotstream.wire.address import check_address, check_addresses, is_local, is_socket
 from slotstream.wire.errors import ConfigError
 from slotstream.wire.names import DEFAULT_ADDRESS
 
@@ -25,7 +25,7 @@ class WebSettings:
     """Made by `from_arguments`, with the options of `slotstream.cli.web`."""
 
     listen: str
-    server: str
+    server: str  # Of several with the same samples all of them, with commas between.
     access: Access  # To the server, without a token: visitors bring theirs.
     hosts: tuple[str, ...] = ()  # Beside the address itself: what browsers call it, NAME or NAME:PORT.
     https_cert: str | None = None
@@ -37,7 +37,8 @@ class WebSettings:
         """Raises ConfigError."""
         if is_socket(check_address(self.listen, any_port=True)):
             raise ConfigError(f"--listen {self.listen}: a browser reaches host:port alone, and no unix socket")
-        self.access.check(check_address(self.server))
+        for server in check_addresses(self.server):
+            self.access.check(server)
         if (self.https_cert is None) != (self.https_key is None):
             raise ConfigError("--https-cert and --https-key belong together: give both, or neither")
         if self.https_cert is not None and self.https_key is not None:
@@ -82,7 +83,8 @@ class WebSettings:
         Only where that gives nobody more than they have: everybody who reaches this page can reach the server, too. A unix
         socket and a certificate of ours open more doors.
         """
-        alike = is_local(self.listen) and is_local(self.server) and not is_socket(self.server) and self.access.tls_cert is None
+        open_to_all = all(is_local(server) and not is_socket(server) for server in check_addresses(self.server))
+        alike = is_local(self.listen) and open_to_all and self.access.tls_cert is None
         return self.allow_anonymous or alike
 
     def names(self, port: int) -> frozenset[str]:

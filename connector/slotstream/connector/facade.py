@@ -29,6 +29,7 @@ from slotstream.connector.plugin import config_of, install, keep_caller_ids
 from slotstream.connector.row_sources import check_capture, row_group, row_places
 from slotstream.connector.vllm_config import ConnectorConfig, current_config, instance_of, known_vllm, logged_refusal
 from slotstream.connector.worker_side import Stranger, WorkerSide
+from slotstream.transport.targets import Target, Targets
 from slotstream.wire.errors import ConfigError, InternalFault, SlotStreamError
 
 if TYPE_CHECKING:
@@ -51,13 +52,14 @@ class SlotStreamMetadata(KVConnectorMetadata):
 
 @dataclass
 class SlotStreamWorkerMetadata(KVConnectorWorkerMetadata):
-    """Samples that failed in a worker, as vLLM carries them back."""
+    """What a worker tells the engine core, as vLLM carries it back: samples that failed, and which server it sends to."""
 
     faults: list[SampleFault]
+    server: Target | None = None  # Where it is another one than before.
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> SlotStreamWorkerMetadata:
         assert isinstance(other, SlotStreamWorkerMetadata)
-        return SlotStreamWorkerMetadata([*self.faults, *other.faults])
+        return SlotStreamWorkerMetadata([*self.faults, *other.faults], other.server or self.server)
 
 
 class SlotStreamConnector(KVConnectorBase_V1, SupportsHMA):
@@ -84,7 +86,9 @@ class SlotStreamConnector(KVConnectorBase_V1, SupportsHMA):
         if role is KVConnectorRole.SCHEDULER:
             keep_caller_ids()
             self._watch = ServerHealth(
-                self._config.options.server, self._config.options.access, patient=self._config.options.spool_dir is not None
+                Targets(self._config.options.servers),
+                self._config.options.access,
+                patient=self._config.options.spool_dir is not None,
             )
             self._scheduler = SchedulerHalf(
                 self._config,
@@ -152,8 +156,10 @@ class SlotStreamConnector(KVConnectorBase_V1, SupportsHMA):
         return (self._side.take_releases() or None) if self._side is not None else None, None
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        faults = self._side.take_faults() if self._side is not None else []
-        return SlotStreamWorkerMetadata(faults) if faults else None
+        if self._side is None:
+            return None
+        faults, server = self._side.take_faults(), self._side.take_server()
+        return SlotStreamWorkerMetadata(faults, server) if faults or server is not None else None
 
     def get_finished_count(self) -> int:
         # One release a request: only one worker sends. Left at None, the scheduler would wait for every rank and never
@@ -191,6 +197,8 @@ class SlotStreamConnector(KVConnectorBase_V1, SupportsHMA):
         meta = getattr(connector_output, "kv_connector_worker_meta", None)
         if self._scheduler is not None and isinstance(meta, SlotStreamWorkerMetadata):
             self._guard.run(self._scheduler.on_faults, None, meta.faults)
+            if meta.server is not None and self._watch is not None:
+                self._guard.run(self._watch.follow, None, meta.server)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         # MultiConnector calls this one when a sibling of ours knows no KV-cache groups; there is one group then.

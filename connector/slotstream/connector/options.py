@@ -9,7 +9,7 @@ from typing import Any, Self
 
 from slotstream.common.checks import check_number
 from slotstream.wire.access import Access, token_from_environment
-from slotstream.wire.address import check_address
+from slotstream.wire.address import check_addresses
 from slotstream.wire.errors import BadNamespace, ConfigError
 from slotstream.wire.layers import DRAFT, EAGLE3
 from slotstream.wire.names import CHUNK_BYTES_MAX, DEFAULT_ADDRESS, DEFAULT_NAMESPACE, FINAL, LAYERS_MAX, check_namespace
@@ -19,16 +19,30 @@ ON_FULL = ("wait", "fail_sample")
 TRANSPORTS = ("auto", "grpc", "nixl")
 BAD_ROWS = ("mark", "fail")
 SENDERS = ("auto", "thread", "process")
+STREAMS_MAX = 16
 
 
 @dataclass(frozen=True, slots=True)
 class ConnectorOptions:
     """`kv_connector_extra_config`, checked. docs/reference.md's table of options is made of these fields."""
 
-    server: str = field(default=DEFAULT_ADDRESS, metadata={"help": "storage server: host:port or unix:/path"})
+    server: str | tuple[str, ...] = field(
+        default=DEFAULT_ADDRESS,
+        metadata={
+            "help": "storage server: host:port or unix:/path; or a list of up to 16, or a name with several DNS records, "
+            "tried in random order (docs/outages.md)"
+        },
+    )
     transport: str = field(
         default="auto",
         metadata={"help": "how rows travel: nixl, grpc, or auto: nixl where it is there and pays (docs/transports.md)"},
+    )
+    streams: int = field(
+        default=1,
+        metadata={
+            "help": "streams to the server, up to 16, each with its own samples; more than one pays where the server has "
+            "`--workers`, and then as many as that (docs/costs.md)"
+        },
     )
     layers: tuple[int | str, ...] | None = field(
         default=None,
@@ -96,7 +110,7 @@ class ConnectorOptions:
     )
 
     def __post_init__(self) -> None:
-        check_address(self.server)
+        servers = check_addresses(self.server)
         try:
             check_namespace(self.namespace)
         except BadNamespace as error:
@@ -124,7 +138,8 @@ class ConnectorOptions:
             if not isinstance(getattr(self, name), str | None):
                 raise ConfigError(f"connector option {name} must be the path of a file, not {getattr(self, name)!r}")
         try:
-            self.access.check(self.server)
+            for server in servers:
+                self.access.check(server)
         except ConfigError as error:
             raise ConfigError(f"connector option {error}") from error
         if self.staging_bytes is not None and self.chunk_bytes * 8 > self.staging_bytes:
@@ -139,12 +154,18 @@ class ConnectorOptions:
             check_number("staging_bytes", self.staging_bytes, 1 << 20, 1 << 40, whole=True)
         if self.row_pool_bytes is not None:
             check_number("row_pool_bytes", self.row_pool_bytes, 1 << 16, 1 << 40, whole=True)
+        check_number("streams", self.streams, 1, STREAMS_MAX, whole=True)
         check_number("chunk_bytes", self.chunk_bytes, 4096, CHUNK_BYTES_MAX, whole=True)
         check_number("wait_s_max", self.wait_s_max, 0.0, 600.0)
         check_number("ack_timeout_s", self.ack_timeout_s, 0.1, 3600.0)
         check_number("output_rows_per_chunk", self.output_rows_per_chunk, 1, 1 << 16, whole=True)
         check_number("outage_s_max", self.outage_s_max, 0.0, 1e9)
         check_number("spool_bytes_max", self.spool_bytes_max, 1 << 16, 1 << 50, whole=True)
+
+    @property
+    def servers(self) -> tuple[str, ...]:
+        """The addresses of the storage servers, one or more."""
+        return check_addresses(self.server)
 
     @property
     def access(self) -> Access:
@@ -158,7 +179,12 @@ class ConnectorOptions:
         known = [f.name for f in fields(cls)]
         if unknown := sorted(extra.keys() - set(known)):
             raise ConfigError(f"unknown connector options {unknown}; known: {sorted(known)}")
-        return cls(**({**extra, "layers": _frozen(extra["layers"])} if "layers" in extra else extra))
+        chosen = dict(extra)
+        if "layers" in chosen:
+            chosen["layers"] = _frozen(chosen["layers"])
+        if isinstance(chosen.get("server"), list):
+            chosen["server"] = tuple(chosen["server"])
+        return cls(**chosen)
 
     @property
     def named_layers(self) -> str | dict[str, str] | None:

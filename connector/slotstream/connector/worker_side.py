@@ -24,6 +24,7 @@ from slotstream.connector.row_sources import row_source
 from slotstream.connector.sending.process.handle import sender_for
 from slotstream.connector.vllm_config import ConnectorConfig, vllm_version
 from slotstream.transport.logs import connector_logger
+from slotstream.transport.targets import Target
 from slotstream.v1 import ingest_pb2
 from slotstream.wire.errors import InternalFault
 from slotstream.wire.names import PROTOCOL_VERSION
@@ -111,6 +112,10 @@ class WorkerSide:
         """Samples that failed since the last call."""
         return [] if self.half is None else self._guard.run(self.half.take_faults, [])
 
+    def take_server(self) -> Target | None:
+        """The server that the stream came up to, where that is another one than at the last call."""
+        return None if self.half is None else self._guard.run(self.half.take_server, None)
+
     def take_stats(self) -> dict[str, float]:
         """Counts and gauges since the last call; empty where there is nothing to tell."""
         if self.half is None:
@@ -169,6 +174,10 @@ class Stranger:
         """Every sample that the step opens."""
         why = "this worker has no rows of this engine: the log says more"
         return [SampleFault(opened.req_id, InternalFault.code, why) for opened in self._plan.opens]
+
+    def take_server(self) -> Target | None:
+        """None."""
+        return None
 
     def take_stats(self) -> dict[str, float]:
         """None."""

@@ -6,9 +6,10 @@ Control messages are the protobuf messages of v1/ingest.proto for every way of t
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
+from slotstream.transport.targets import Target
 from slotstream.v1 import ingest_pb2
 
 
@@ -50,10 +51,14 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class LinkUp:
-    """The server answers. `server_version` for the log; `columns`: what it takes beside hidden states and token ids."""
+    """The server answers. `server_version` for the log; `columns`: what it takes beside hidden states and token ids.
+
+    `target`: which server it is, where there is one.
+    """
 
     server_version: str
     columns: frozenset[str] = frozenset()
+    target: Target | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import grpc
 
 from slotstream.common.channel import channel_options
+from slotstream.transport.targets import Target
 from slotstream.wire.access import Access
 from slotstream.wire.errors import ConfigError, ServerUnavailable
 from slotstream.wire.names import MESSAGE_BYTES_MAX
@@ -22,12 +23,17 @@ CHANNEL_OPTIONS = (
 )
 
 
-def open_channel(target: str, access: Access) -> grpc.Channel:
-    """A channel with the certificates of now. Raises ServerUnavailable when their files cannot be used any more."""
+def open_channel(target: Target, access: Access) -> grpc.Channel:
+    """A channel with the certificates of now. Raises ServerUnavailable when their files cannot be used any more.
+
+    The server's certificate must have the name that the operator gave, also where that name stands for several servers.
+    """
     try:
         files = access.tls_files()
     except ConfigError as error:
         raise ServerUnavailable(f"no connection to {target}: {error}") from error
+    named = () if target.address == target.name else (("grpc.default_authority", target.name),)
+    options = (*CHANNEL_OPTIONS, *named)
     if files is None:
-        return grpc.insecure_channel(target, options=CHANNEL_OPTIONS)
-    return grpc.secure_channel(target, grpc.ssl_channel_credentials(*files), options=CHANNEL_OPTIONS)
+        return grpc.insecure_channel(target.address, options=options)
+    return grpc.secure_channel(target.address, grpc.ssl_channel_credentials(*files), options=options)

@@ -19,9 +19,11 @@ from slotstream.common.memory import keep_freed_blocks
 from slotstream.transport.base import Acked, Committed, Failed, LinkDown, LinkUp, RowChunk, SinkEvent
 from slotstream.transport.channel import open_channel
 from slotstream.transport.logs import connector_logger
+from slotstream.transport.spread import Spread
+from slotstream.transport.targets import OpenOnStream, Target, Targets, as_targets
 from slotstream.v1 import ingest_pb2
 from slotstream.wire.access import Access
-from slotstream.wire.errors import SlotStreamError, Unauthenticated
+from slotstream.wire.errors import ServerDraining, SlotStreamError, Unauthenticated
 from slotstream.wire.frames import encode_batch, encode_chunk, is_chunk
 from slotstream.wire.names import BATCH_MAX, CONTROL_BYTES_MAX, WINDOW_BYTES
 
@@ -30,6 +32,7 @@ logger = connector_logger(__name__)
 _METHOD = "/slotstream.v1.Ingest/Stream"
 _RETRY_S = 0.25  # After the first failure; doubles up to _RETRY_S_MAX.
 _RETRY_S_MAX = 2.0
+_WAIT_S = 10.0  # At a time, for a server that takes this stream.
 _BATCH_BYTES_MAX = CONTROL_BYTES_MAX // 2  # Of requests that share a message; a longer one has its own.
 _Item = RowChunk | ingest_pb2.CommitSample | ingest_pb2.AbortSample
 
@@ -112,19 +115,23 @@ class GrpcSink:
 
     It tries for as long as it takes: a stream that never came up is no LinkDown, unless the server refused our token.
     Certificates and token are read again for each stream. Chunks go the way of `plane`, and as frames where the server asks
-    for that.
+    for that. Of several servers the next one is tried after a LinkDown; one that shuts down is left once nothing is open.
     """
 
     def __init__(
         self,
-        target: str,
+        target: str | Targets,
         hello: ingest_pb2.Hello,
         *,
         access: Access | None = None,
         ack_timeout_s: float = 30.0,
         plane: DataPlane | None = None,
+        spread: Spread | None = None,
+        stream: int = 0,
     ) -> None:
-        self._target = target
+        """`spread`: the streams of this sender; `stream`: which of them this one is."""
+        self._spread, self._stream = spread or Spread(1), stream
+        self._targets = as_targets(target)
         self._access = access or Access()
         self._hello = ingest_pb2.Hello(batches=True)
         self._hello.MergeFrom(hello)
@@ -142,8 +149,10 @@ class GrpcSink:
         self._batches = False  # The server takes several requests in one message.
         self._takes_reports = False
         self._report: ingest_pb2.EngineReport | None = None  # Waits to be sent.
+        self._open = OpenOnStream()
         self._awaited: set[int] = set()  # samples committed or aborted, not answered
         self._progress_at = 0.0  # monotonic; when something was last answered, or first waited for
+        self._elsewhere = False  # This stream met a process that has its share of ours.
         self._down = False  # LinkDown was said; nothing moves until reset()
         self._was_up = False  # this stream was welcomed
         self._refused = False  # this stream ended because of its token
@@ -162,12 +171,16 @@ class GrpcSink:
 
     def open_sample(self, request: ingest_pb2.OpenSample) -> None:
         with self._changed:
-            self._note_waiting()
-            self._opens.append(request)
-            self._changed.notify_all()
+            if taken := self._open.open(request.sample):
+                self._note_waiting()
+                self._opens.append(request)
+                self._changed.notify_all()
+        if not taken:
+            self._refuse([request.sample])
 
     def submit(self, chunk: RowChunk) -> None:
-        self._put(chunk)
+        if not self._put(chunk):
+            self._on_event(Acked((chunk.chunk,)))
 
     def commit(self, request: ingest_pb2.CommitSample) -> None:
         self._put(request)
@@ -181,12 +194,20 @@ class GrpcSink:
                 self._report = report
                 self._changed.notify_all()
 
-    def _put(self, item: _Item) -> None:
+    def _put(self, item: _Item) -> bool:
+        """False where its sample was refused here: the server is not told of it."""
         with self._changed:
+            if not self._open.takes(item.sample):
+                return False
             self._note_waiting()
             self._items.append(item)
             if len(self._items) == 1:  # Behind others it changes nothing: no thread is woken for it.
                 self._changed.notify_all()
+        return True
+
+    def _refuse(self, samples: Sequence[int]) -> None:
+        for sample in samples:
+            self._on_event(Failed(sample, ServerDraining.code, "the server is shutting down, and another one is to be tried"))
 
     def _note_waiting(self) -> None:
         if not self._waiting():
@@ -202,7 +223,7 @@ class GrpcSink:
             call = self._call
             if self._down or call is None or not self._waiting() or silent_s < self._ack_timeout_s:
                 return
-        logger.warning("no answer from %s for %.0f s: giving the stream up", self._target, silent_s)
+        logger.warning("no answer from %s for %.0f s: giving the stream up", self._targets.current, silent_s)
         call.cancel()
 
     def reset(self) -> None:
@@ -213,6 +234,7 @@ class GrpcSink:
             self._in_flight.clear()
             self._in_flight_bytes = 0
             self._awaited.clear()
+            self._open.clear()
             self._report = None
             self._down = False
             self._changed.notify_all()
@@ -222,6 +244,7 @@ class GrpcSink:
             self._closed = True
             self._changed.notify_all()
             call = self._call
+        self._spread.wake()
         if call is not None:
             call.cancel()
         if self._thread.is_alive():
@@ -231,10 +254,13 @@ class GrpcSink:
     # -- our thread: connect, read replies, reconnect
 
     def _run(self) -> None:
-        retry_s = _RETRY_S
         while not self._closed:
-            message = self._one_stream()
-            retry_s = _RETRY_S if self._was_up else min(retry_s * 2, _RETRY_S_MAX)
+            if not self._spread.may_connect(self._stream):
+                self._spread.wait(self._stream, lambda: self._closed, _WAIT_S)
+                continue
+            message = self._one_stream(self._targets.next())
+            self._spread.ended(self._stream)
+            self._targets.ended(up=self._was_up or self._elsewhere)
             with self._changed:
                 self._call = None
                 if self._closed:
@@ -244,14 +270,16 @@ class GrpcSink:
                 self._on_event(LinkDown(message, Unauthenticated.code if self._refused else ""))
             with self._changed:
                 self._changed.wait_for(lambda: self._closed or not self._down)
-                self._changed.wait_for(lambda: self._closed, timeout=retry_s)
+            pause_s = self._targets.pause_s(_RETRY_S, _RETRY_S_MAX)
+            with self._changed:
+                self._changed.wait_for(lambda: self._closed, timeout=pause_s)
 
-    def _one_stream(self) -> str:
+    def _one_stream(self, target: Target) -> str:
         """Run one stream to its end; returns why it ended."""
-        self._was_up = self._refused = False
+        self._was_up = self._refused = self._elsewhere = self._open.leaving = False
         try:
             metadata = self._access.call_metadata()
-            channel = open_channel(self._target, self._access)
+            channel = open_channel(target, self._access)
         except SlotStreamError as error:
             self._refused = isinstance(error, Unauthenticated)
             return str(error)
@@ -268,10 +296,12 @@ class GrpcSink:
             try:
                 for reply in call:
                     self._take(reply)
-                return f"the server at {self._target} ended the stream"
+                return f"the server at {target} ended the stream"
             except grpc.RpcError as error:
                 self._refused = error.code() is grpc.StatusCode.UNAUTHENTICATED
-                return f"{self._target}: {error.code().name}: {error.details()}"
+                if self._open.may_end:
+                    return f"the server at {target} is shutting down, and nothing is open there"
+                return f"{target}: {error.code().name}: {error.details()}"
             finally:
                 ended.set()
                 self._plane.ended()
@@ -290,9 +320,17 @@ class GrpcSink:
             if self._closed or (kind == "welcome" and self._was_up):  # The second on a stream means nothing.
                 return
             self._progress_at = time.monotonic()
+            refused: list[int] = []
+            dropped: list[int] = []
+            if kind == "welcome" and not self._spread.settles(self._stream, reply.welcome):
+                self._elsewhere = bool(reply.welcome.processes)
+                if self._call is not None:
+                    self._call.cancel()
+                return
             if kind == "welcome":
                 self._was_up = True
-                self._window_bytes = max(1, reply.welcome.window_bytes)
+                # The server keeps as much ready for each stream: together they are to ask no more of it than one.
+                self._window_bytes = max(1, reply.welcome.window_bytes // self._spread.streams)
                 self._batches = reply.welcome.batches
                 self._takes_reports = reply.welcome.reports
                 self._report = None
@@ -306,21 +344,51 @@ class GrpcSink:
                 if self._items and self._fits(self._items[0]):
                     self._changed.notify_all()
             elif kind == "committed":
-                self._awaited.discard(reply.committed.sample)
+                self._over(reply.committed.sample)
             elif kind == "failed":
-                self._awaited.discard(reply.failed.sample)
+                self._over(reply.failed.sample)
+            elif kind == "draining":
+                refused, dropped = self._leave()
             elif kind == "resend":
                 self._resends.extend(self._in_flight[n] for n in reply.resend.chunks if n in self._in_flight)
                 self._plane.refused(reply.resend.chunks)
                 self._changed.notify_all()
         if kind == "welcome":
-            self._on_event(LinkUp(reply.welcome.server_version, frozenset(reply.welcome.columns)))
+            self._on_event(LinkUp(reply.welcome.server_version, frozenset(reply.welcome.columns), self._targets.current))
         elif kind == "ack":
             self._on_event(Acked(tuple(reply.ack.chunks)))
         elif kind == "committed":
             self._on_event(Committed(reply.committed.sample, reply.committed.duplicate))
         elif kind == "failed":
             self._on_event(Failed(reply.failed.sample, reply.failed.code, reply.failed.message))
+        elif refused:
+            self._refuse(refused)
+            if dropped:
+                self._on_event(Acked(tuple(dropped)))
+
+    def _over(self, sample: int) -> None:
+        """A sample has its verdict."""
+        self._awaited.discard(sample)
+        self._open.ended(sample)
+        self._end_if_left()
+
+    def _leave(self) -> tuple[list[int], list[int]]:
+        """The server opens no more samples: where there is another, none is sent. Those refused so, and chunks of theirs."""
+        if not self._targets.several:
+            return [], []
+        self._open.leaving = True
+        refused = [request.sample for request in self._opens]
+        self._opens.clear()
+        for sample in refused:
+            self._open.ended(sample)
+        dropped = [item.chunk for item in self._items if isinstance(item, RowChunk) and item.sample in refused]
+        self._items = deque(item for item in self._items if item.sample not in refused)
+        self._end_if_left()
+        return refused, dropped
+
+    def _end_if_left(self) -> None:
+        if self._open.may_end and self._call is not None:
+            self._call.cancel()
 
     # -- gRPC's thread: the request iterator
 

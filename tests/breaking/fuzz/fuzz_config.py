@@ -184,7 +184,10 @@ TARGETS = (
         8,
         256,
         _json_seeds(
-            {}, {"server": "unix:/x", "on_full": "wait", "staging_bytes": 4194304, "chunk_bytes": 4096}, {"wait_s_max": 1.5}
+            {},
+            {"server": ["a:1", "unix:/x"]},
+            {"server": "unix:/x", "on_full": "wait", "staging_bytes": 4194304, "chunk_bytes": 4096},
+            {"wait_s_max": 1.5},
         ),
     ),
     Target(

@@ -80,6 +80,7 @@ class SchedulerHalf:
         may_wait: bool = True,
     ) -> None:
         self._config = config
+        self._servers = ",".join(config.options.servers)
         self._max_model_len = max_model_len
         self._server_problem = server_problem
         self._no_room = False  # The server is away and the worker can hold no more.
@@ -446,7 +447,7 @@ class SchedulerHalf:
         self, request: Request, capture: CapturedRequest | None, error: SlotStreamError | None = None
     ) -> dict[str, Any]:
         config = self._config
-        answer: dict[str, Any] = {"server": config.options.server}
+        answer: dict[str, Any] = {"server": self._servers}
         if capture is not None:
             rows = 0 if error is not None else capture.rows
             answer |= {

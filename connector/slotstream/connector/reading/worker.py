@@ -21,13 +21,19 @@ from slotstream.connector.sending.sender import SenderMaker
 from slotstream.connector.sending.staging_pool import STEPS, power_of_two
 from slotstream.connector.vllm_config import ConnectorConfig
 from slotstream.transport.logs import connector_logger
+from slotstream.transport.targets import Target
+from slotstream.wire.address import shown_addresses
 from slotstream.wire.errors import InternalFault, SlotMismatch, SlotStreamError
 
 logger = connector_logger(__name__)
 
 _CLOSE_S = 5.0
 _ASKED_S = 0.0001  # A lease that takes longer was waited for. Slots that are there already take a few microseconds.
-_LINK_GAUGES = {"link_up", *capture_off(SENDER_REASONS, None)}  # Told when they change, also where nothing is captured.
+_LINK_GAUGES = {
+    "link_up",
+    "streams_up",
+    *capture_off(SENDER_REASONS, None),
+}  # Told when they change, also where nothing is captured.
 
 
 class WorkerHalf:
@@ -50,6 +56,7 @@ class WorkerHalf:
         self._plan: StepPlan = EMPTY_PLAN
         self._failed_plan: StepPlan | None = None
         self._told_link: dict[str, float] = {}
+        self._told_server: Target | None = None
         self._seen: Mapping[str, float] | None = None  # The gauges, when they were last looked at.
         self._begun: set[str] = set()  # Requests whose opens of this step's plan were posted.
         self.releases = Releases()
@@ -66,7 +73,7 @@ class WorkerHalf:
             "slotstream: layers %s of %s go to %s; staging %d MiB in %d chunks of %d rows",
             list(config.layer_ids),
             config.model,
-            config.options.server,
+            shown_addresses(config.options.servers),
             shape.nbytes >> 20,
             shape.num_slots + shape.reserved,
             staging.rows_per_slot,
@@ -110,6 +117,14 @@ class WorkerHalf:
     def take_faults(self) -> list[SampleFault]:
         """Samples that failed since the last call."""
         return self._sender.take_faults()
+
+    def take_server(self) -> Target | None:
+        """The server that the stream came up to, where that is another one than at the last call."""
+        server = self._sender.server
+        if server == self._told_server:
+            return None
+        self._told_server = server
+        return server
 
     @property
     def has_stats(self) -> bool:

@@ -34,7 +34,9 @@ from slotstream.connector.sending.staging_pool import StagingPool
 from slotstream.connector.vllm_config import ConnectorConfig
 from slotstream.transport.base import Acked, Committed, Failed, FellBack, LinkDown, LinkUp, SampleSink, SinkEvent
 from slotstream.transport.logs import connector_logger
+from slotstream.transport.targets import Target
 from slotstream.v1 import ingest_pb2
+from slotstream.wire.address import shown_addresses
 from slotstream.wire.errors import (
     BadParams,
     BadRows,
@@ -69,7 +71,8 @@ class Pump:
         options = config.options
         self._wait_s_max = options.wait_s_max
         self._fail_bad_rows = options.bad_rows == "fail"
-        self._server = options.server
+        self._servers = shown_addresses(options.servers)
+        self.server: Target | None = None  # See `Sender`.
         self._infinity = INFINITY[config.dtype]
         self._pool = pool
         self._area = area
@@ -144,7 +147,7 @@ class Pump:
         if self._outbox.link_up:
             return StagingFull("no room in staging: the server or the network takes rows too slowly")
         where = "staging" if self._disk is None else "staging and the spool"
-        return ServerUnavailable(f"the server at {self._server} is away, and {where} can hold no more rows until it is back")
+        return ServerUnavailable(f"the server at {self._servers} is away, and {where} can hold no more rows until it is back")
 
     def take_faults(self) -> list[SampleFault]:
         """Samples that failed since the last call."""
@@ -160,6 +163,7 @@ class Pump:
             "staging_bytes_limit": pool.nbytes,
             "spool_bytes_in_use": 0 if self._disk is None else self._disk.bytes_in_use,
             "link_up": int(self._outbox.link_up),
+            "streams_up": len(self._outbox.lanes.up),
             **capture_off(SENDER_REASONS, Unauthenticated.code if self._refused else None),
         }
 
@@ -281,8 +285,10 @@ class Pump:
             case FellBack():
                 self._counters.add("nixl_fallbacks")
             case LinkUp():
-                logger.info("slotstream: connected to %s (server %s)", self._server, event.server_version)
+                self.server = event.target
                 outbox.link_is_up(lane, event.columns)
+                where, version, streams = event.target or self._servers, event.server_version, self._streams_up()
+                logger.info("slotstream: connected to %s (server %s)%s", where, version, streams)
                 self._refused = False
                 self._reports.link_is_up()
             case LinkDown():
@@ -290,10 +296,19 @@ class Pump:
                 if (unsaid := self._throttle_link.admit(event.code)) is not None or lane.up:
                     why, waiting = log_text(event.code or ServerUnavailable.code, event.message), outbox.samples
                     more = f" ({unsaid} more times not logged)" if unsaid else ""
-                    logger.warning("slotstream: no link to the server: %s; %d samples wait%s", why, waiting, more)
+                    if outbox.lanes.up in ([], [lane]):
+                        logger.warning("slotstream: no link to the server: %s; %d samples wait%s", why, waiting, more)
+                    else:
+                        logger.warning("slotstream: a stream to the server ended: %s%s", why, self._streams_up(without=lane))
                 self._reports.link_is_down(lane)
                 outbox.link_is_down(lane, event.message, event.code)
                 self._refused = event.code == Unauthenticated.code
+
+    def _streams_up(self, *, without: Lane | None = None) -> str:
+        """What a line of the log says of them, where there may be several."""
+        lanes = list(self._outbox.lanes)
+        up = sum(lane.up and lane is not without for lane in lanes)
+        return f"; {up} of {len(lanes)} streams are up" if len(lanes) > 1 else ""
 
     def _batch(self, batch: RowBatch) -> None:
         done, read_unix_ns = 0, time.time_ns()

@@ -14,6 +14,7 @@ from slotstream.connector.sending.staging_area import HostMemory
 from slotstream.connector.sending.staging_pool import StagingPool, StagingShape
 from slotstream.connector.vllm_config import ConnectorConfig
 from slotstream.transport.base import SampleSink
+from slotstream.transport.targets import Target
 from slotstream.wire.errors import SlotStreamError
 
 EnginePost = SampleOpen | RowBatch | SampleFinish | SampleAbort | FailSample
@@ -42,6 +43,10 @@ class Sender(Protocol):
 
     def take_faults(self) -> list[SampleFault]:
         """Samples that failed since the last call."""
+
+    @property
+    def server(self) -> Target | None:
+        """The server that a stream came up to last; None while none has."""
 
     def gauges(self) -> Mapping[str, float]:
         """The gauges of `counters.METRICS`, now."""

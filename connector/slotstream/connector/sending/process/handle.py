@@ -41,6 +41,7 @@ from slotstream.connector.sending.staging_area import HostMemory, LeaseRing
 from slotstream.connector.sending.staging_pool import StagingShape
 from slotstream.connector.vllm_config import ConnectorConfig
 from slotstream.transport.logs import CONNECTOR_LOGGER, connector_logger
+from slotstream.transport.targets import Target
 from slotstream.v1 import ingest_pb2
 from slotstream.wire.errors import ConfigError, InternalFault, SlotStreamError, StagingFull
 
@@ -170,6 +171,7 @@ class SenderProcess:
         self._faults: deque[SampleFault] = deque()
         self._stop: Stop | None = None
         self._gauges: Mapping[str, float] = _without_process(setup.shape)
+        self.server: Target | None = None  # See `Sender`.
         self._carrier = threading.Thread(target=self._carry, name="slotstream-carrier", daemon=True)
 
     def start(self) -> None:
@@ -374,6 +376,7 @@ class SenderProcess:
     def _heard(self, update: Update) -> None:
         self._counters.merge(update.counts)
         self._gauges = update.gauges
+        self.server = update.server or self.server
         self._faults.extend(update.faults)
         self._failed |= {fault.req_id: fault for fault in update.faults if fault.req_id in self._open}
         for req_id in update.ended:

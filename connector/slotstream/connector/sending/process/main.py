@@ -203,8 +203,9 @@ class _News:
                 closing = self._closing.wait(_SAY_S)
                 quiet_s += _SAY_S
                 ended = [self._ended.get() for _ in range(self._ended.qsize())]
-                update = Update(ended, self._pump.take_faults(), self._counters.take(), self._pump.gauges(), self._log.take())
-                if ended or update.faults or update.counts or update.lines or closing or quiet_s >= HEARTBEAT_S:
+                faults, counts, pump = self._pump.take_faults(), self._counters.take(), self._pump
+                update = Update(ended, faults, counts, pump.gauges(), pump.server, self._log.take())
+                if ended or faults or counts or update.lines or closing or quiet_s >= HEARTBEAT_S:
                     say(self._connection, update)
                     quiet_s = 0.0
                 if closing:

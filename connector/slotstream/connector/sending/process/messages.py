@@ -16,6 +16,7 @@ from typing import Any
 from slotstream.connector.faults import SampleFault
 from slotstream.connector.sending.staging_pool import StagingShape
 from slotstream.connector.vllm_config import ConnectorConfig
+from slotstream.transport.targets import Target
 from slotstream.wire.errors import SlotStreamError
 
 
@@ -61,7 +62,7 @@ class LogLine:
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """What happened since the last one; also said when nothing did, every HEARTBEAT_S. Gauges are those of now.
+    """What happened since the last one; also said when nothing did, every HEARTBEAT_S. Gauges and server are those of now.
 
     `ended`: requests whose samples are durable, or failed as the server knows.
     """
@@ -70,6 +71,7 @@ class Update:
     faults: list[SampleFault]
     counts: Mapping[str, float]
     gauges: Mapping[str, float]
+    server: Target | None
     lines: list[LogLine]
 
 
