@@ -96,7 +96,7 @@ browser: $(VENV)/.axe  ## What the page's test in a browser takes: axe-core, and
 	  { apt-get update --quiet && apt-get install --yes --quiet --no-install-recommends chromium fonts-dejavu-core; }
 
 postgres:  ## PostgreSQL and PgBouncer from Debian, where there are none (as root): the tests start them, each its own.
-	@ls /usr/lib/postgresql/*/bin/initdb >/dev/null 2>&1 && command -v pgbouncer >/dev/null || \
+	@ls /usr/lib/postgresql/*/bin/initdb >/dev/null 2>&1 && PATH="$$PATH:/usr/sbin" command -v pgbouncer >/dev/null || \
 	  { apt-get update --quiet && apt-get install --yes --quiet --no-install-recommends postgresql pgbouncer; }
 
 packages:  ## What the extended tests take from Debian, where it is missing (as root): podman and mmdebstrap.
