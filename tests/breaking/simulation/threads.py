@@ -277,3 +277,7 @@ class SimSecrets:
     @staticmethod
     def token_hex(nbytes: int = 32) -> str:
         return running().rng.randbytes(nbytes).hex()
+
+    @staticmethod
+    def randbits(k: int) -> int:
+        return running().rng.getrandbits(k)
