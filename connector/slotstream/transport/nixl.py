@@ -48,16 +48,22 @@ def planes_for(transport: str, servers: Sequence[str], streams: int = 1) -> list
     NIXL pays where the server can read this process's memory, on one host, or a network card can. Over plain TCP it is faster
     than frames on many cores and slower on few (benchmarks/README.md), unencrypted, and wants more ports: ask for it.
     """
-    frames: list[DataPlane] = [Frames() for _ in range(streams)]
-    if transport == "grpc":
-        return frames
-    if transport == "auto" and not all(map(is_local, servers)) and not has_rdma():
-        return frames
-    if transport == "auto" and not is_installed():
-        logger.info("slotstream: rows go over gRPC; for NIXL: %s", INSTALL)
-        return frames
+    if sends_frames(transport, servers):
+        return [Frames() for _ in range(streams)]
     offered = OfferedStaging(required=transport == "nixl")
     return [NixlPlane(offered=offered) for _ in range(streams)]
+
+
+def sends_frames(transport: str, servers: Sequence[str]) -> bool:
+    """Whether the option means that every chunk goes as a frame, also where the server would read them."""
+    if transport == "grpc":
+        return True
+    if transport == "auto" and not all(map(is_local, servers)) and not has_rdma():
+        return True
+    if transport == "auto" and not is_installed():
+        logger.info("slotstream: rows go over gRPC; for NIXL: %s", INSTALL)
+        return True
+    return False
 
 
 class _Trust:

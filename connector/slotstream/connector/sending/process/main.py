@@ -17,6 +17,8 @@ from multiprocessing.connection import Connection
 
 from slotstream.connector.counters import Counters
 from slotstream.connector.sending.inbox import IN_A_PROCESS_OF_ITS_OWN, RowBatch
+from slotstream.connector.sending.process.lane import LaneProcess
+from slotstream.connector.sending.process.lane_messages import LaneSetup
 from slotstream.connector.sending.process.messages import (
     HEARTBEAT_S,
     Close,
@@ -33,7 +35,10 @@ from slotstream.connector.sending.pump import Pump
 from slotstream.connector.sending.sinks import sinks_for
 from slotstream.connector.sending.staging_area import LeaseRing, map_staging
 from slotstream.connector.sending.staging_pool import StagingPool
+from slotstream.transport.base import SampleSink
 from slotstream.transport.logs import CONNECTOR_LOGGER
+from slotstream.transport.nixl import sends_frames
+from slotstream.transport.spread import Spread
 from slotstream.v1 import ingest_pb2
 from slotstream.wire.errors import ConfigError
 
@@ -52,7 +57,7 @@ def main(items_fd: int, leases_fd: int, memory_fd: int) -> int:
     counters = Counters()
     try:
         area = map_staging(setup.shape, memory_fd)
-        sinks = sinks_for(setup.config.options, ingest_pb2.Hello.FromString(setup.hello))
+        sinks = _sinks(setup, memory_fd)
         for sink in sinks:
             sink.use_staging(area.slots, setup.shape.slot_bytes)
         pool = StagingPool(area.slots, setup.shape)
@@ -70,6 +75,16 @@ def main(items_fd: int, leases_fd: int, memory_fd: int) -> int:
     pump.close(timeout_s)
     news.close()
     return 0
+
+
+def _sinks(setup: Setup, memory_fd: int) -> list[SampleSink]:
+    """One a lane. Those of several streams that send frames have a process each: they would wait for one interpreter here."""
+    options, hello = setup.config.options, ingest_pb2.Hello.FromString(setup.hello)
+    if options.streams == 1 or not sends_frames(options.transport, options.servers):
+        return sinks_for(options, hello)
+    spread = Spread(options.streams)
+    lanes = [LaneSetup(options, setup.hello, setup.shape, stream, setup.log_level) for stream in range(options.streams)]
+    return [LaneProcess(lane, memory_fd, spread) for lane in lanes]
 
 
 def _take_items(connection: Connection, worker_pid: int, pump: Pump, desk: _Desk) -> float:
