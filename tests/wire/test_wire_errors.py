@@ -91,4 +91,4 @@ def test_an_operators_mistake_is_no_slotstream_error() -> None:
 
 
 def test_every_class_is_exported() -> None:
-    assert {c.__name__ for c in _CLASSES} | {"ConfigError", "error_from_code"} == set(errors.__all__)
+    assert {c.__name__ for c in _CLASSES} | {"ConfigError", "VerdictUnknown", "error_from_code"} == set(errors.__all__)
