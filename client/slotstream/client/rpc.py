@@ -38,7 +38,7 @@ class Rpc:
     - Restore, Retention (`accept`), Verify (`quarantine`), before their first reply: they do what is left to do.
 
     CountRead may not: a read that counts twice would delete a sample one read too early. Such a read does not count.
-    A stream that has begun does not move: its reader asks anew, from its next row on.
+    A stream that has begun does not move: its reader asks again, from its next row on.
     """
 
     def __init__(self, address: str | Sequence[str], *, timeout_s: float, access: Access | None = None) -> None:
@@ -218,7 +218,7 @@ class WatchedStream(Generic[T]):
         walk: Walk | None = None,
         begin: Callable[[], Any] | None = None,
     ) -> None:
-        """`walk`, `begin`: until a reply has come, the call may be made anew, by `begin`, to another server."""
+        """`walk`, `begin`: until a reply has come, the call may be made again, by `begin`, to another server."""
         self._address, self._access = address, access or Access()
         self._walk, self._begin = walk, begin
         self._has_come = False
