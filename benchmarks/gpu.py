@@ -63,6 +63,8 @@ _ENGINES: dict[str, dict[str, Any]] = {
     "nixl": {"kind": "direct", "connector": {"transport": "nixl"}},
     "grpc": {"kind": "direct", "connector": {"transport": "grpc"}},
     "grpc-unix": {"kind": "direct", "unix": True, "connector": {"transport": "grpc"}},
+    "nixl-4": {"kind": "direct", "connector": {"transport": "nixl", "streams": 4}},
+    "grpc-4": {"kind": "direct", "connector": {"transport": "grpc", "streams": 4}},
     "nixl-thread": {"kind": "direct", "connector": {"transport": "nixl", "sender": "thread"}},
     "grpc-thread": {"kind": "direct", "connector": {"transport": "grpc", "sender": "thread"}},
     "dropped": {"kind": "dropped", "connector": {"sender": "thread"}},
@@ -161,18 +163,18 @@ def make_model(directory: Path, shape: str) -> Path:
 
 
 @contextmanager
-def servers(work: Path, data: Path, more: Sequence[str]) -> Iterator[dict[bool, str]]:
-    """`slotstream serve` on TCP and on a Unix socket: unix or not -> address."""
+def servers(work: Path, data: Path, workers: int, more: Sequence[str]) -> Iterator[dict[bool, str]]:
+    """`slotstream serve` on TCP, with so many processes, and on a Unix socket: unix or not -> address."""
     from slotstream.demo.processes import Running, free_port, listening
 
     socket, port = work / "server.sock", free_port()
 
-    def server(name: str, address: str) -> Running:
+    def server(name: str, address: str, *own: str) -> Running:
         command = [sys.executable, "-m", "slotstream.cli.main", "serve", "--listen", address, "--data", str(data / name)]
-        command += ["--appear-grace-s", "120", *more]  # Readers wait for samples that the engine has not begun.
+        command += ["--appear-grace-s", "120", *own, *more]  # Readers wait for samples that the engine has not begun.
         return Running("slotstream serve", command, work / f"{name}.log")
 
-    with server("tcp", f"127.0.0.1:{port}") as tcp, server("unix", f"unix:{socket}") as unix:
+    with server("tcp", f"127.0.0.1:{port}", "--workers", str(workers)) as tcp, server("unix", f"unix:{socket}") as unix:
         tcp.wait_until(lambda: listening(port), 30.0)
         unix.wait_until(socket.exists, 30.0)
         yield {False: f"127.0.0.1:{port}", True: f"unix:{socket}"}
@@ -191,7 +193,7 @@ def all_rows(options: argparse.Namespace, work: Path, data: Path) -> Iterator[li
         engine_options |= {"gpu_memory_utilization": 0.05, "kv_cache_memory_bytes": 256 << 20}  # Room for several on a CPU.
     engine_options["tensor_parallel_size"] = options.tensor_parallel
     with ExitStack() as stack:
-        at = stack.enter_context(servers(work, data, options.serve.split()))
+        at = stack.enter_context(servers(work, data, options.workers, options.serve.split()))
         shared = {
             "model": str(model),
             "layers": options.layers,
@@ -342,6 +344,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--staging-mib", type=int, default=0, metavar="N", help="the connector's staging (default: its own)")
     add("--kv-cache-gib", type=int, default=8, metavar="N", help="KV cache of each engine (default: %(default)s)")
     add("--tensor-parallel", type=int, default=1, metavar="N", help="GPUs that each engine is spread over (default: 1)")
+    add("--workers", type=int, default=1, metavar="N", help="processes of the server on TCP (default: %(default)s)")
     add("--serve", default="", metavar="OPTIONS", help="more options of `slotstream serve`, in one string")
     add("--chunk-mib", type=int, default=2, metavar="N", help="the connector's chunk_bytes (default: %(default)s)")
     add("--work-dir", type=Path, default=Path("/dev/shm"), metavar="DIR", help="samples go here (default: %(default)s)")

@@ -31,14 +31,18 @@ _STARTS = 3  # Of each kind.
 _TAGGED = 1000  # Every so many samples carry the tag that is looked for.
 
 
-def fill(data: Path, count: int) -> None:
+def sample_id(number: int) -> str:
+    return f"cmpl-{number:024x}"
+
+
+def fill(data: Path, count: int, name: Callable[[int], str] = sample_id) -> None:
     """A data directory of `count` committed samples, as rows and empty files: nothing here reads rows of tokens."""
     SampleStore.open(data).close()
     catalogue = SqliteCatalogue(data / CATALOGUE_NAME)
     now = time_ns()
     made: set[Path] = set()
     for first in range(0, count, _BATCH):
-        records = [_record(number, now) for number in range(first, min(first + _BATCH, count))]
+        records = [_record(name(number), number, now) for number in range(first, min(first + _BATCH, count))]
         catalogue.submit(partial(_put, records=records)).result()
         for record in records:
             path = record.key.path(data)
@@ -54,10 +58,10 @@ def _put(db: sqlite3.Connection, records: Sequence[SampleRecord]) -> None:
         sql.put(db, record)
 
 
-def _record(number: int, now_ns: int) -> SampleRecord:
+def _record(name: str, number: int, now_ns: int) -> SampleRecord:
     return SampleRecord(
         namespace="default",
-        sample_id=sample_id(number),
+        sample_id=name,
         state=State.COMMITTED,
         created_unix_ns=now_ns + number,
         model="benchmark",
@@ -71,10 +75,6 @@ def _record(number: int, now_ns: int) -> SampleRecord:
         metadata={"finish_reason": "length"},
         header_xxh3="0" * 16,
     )
-
-
-def sample_id(number: int) -> str:
-    return f"cmpl-{number:024x}"
 
 
 def measure_catalogue(count: int, data: Path) -> dict[str, Any]:

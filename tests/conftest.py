@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -56,8 +57,14 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     from support.server import ServerProcess
 
     # A slow machine may take its time between a test's read and its upload: the read waits for it.
-    with ServerProcess(tmp_path_factory.mktemp("data"), "--appear-grace-s", "60") as process:
+    with ServerProcess(tmp_path_factory.mktemp("data"), "--appear-grace-s", "60", transport="auto") as process:
         yield process
+
+
+def pytest_sessionfinish() -> None:
+    """The database that some tests started goes with the session."""
+    if "support.postgres" in sys.modules:
+        sys.modules["support.postgres"].stop_cluster()
 
 
 @pytest.fixture(autouse=True)

@@ -23,6 +23,7 @@ from support.as_printed import Shell
 from support.fake_engine import FakeEngine
 from support.ingest_client import IngestClient
 from support.ports import free_port
+from support.postgres import cluster
 from support.secure import Authority, entry, token, write_tokens
 from support.server import ServerProcess
 from support.synthetic import SyntheticSample
@@ -72,6 +73,7 @@ PRINTS = {
     "slotstream certify --files": r"verdict    right",
     "slotstream retention": r"samples_max",
     "slotstream retention --accept": r"The rules are accepted",
+    "slotstream migrate": r"0001_samples.sql",
     "slotstream token": r"^$|sha256",
     "slotstream serve": r"listening on",
     "slotstream web": r"^http://127.0.0.1:\d+",
@@ -230,12 +232,17 @@ def _for_web(folder: Path, served: ServerProcess, stack: ExitStack) -> dict[str,
     }
 
 
+def _for_migrate(folder: Path, served: ServerProcess, stack: ExitStack) -> dict[str, str]:
+    return {"postgresql://slotstream@db.example/slotstream": cluster().database()}
+
+
 _NEEDS: dict[str, Callable[[Path, ServerProcess, ExitStack], dict[str, str]]] = {
     "": _for_all,
     "serve": _for_serve,
     "doctor": _for_doctor,
     "capture": _for_capture,
     "flags": _for_flags,
+    "migrate": _for_migrate,
     "retention": _for_retention,
     "status": _for_status,
     "verify": _for_verify,
@@ -270,10 +277,13 @@ def _capture_elsewhere(folder: Path, served: ServerProcess) -> None:
 _BEFORE = {"slotstream restore": _put_aside, "slotstream certify --files": _capture_elsewhere}
 
 
+_MARKS = {"certify": pytest.mark.extended, "migrate": pytest.mark.postgres}
+
+
 @pytest.mark.parametrize(
     "command",
     # What certify compares is also tried within tests/certify, without a process for each example.
-    [pytest.param(name, marks=[pytest.mark.extended] * (name == "certify")) for name in ("", *cli.COMMANDS)],
+    [pytest.param(name, marks=_MARKS.get(name, ())) for name in ("", *cli.COMMANDS)],
     ids=lambda name: name or "slotstream",
 )
 def test_each_example_does_what_it_says(

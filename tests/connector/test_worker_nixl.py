@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(not is_installed(), reason="NIXL is not installe
 
 
 def test_rows_reach_the_server_out_of_staging(tmp_path: Path) -> None:
-    with ServerProcess(tmp_path, "--metrics", "127.0.0.1:0") as server:
+    with ServerProcess(tmp_path, "--metrics", "127.0.0.1:0", transport="auto") as server:
         hello = ingest_pb2.Hello(protocol=PROTOCOL_VERSION, engine_id="rig")
         sink = GrpcSink(server.address, hello, plane=NixlPlane(required=True))
         rig = make_rig(sink=sink)

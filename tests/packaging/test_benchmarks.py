@@ -21,6 +21,7 @@ _TARGETS = {
     "workers": "bench-workers",
     "scale": "bench-scale",
     "readers": "bench-readers",
+    "looking": "bench-looking",
     "gpu": "bench-gpu",
     "online": "bench-online",
     "capture": "bench-capture",
@@ -66,6 +67,16 @@ def test_transport(tmp_path: Path) -> None:
     judged = {verdict["what"] for verdict in figures["verdicts"]}
     assert "gRPC TCP stored / the slower of gRPC TCP and write + fdatasync, 2 streams" in judged
     assert "get, TCP / mmap + copy, whole samples" in judged
+
+
+@pytest.mark.extended
+def test_looking(tmp_path: Path) -> None:
+    options = ["--samples", "100,200", "--looks", "20", "--visitors", "4", "--every-s", "1", "--run-s", "1", "--rounds", "2"]
+    figures = _figures(tmp_path, "looking.py", *options)
+    assert [row["look"] for row in figures["looks"]] == ["ls", "the page's list", "look-up by the caller's id"]
+    assert all(row["100 samples, ms"] > 0 and row["ratio"] > 0 for row in figures["looks"])
+    assert all(one["pages"] >= 4 for one in figures["visits"]["rounds"])
+    assert len(figures["visits"]["ratios"]) == 2
 
 
 @pytest.mark.extended

@@ -37,7 +37,7 @@ ARROWS = {
     "v1": set[str](),
 }
 # The command line speaks to a server through the client. These modules alone reach the server's halves: they start or read one.
-REACHING_THE_SERVER = {"retention", "serve", "serve_arguments", "token", "verify"}
+REACHING_THE_SERVER = {"migrate", "retention", "serve", "serve_arguments", "token", "verify"}
 # What stands in front of the client: a process or a package of its own, which nobody imports.
 LEAVES = {"integrations", "web"}
 # Within a half: wing, or module that stands in front of the wings -> what it may import beside itself. docs/design.md draws it.
@@ -121,11 +121,15 @@ HEAVY = {
     "transformers": {"truth", "capture"},
     "grpc": {"connector", "transport", "client", "server", "v1"},
     "sqlite3": {"store"},
+    "psycopg": {"store"},
 }
 # Packages that one folder alone knows: all else asks it through a Protocol.
-FOLDERS = {"sqlite3": "slotstream.store.catalogue.sqlite"}
+FOLDERS = {"sqlite3": "slotstream.store.catalogue.sqlite", "psycopg": "slotstream.store.catalogue.postgres"}
 # An implementation of a Protocol -> the one folder beside it that knows which one it is.
-PAIRED = {"slotstream.store.catalogue.sqlite": "slotstream.store.directory"}
+PAIRED = {
+    "slotstream.store.catalogue.sqlite": "slotstream.store.directory",
+    "slotstream.store.catalogue.postgres": "slotstream.cli.migrate",
+}
 
 
 def _imports(tree: ast.AST) -> Iterator[tuple[str, int]]:

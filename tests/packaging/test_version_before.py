@@ -119,6 +119,17 @@ def test_the_server_of_before_with_this_connector_and_client(old_server: ServerP
     engine.close()
 
 
+def test_the_server_of_before_gets_one_stream(old_server: ServerProcess) -> None:
+    before = old_server.log()
+    with closing(Engine.start(old_server.address, 7, "several", streams=4)) as engine:
+        engine.work(20)
+        wait_until(lambda: engine.settled)
+        assert engine.rig.worker._sender.gauges()["streams_up"] == 1
+        assert set(account(old_server.address, engine.promised).values()) <= {"ABORTED"}
+    said = old_server.log().removeprefix(before)
+    assert not [line for line in said.splitlines() if "WARNING" in line or "ERROR" in line], said
+
+
 def test_the_server_of_before_is_sent_no_row_with_a_column(old_server: ServerProcess, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Engine.start(old_server.address, 0, "columns")
     wait_until(lambda: engine.rig.worker._sender._outbox.link_up)

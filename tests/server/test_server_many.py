@@ -5,19 +5,25 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 from server.server_kit import Peer, Reader, RunningServer, Sample
 from support.waiting import wait_until
 
 from slotstream.v1 import samples_pb2 as read_pb
-from slotstream.wire.frames import decode_reply
+from slotstream.wire.frames import decode_reply, split_replies
 
 
-def many(reader: Reader, *reads: dict[str, Any]) -> list[tuple[str, bytes]]:
+def messages(reader: Reader, *reads: dict[str, Any], batches: bool) -> list[bytes]:
+    request = read_pb.ReadManyRequest(reads=[read_pb.ReadRequest(**read) for read in reads], batches=batches)
+    return [reply.SerializeToString() for reply in reader.read_many(request, timeout=60)]
+
+
+def many(reader: Reader, *reads: dict[str, Any], batches: bool = False) -> list[tuple[str, bytes]]:
     """Of each read "header" and all its rows, or its error's code, in the order in which they came."""
     found: list[tuple[str, bytes]] = []
-    request = read_pb.ReadManyRequest(reads=[read_pb.ReadRequest(**read) for read in reads])
-    for reply in reader.read_many(request, timeout=60):
-        message, data = decode_reply(reply.SerializeToString())
+    replies = [reply for message in messages(reader, *reads, batches=batches) for reply in split_replies(message)]
+    for reply in replies:
+        message, data = decode_reply(reply)
         match message.WhichOneof("kind"):
             case "header":
                 found.append((message.header.info.sample_id, b""))
@@ -28,7 +34,8 @@ def many(reader: Reader, *reads: dict[str, Any]) -> list[tuple[str, bytes]]:
     return found
 
 
-def test_each_read_is_answered_in_its_turn(running: RunningServer, peer: Peer, reader: Reader) -> None:
+@pytest.mark.parametrize("batches", [False, True])
+def test_each_read_is_answered_in_its_turn(running: RunningServer, peer: Peer, reader: Reader, batches: bool) -> None:
     one, long = Sample("one"), Sample("long", rows=20_000, seed=3)
     peer.put(one, 1)
     peer.put(long, 2, chunk_rows=4096)
@@ -44,6 +51,7 @@ def test_each_read_is_answered_in_its_turn(running: RunningServer, peer: Peer, r
         {"sample_id": "one", "start": 3, "stop": 41},
         {"sample_id": "one", "layer_ids": [9, 4]},
         {"sample_id": "one", "in_place": True},
+        batches=batches,
     )
     swapped = b"".join(one.data[at + 128 : at + 256] + one.data[at : at + 128] for at in range(0, len(one.data), 256))
     assert found == [
@@ -59,6 +67,18 @@ def test_each_read_is_answered_in_its_turn(running: RunningServer, peer: Peer, r
     assert running.metric("requests_total", method="ReadMany", code="") == 1
     # Two reads had every row of a sample, whichever layers, and count.
     wait_until(lambda: reads(reader, "one") == 1 and reads(reader, "long") == 1)
+
+
+def test_small_replies_come_together_where_the_reader_takes_that(peer: Peer, reader: Reader) -> None:
+    peer.put(Sample("small", rows=4), 1)
+    long = Sample("long", rows=40_000, seed=3)
+    peer.put(long, 2, chunk_rows=4096)
+    small = [{"sample_id": "small"}] * 100
+    assert [len(split_replies(message)) for message in messages(reader, *small, batches=True)] == [64, 64, 64, 8]
+    assert [len(split_replies(message)) for message in messages(reader, *small, batches=False)] == [1] * 200
+    together = messages(reader, *small[:10], {"sample_id": "long"}, *small[:10], batches=True)
+    assert max(map(len, together)) < 3 << 20  # A message of the small ones stays far below what a message may be.
+    assert 1 + len(long.data) // (2 << 20) <= len(together) <= 8
 
 
 def reads(reader: Reader, sample_id: str) -> int:

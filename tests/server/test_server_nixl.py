@@ -626,7 +626,7 @@ def assert_stored(address: str, namespace: str, sender: SenderProcess) -> None:
 
 @pytest.mark.parametrize("readers", [1, 3])
 def test_a_reader_that_is_killed_loses_nothing(tmp_path: Path, readers: int) -> None:
-    with ServerProcess(tmp_path, "--metrics", "127.0.0.1:0", "--nixl-readers", str(readers)) as server:
+    with ServerProcess(tmp_path, "--metrics", "127.0.0.1:0", "--nixl-readers", str(readers), transport="auto") as server:
         with SenderProcess(server.address, "killed") as sender:
             sender.wait("committed", 10)
             running = readers_of(server.process.pid)
@@ -647,7 +647,7 @@ def test_a_reader_that_is_killed_loses_nothing(tmp_path: Path, readers: int) -> 
 
 @pytest.mark.extended
 def test_a_server_that_is_stopped_for_a_while_loses_nothing(tmp_path: Path) -> None:
-    with ServerProcess(tmp_path) as server, SenderProcess(server.address, "stopped") as sender:
+    with ServerProcess(tmp_path, transport="auto") as server, SenderProcess(server.address, "stopped") as sender:
         sender.wait("committed", 10)
         readers = readers_of(server.process.pid)
         for pid in (server.process.pid, *readers):
@@ -667,13 +667,13 @@ def test_a_server_that_is_stopped_for_a_while_loses_nothing(tmp_path: Path) -> N
 
 @pytest.mark.extended
 def test_a_server_that_is_killed_and_started_again_reads_over_nixl_again(tmp_path: Path) -> None:
-    with ServerProcess(tmp_path) as server, SenderProcess(server.address, "again") as sender:
+    with ServerProcess(tmp_path, transport="auto") as server, SenderProcess(server.address, "again") as sender:
         sender.wait("committed", 10)
         readers = readers_of(server.process.pid)
         server.stop(signal.SIGKILL)
         sender.wait("down")
         wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in readers))  # They end with their server.
-        with ServerProcess(tmp_path, "--metrics", "127.0.0.1:0", address=server.address) as fresh:
+        with ServerProcess(tmp_path, "--metrics", "127.0.0.1:0", address=server.address, transport="auto") as fresh:
             sender.wait("up")
             sender.wait("committed", 20)
             sender.finish()

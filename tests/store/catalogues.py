@@ -6,20 +6,60 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
 from slotstream.store.catalogue.base import Catalogue
+from slotstream.store.catalogue.postgres.catalogue import PostgresCatalogue
 from slotstream.store.catalogue.sqlite.catalogue import SqliteCatalogue
 from slotstream.store.records import SampleRecord, State
 
-
-def _sqlite(place: Path, now: Callable[[], int]) -> Catalogue:
-    return SqliteCatalogue(place / "catalog.sqlite", now)
-
-
 S = 1_000_000_000
 
+
+class HandClock:
+    """Unix nanoseconds, moved by hand."""
+
+    def __init__(self) -> None:
+        self._now = 1_000_000 * S
+        self._told: list[Callable[[int], None]] = []
+
+    def __call__(self) -> int:
+        return self._now
+
+    @property
+    def now(self) -> int:
+        return self._now
+
+    @now.setter
+    def now(self, now: int) -> None:
+        self._now = now
+        for tell in self._told:
+            tell(now)
+
+    def tell(self, told: Callable[[int], None]) -> None:
+        """Whenever it is moved."""
+        self._told.append(told)
+
+
+def _sqlite(place: Path, clock: HandClock) -> Catalogue:
+    return SqliteCatalogue(place / "catalog.sqlite", clock)
+
+
+def _postgres(place: Path, clock: HandClock) -> Catalogue:
+    from support.postgres import catalogue_url, set_by_hand
+
+    named = place / "catalogue-url"
+    if not named.exists():
+        named.write_text(catalogue_url())
+        clock.tell(set_by_hand(named.read_text(), clock.now))
+    return PostgresCatalogue(named.read_text())
+
+
 # Name -> opens the catalogue of a place (a directory of the test's own); the same place again is the same catalogue.
-# `now`: the clock by which its leases end, Unix nanoseconds.
-CATALOGUES: dict[str, Callable[[Path, Callable[[], int]], Catalogue]] = {"sqlite": _sqlite}
+# `clock`: the one by which its leases end.
+CATALOGUES: dict[str, Callable[[Path, HandClock], Catalogue]] = {"sqlite": _sqlite, "postgres": _postgres}
+# As parameters of a fixture: some need an engine.
+PARAMETERS = ["sqlite", pytest.param("postgres", marks=pytest.mark.postgres)]
 
 RECORDS = [
     SampleRecord(
@@ -42,16 +82,6 @@ RECORDS = [
     )
     for number in range(60)
 ]
-
-
-class HandClock:
-    """Unix nanoseconds, moved by hand."""
-
-    def __init__(self) -> None:
-        self.now = 1_000_000 * S
-
-    def __call__(self) -> int:
-        return self.now
 
 
 def committed(sample_id: str = "s", namespace: str = "n", created: int = 10, nbytes: int = 100) -> SampleRecord:

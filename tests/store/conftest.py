@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from store.catalogues import CATALOGUES, RECORDS, HandClock
+from store.catalogues import CATALOGUES, PARAMETERS, RECORDS, HandClock
 
 from slotstream.store.catalogue.base import Catalogue
 from slotstream.store.sample import row_hash
@@ -34,7 +34,7 @@ def clock() -> HandClock:
     return HandClock()
 
 
-@pytest.fixture(params=CATALOGUES)
+@pytest.fixture(params=PARAMETERS)
 def reopen(request: pytest.FixtureRequest, tmp_path: Path, clock: HandClock) -> Callable[[], Catalogue]:
     """Opens the test's catalogue, with what is in it."""
     return lambda: CATALOGUES[request.param](tmp_path, clock)

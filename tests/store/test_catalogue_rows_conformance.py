@@ -113,6 +113,24 @@ def test_who_lists_sees_what_was_opened_before(empty: Catalogue) -> None:
     assert [record.state for record in empty.list_page(ListQuery())[0]] == [State.ARRIVING]
 
 
+@pytest.mark.parametrize("text", ["\0", "\x1a", "\x1a0", "\0\x1a\0", "\x1a\x1a0\0", "a\0b", "é\U0001f600", "\\0", "'", "%s"])
+def test_texts_keep_every_character(empty: Catalogue, text: str) -> None:
+    stored = replace(committed(), model=text, tags={"k": text}, metadata={text: text})
+    empty.commit(stored).result()
+    assert empty.get(stored.key) == stored
+    assert empty.list_page(ListQuery(model=text))[0] == [stored]
+    assert empty.list_page(ListQuery(tags={"k": text}))[0] == [stored]
+    empty.fail(arriving("f"), "ABORTED", text).result()
+    failed = empty.get(arriving("f").key)
+    assert failed is not None
+    assert failed.error_message == text
+    assert empty.lease(stored.key, text, 60, 100, 100) > 0
+    empty.end_leases(stored.key, text)
+    assert empty.standing(stored.key).leased_until_unix_ns == 0
+    empty.set_meta("m", text)
+    assert empty.get_meta("m") == text
+
+
 # The rest.
 
 

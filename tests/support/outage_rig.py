@@ -23,9 +23,9 @@ import torch
 
 from slotstream.client import SampleState, connect
 from slotstream.connector.faults import SampleFault
+from slotstream.connector.options import ConnectorOptions
 from slotstream.connector.plan import SampleAbort, SampleFinish, SampleOpen, StepPlan
-from slotstream.transport.grpc import GrpcSink
-from slotstream.transport.targets import Targets
+from slotstream.connector.sending.sinks import sinks_for
 from slotstream.v1 import ingest_pb2
 from slotstream.wire.names import PROTOCOL_VERSION
 from support.server import ServerProcess
@@ -51,9 +51,9 @@ class Engine:
         chosen: dict[str, Any] = {"ack_timeout_s": 30.0, "wait_s_max": 0.5, "server": address, **options}
         if chosen.get("sender") == "process":
             return cls(make_rig(seed, hello=hello, **chosen), random.Random(seed), name)
-        targets = Targets(address.split(","))
-        sink = GrpcSink(targets, hello, ack_timeout_s=float(str(chosen["ack_timeout_s"])))
-        return cls(make_rig(seed, sink, **chosen), random.Random(seed), name)
+        chosen = {"transport": "grpc", **chosen, "server": address.split(",")}
+        sinks = sinks_for(ConnectorOptions.from_extra(chosen), hello)
+        return cls(make_rig(seed, sinks[0], more=sinks[1:], **chosen), random.Random(seed), name)
 
     @property
     def settled(self) -> bool:
@@ -129,7 +129,9 @@ class Restarting:
             self.start()
 
     def start(self) -> None:
-        self.process = ServerProcess(self._data_dir, *self.options, address=self.address, environment=self.environment)
+        self.process = ServerProcess(
+            self._data_dir, *self.options, address=self.address, transport="auto", environment=self.environment
+        )
 
     def send(self, number: int) -> None:
         assert self.process is not None

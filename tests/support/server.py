@@ -26,12 +26,14 @@ class ServerProcess:
         *options: str,
         address: str | None = None,
         start_timeout_s: float = 60.0,
+        transport: str = "grpc",
         environment: dict[str, str] | None = None,
         wait: bool = True,
         **access: Any,
     ) -> None:
-        """`environment`: added to this process's. `wait`: return once it answers. `access`: how to connect, where the options
-        ask for it: arguments of `slotstream.client.connect`.
+        """`transport`: the default of `--transport`; a server that may use NIXL ("auto") starts a reader, a third of a second
+        of processor. `environment`: added to this process's. `wait`: return once it answers. `access`: how to connect, where
+        the options ask for it: arguments of `slotstream.client.connect`.
         """
         # Not in the test's own directory: a socket's path may be 107 bytes long.
         self._sockets = tempfile.TemporaryDirectory(prefix="slotstream-")
@@ -45,7 +47,7 @@ class ServerProcess:
                 stdout=log,
                 stderr=log,
                 stdin=subprocess.DEVNULL,
-                env={**os.environ, **(environment or {})},
+                env={"SLOTSTREAM_SERVE_TRANSPORT": transport, **os.environ, **(environment or {})},
             )
         if wait:
             self._wait_until_up(start_timeout_s, access)

@@ -10,7 +10,7 @@ import sys
 
 from slotstream.client import connect
 from slotstream.transport.grpc import GrpcSink
-from slotstream.transport.nixl import plane_for
+from slotstream.transport.nixl import planes_for
 from slotstream.v1 import ingest_pb2
 from slotstream.wire.names import PROTOCOL_VERSION
 from support.worker_rig import make_rig
@@ -20,7 +20,7 @@ def main() -> int:
     logging.basicConfig(level=logging.INFO, stream=sys.stderr)
     server = sys.argv[1]
     hello = ingest_pb2.Hello(protocol=PROTOCOL_VERSION, engine_id="engine")
-    rig = make_rig(sink=GrpcSink(server, hello, plane=plane_for("auto", server)))
+    rig = make_rig(sink=GrpcSink(server, hello, plane=planes_for("auto", [server])[0]))
     stored = 0
     try:
         for number in range(6):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -158,14 +158,23 @@ def opened(req_id: str, tokens: int, first_position: int = 0) -> SampleOpen:
     return SampleOpen(req_id, "default", req_id, first_position, tokens, True)
 
 
-def make_rig(seed: int = 0, sink: SampleSink | None = None, hello: ingest_pb2.Hello | None = None, **options: object) -> Rig:
-    """A rig; close its worker when done. With a `hello` its pump is in a process of its own, and has no sink of ours."""
+def make_rig(
+    seed: int = 0,
+    sink: SampleSink | None = None,
+    hello: ingest_pb2.Hello | None = None,
+    more: Sequence[SampleSink] = (),
+    **options: object,
+) -> Rig:
+    """A rig; close its worker when done. With a `hello` its pump is in a process of its own, and has no sink of ours.
+
+    `more`: sinks of further lanes.
+    """
     rng = random.Random(seed)
     # Permuted on purpose: platforms differ in strides, and rows must be indexed, never reshaped.
     cache = torch.zeros(BLOCKS, BLOCK_SIZE, len(LAYER_IDS), HIDDEN, dtype=torch.bfloat16).permute(0, 2, 1, 3)
     sink = sink or WatchedSink()
     chosen = config(**options)
-    make_sender = in_thread(chosen, [sink]) if hello is None else in_process(chosen, hello)
+    make_sender = in_thread(chosen, [sink, *more]) if hello is None else in_process(chosen, hello)
     rig = Rig(
         OpenWorker(chosen, CachedRows(cache, chosen.row_kind, HIDDEN), make_sender, StagingPlan.of(chosen, 256)),
         sink,

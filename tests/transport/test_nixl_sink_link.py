@@ -15,7 +15,7 @@ from transport.recorder import WAIT_S, Recorder
 from slotstream.connector.options import ConnectorOptions
 from slotstream.transport.base import Acked, FellBack, LinkDown, LinkUp, RowChunk
 from slotstream.transport.grpc import Frames, GrpcSink
-from slotstream.transport.nixl import NixlPlane, plane_for
+from slotstream.transport.nixl import NixlPlane, planes_for
 from slotstream.v1 import ingest_pb2
 from slotstream.wire.errors import ConfigError
 from slotstream.wire.names import PROTOCOL_VERSION
@@ -224,20 +224,20 @@ def test_a_new_stream_offers_the_same_memory_again(server: FakeIngest, worker: W
 
 
 def test_the_option_chooses_the_plane(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert isinstance(plane_for("grpc", HERE), Frames)
+    assert isinstance(planes_for("grpc", [HERE])[0], Frames)
     monkeypatch.setattr("slotstream.transport.nixl.has_rdma", lambda: False)
-    assert isinstance(plane_for("auto", THERE), Frames)
+    assert isinstance(planes_for("auto", [THERE])[0], Frames)
     if is_installed():
-        assert isinstance(plane_for("auto", "unix:/run/slotstream.sock"), NixlPlane)
+        assert isinstance(planes_for("auto", ["unix:/run/slotstream.sock"])[0], NixlPlane)
         monkeypatch.setattr("slotstream.transport.nixl.has_rdma", lambda: True)
-        assert isinstance(plane_for("auto", THERE), NixlPlane)
-        assert isinstance(plane_for("auto", HERE), NixlPlane)
-        assert isinstance(plane_for("nixl", THERE), NixlPlane)
+        assert isinstance(planes_for("auto", [THERE])[0], NixlPlane)
+        assert isinstance(planes_for("auto", [HERE])[0], NixlPlane)
+        assert isinstance(planes_for("nixl", [THERE])[0], NixlPlane)
 
 
 def test_without_nixl_auto_means_grpc_and_nixl_is_refused_at_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("slotstream.wire.nixl._PACKAGES", ("a_package_that_nobody_has",))
-    assert isinstance(plane_for("auto", HERE), Frames)
+    assert isinstance(planes_for("auto", [HERE])[0], Frames)
     assert ConnectorOptions().transport == "auto"
     with pytest.raises(ConfigError, match=r"connector option transport is nixl.*pip install 'slotstream\[nixl\]'"):
         ConnectorOptions(transport="nixl")
@@ -247,7 +247,7 @@ def test_a_nixl_that_does_not_work_is_refused_only_where_it_was_asked_for(monkey
     monkeypatch.setattr("slotstream.wire.nixl._PACKAGES", ("json",))  # Found, but no NIXL.
     staging = memoryview(bytearray(SLOT_BYTES))
     with pytest.raises(ConfigError, match="connector option transport is nixl: "):
-        plane_for("nixl", THERE).use_staging(staging, SLOT_BYTES)
-    plane = plane_for("auto", HERE)
+        planes_for("nixl", [THERE])[0].use_staging(staging, SLOT_BYTES)
+    plane = planes_for("auto", [HERE])[0]
     plane.use_staging(staging, SLOT_BYTES)
     assert plane.hello(HELLO) == HELLO

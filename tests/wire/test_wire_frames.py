@@ -12,7 +12,17 @@ from hypothesis import strategies as st
 
 from slotstream.v1 import ingest_pb2, samples_pb2
 from slotstream.wire.errors import ProtocolViolation
-from slotstream.wire.frames import decode_reply, decode_request, encode_batch, encode_chunk, encode_rows, is_chunk
+from slotstream.wire.frames import (
+    decode_reply,
+    decode_request,
+    encode_batch,
+    encode_chunk,
+    encode_replies,
+    encode_rows,
+    is_chunk,
+    rows_parts,
+    split_replies,
+)
 from slotstream.wire.names import CONTROL_BYTES_MAX, ROWS_MAX
 
 _U64 = st.integers(0, (1 << 64) - 1)
@@ -87,6 +97,37 @@ def test_a_rows_frame_is_the_ordinary_message(header: samples_pb2.RowsHeader, pi
         reply, view = decode_reply(spelling)
         assert reply == samples_pb2.ReadReply(rows=header)
         assert bytes(view) == data
+
+
+@given(st.lists(st.tuples(_ROWS_HEADERS, st.lists(_DATA, max_size=3)), min_size=1, max_size=20))
+def test_replies_together_are_the_ordinary_message(replies: list[tuple[samples_pb2.RowsHeader, list[bytes]]]) -> None:
+    message = encode_replies([rows_parts(header, pieces) for header, pieces in replies])
+    ordinary = [samples_pb2.ReadReply(rows=header, data=b"".join(pieces)) for header, pieces in replies]
+    if len(ordinary) > 1:  # One is itself.
+        assert samples_pb2.ReadReply.FromString(message) == samples_pb2.ReadReply(
+            batch=samples_pb2.ReadReplyBatch(replies=ordinary)
+        )
+    for (header, pieces), frame in zip(replies, split_replies(message), strict=True):
+        reply, view = decode_reply(frame)
+        assert reply == samples_pb2.ReadReply(rows=header)
+        assert bytes(view) == b"".join(pieces)
+        assert view.obj is message
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        pytest.param(b"\x22\x00", id="empty"),
+        pytest.param(b"\x22\x05\x0a\x02ab", id="cut short"),
+        pytest.param(b"\x22\x04\x0a\x07ab", id="a reply past the end"),
+        pytest.param(b"\x22\x04\x12\x02ab", id="something else in it"),
+        pytest.param(b"\x22\x04\x0a\x02ab\x0a\x00", id="something behind it"),
+        pytest.param(b"\x22\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff", id="a length without an end"),
+    ],
+)
+def test_what_is_no_batch_of_replies_is_refused(message: bytes) -> None:
+    with pytest.raises(ProtocolViolation):
+        split_replies(message)
 
 
 def test_data_may_be_any_buffer_of_any_element_type() -> None:

@@ -135,7 +135,7 @@ def run_stat(arguments: argparse.Namespace) -> int:
     with open_client(arguments) as client:
         for number, sample_id in enumerate(arguments.sample_id):
             try:
-                infos = _known_as(client, sample_id, namespace)
+                infos = known_as(client, sample_id, namespace)
             except SlotStreamError as error:
                 raise_where_pointless(error)
                 complain_about("stat", sample_id, error)
@@ -154,7 +154,7 @@ def run_stat(arguments: argparse.Namespace) -> int:
     return 1 if failures else 0
 
 
-def _known_as(client: Client, name: str, namespace: str) -> list[SampleInfo]:
+def known_as(client: Client, name: str, namespace: str) -> list[SampleInfo]:
     """The sample of this id, else those of the request that vLLM answered with it. Raises SampleNotFound."""
     try:
         return [client.stat(name, namespace=namespace)]

@@ -211,7 +211,7 @@ def engine_row(engine: EngineStatus) -> tuple[str, ...]:
     """One line of the table of `ENGINE_COLUMNS`."""
     link = f"{'up' if engine.connected else 'down'} {time_text(engine.since_s)}"
     if lost := engine.streams - 1 if engine.links_lost is None else engine.links_lost:
-        link += f", lost {lost} times"
+        link += f", lost {lost} time{'' if lost == 1 else 's'}"
     last = "-"
     if engine.last_sample is not None and engine.last_sample_s is not None:
         last = f"{engine.last_sample}, {time_text(engine.last_sample_s)} ago"

@@ -27,7 +27,7 @@ from slotstream.wire.errors import (
     Unauthenticated,
     error_from_code,
 )
-from slotstream.wire.frames import decode_reply
+from slotstream.wire.frames import Frame, decode_reply, split_replies
 
 K = TypeVar("K")
 R = TypeVar("R")
@@ -46,14 +46,17 @@ class _Call:
 
     def __init__(self, stream: WatchedStream[bytes], first: int) -> None:
         self._stream = stream
-        self._ahead: list[bytes | None] = []
+        self._ahead: list[Frame | None] = []  # Replies that came and were not taken, the next one last.
         self.first = first
 
-    def take(self, limit_s: float) -> bytes | None:
+    def take(self, limit_s: float) -> Frame | None:
         """The next reply; None where the call is over."""
-        return self._ahead.pop() if self._ahead else self._stream.receive(limit_s)
+        if not self._ahead:
+            message = self._stream.receive(limit_s)
+            self._ahead.extend([None] if message is None else reversed(split_replies(message)))
+        return self._ahead.pop()
 
-    def put_back(self, frame: bytes | None) -> None:
+    def put_back(self, frame: Frame | None) -> None:
         self._ahead.append(frame)
 
     def close(self) -> None:
@@ -68,7 +71,7 @@ class _Turn:
         self._number = number
         self._has_header = self.is_over = False
 
-    def receive(self, limit_s: float) -> bytes | None:
+    def receive(self, limit_s: float) -> Frame | None:
         """As `WatchedStream.receive`."""
         if self.is_over:
             return None
@@ -181,7 +184,7 @@ class ManyReads:
                 nbytes += read.ByteSize() + 8
             if nbytes > _CALL_BYTES_MAX:
                 break
-        self._most = min(2 * self._most, _READS_IN_CALL)
+        self._most = min(4 * self._most, _READS_IN_CALL)
         return asked
 
     def _answer(self, number: int, receive: Callable[[RowReader], R]) -> R | SlotStreamError:
@@ -249,7 +252,7 @@ class ManyReads:
             return self._open_alone(number, start, 0.0)
         if self._call is None:
             asked = [self._from(number, start), *self._reads[number + 1 :]]
-            self._call = _Call(self._rpc.read_many(samples_pb2.ReadManyRequest(reads=asked)), number)
+            self._call = _Call(self._rpc.read_many(samples_pb2.ReadManyRequest(reads=asked, batches=True)), number)
         self._turn = _Turn(self._call, number)
         return self._reader(cast(WatchedStream[bytes], self._turn), self._from(number, start))
 

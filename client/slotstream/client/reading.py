@@ -18,7 +18,7 @@ from slotstream.v1 import sample_pb2, samples_pb2
 from slotstream.wire import dtypes
 from slotstream.wire.columns import RowFormat
 from slotstream.wire.errors import Interrupted, ProtocolViolation
-from slotstream.wire.frames import decode_reply
+from slotstream.wire.frames import Frame, decode_reply
 from slotstream.wire.layout import byte_runs, file_path, pick
 from slotstream.wire.names import LAYERS_MAX, ROWS_MAX, SAMPLE_BYTES_MAX
 
@@ -164,7 +164,7 @@ class RowReader:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
-    def _take_header(self, frame: bytes | None, request: samples_pb2.ReadRequest) -> None:
+    def _take_header(self, frame: Frame | None, request: samples_pb2.ReadRequest) -> None:
         reply = decode_reply(frame)[0] if frame is not None else samples_pb2.ReadReply()
         if reply.WhichOneof("kind") != "header":
             raise ProtocolViolation("the server's first reply to a read is not its header")
@@ -217,7 +217,7 @@ class RowReader:
         rows = file.rows(self.start, self.stop, verify=self._verify, into=into)
         return _blocks(rows, file.header.row_bytes, runs)
 
-    def _block_of(self, frame: bytes) -> RowBlock:
+    def _block_of(self, frame: Frame) -> RowBlock:
         reply, data = decode_reply(frame)
         rows = reply.rows
         in_order = reply.WhichOneof("kind") == "rows" and rows.first_row == self._next_row

@@ -103,7 +103,7 @@ class Servers:
         self._closed.wait(seconds)
 
     def check_open(self) -> None:
-        """Raises ValueError where the client is closed. Makes new connections in a process that was forked."""
+        """Raises ValueError where the client is closed. Connects again in a process that was forked."""
         if self._closed.is_set():
             raise ValueError("this client is closed")
         if self._pid != os.getpid():  # gRPC may still write to the parent's connection, in the first call or two.

@@ -78,9 +78,9 @@ def measure(reader: RowReader, row: int | None = None) -> Figures:
         first = block.first_row - reader.start
         at = slice(first, first + block.rows)
         stored = arrays.of(block.data, reader.info.dtype, (block.rows, shape[1], reader.info.hidden_size))
-        # float64: the square of a float32 may be none.
-        rows: Floats = arrays.float32(stored).astype(np.float64)
         with np.errstate(all="ignore"):
+            # float64: the square of a float32 may be none.
+            rows: Floats = arrays.float32(stored).astype(np.float64)
             norms[at] = np.sqrt(np.einsum("rlh,rlh->rl", rows, rows))
             products = np.einsum("rlh,rlh->rl", rows[:, 1:], rows[:, :-1])
             cosines[at, 1:] = products / (norms[at, 1:] * norms[at, :-1])

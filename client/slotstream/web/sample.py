@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import anyio.to_thread
+from markupsafe import Markup, escape
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -72,10 +73,17 @@ def _shown(site: ScreenParts, window: Window | None, view: str) -> dict[str, Any
         asked = {"start": window.start or None, "row": window.row, "view": None if view == "norm" else view, **query}
         return sample_url(info.namespace, info.sample_id, anchor, **asked)
 
+    # Once, not for each of some hundred rows. A "=" of an id is quoted: "row=0" is the query's.
+    before_row, after_row = escape(to("token", row=0)).split("row=0")
+
+    def to_row(row: int) -> Markup:
+        return Markup(f"{before_row}row={row}{after_row}")  # Both are escaped.
+
     names = tuple(map(str, window.token_ids)) if texts is None else texts
     settings = site.settings
     return {
         "to": to,
+        "to_row": to_row,
         "as_text": texts is not None,
         "parts": parts(names, window.start, info.metadata),
         "bad": {window.start + at: window.figures.worst(at) for at in window.figures.bad_rows},

@@ -47,7 +47,8 @@ METRICS = (
     Metric("row_pool_pages_free", "gauge", "Pages of the row pool that hold none; ROW_POOL_FULL counts what found too few."),
     Metric("row_pool_bytes", "gauge", "Device memory of the row pool's rows; 0 without the option layers."),
     Metric("spool_bytes_in_use", "gauge", "Bytes of files in the spool."),
-    Metric("link_up", "gauge", "1 while the stream to the server is up."),
+    Metric("link_up", "gauge", "1 while a stream to the server is up."),
+    Metric("streams_up", "gauge", "Streams to the server that are up, of as many as the option streams says."),
     Metric(
         "capture_off", "gauge", "1 while nothing new is captured, or cannot be stored, for this reason; else 0.", label="reason"
     ),

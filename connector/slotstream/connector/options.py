@@ -19,6 +19,7 @@ ON_FULL = ("wait", "fail_sample")
 TRANSPORTS = ("auto", "grpc", "nixl")
 BAD_ROWS = ("mark", "fail")
 SENDERS = ("auto", "thread", "process")
+STREAMS_MAX = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +36,13 @@ class ConnectorOptions:
     transport: str = field(
         default="auto",
         metadata={"help": "how rows travel: nixl, grpc, or auto: nixl where it is there and pays (docs/transports.md)"},
+    )
+    streams: int = field(
+        default=1,
+        metadata={
+            "help": "streams to the server, up to 16, each with its own samples; more than one pays where the server has "
+            "`--workers`, and then as many as that (docs/costs.md)"
+        },
     )
     layers: tuple[int | str, ...] | None = field(
         default=None,
@@ -146,6 +154,7 @@ class ConnectorOptions:
             check_number("staging_bytes", self.staging_bytes, 1 << 20, 1 << 40, whole=True)
         if self.row_pool_bytes is not None:
             check_number("row_pool_bytes", self.row_pool_bytes, 1 << 16, 1 << 40, whole=True)
+        check_number("streams", self.streams, 1, STREAMS_MAX, whole=True)
         check_number("chunk_bytes", self.chunk_bytes, 4096, CHUNK_BYTES_MAX, whole=True)
         check_number("wait_s_max", self.wait_s_max, 0.0, 600.0)
         check_number("ack_timeout_s", self.ack_timeout_s, 0.1, 3600.0)

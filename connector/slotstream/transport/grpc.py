@@ -19,6 +19,7 @@ from slotstream.common.memory import keep_freed_blocks
 from slotstream.transport.base import Acked, Committed, Failed, LinkDown, LinkUp, RowChunk, SinkEvent
 from slotstream.transport.channel import open_channel
 from slotstream.transport.logs import connector_logger
+from slotstream.transport.spread import Spread
 from slotstream.transport.targets import OpenOnStream, Target, Targets, as_targets
 from slotstream.v1 import ingest_pb2
 from slotstream.wire.access import Access
@@ -31,6 +32,7 @@ logger = connector_logger(__name__)
 _METHOD = "/slotstream.v1.Ingest/Stream"
 _RETRY_S = 0.25  # After the first failure; doubles up to _RETRY_S_MAX.
 _RETRY_S_MAX = 2.0
+_WAIT_S = 10.0  # At a time, for a server that takes this stream.
 _BATCH_BYTES_MAX = CONTROL_BYTES_MAX // 2  # Of requests that share a message; a longer one has its own.
 _Item = RowChunk | ingest_pb2.CommitSample | ingest_pb2.AbortSample
 
@@ -124,7 +126,11 @@ class GrpcSink:
         access: Access | None = None,
         ack_timeout_s: float = 30.0,
         plane: DataPlane | None = None,
+        spread: Spread | None = None,
+        stream: int = 0,
     ) -> None:
+        """`spread`: the streams of this sender; `stream`: which of them this one is."""
+        self._spread, self._stream = spread or Spread(1), stream
         self._targets = as_targets(target)
         self._access = access or Access()
         self._hello = ingest_pb2.Hello(batches=True)
@@ -146,6 +152,7 @@ class GrpcSink:
         self._open = OpenOnStream()
         self._awaited: set[int] = set()  # samples committed or aborted, not answered
         self._progress_at = 0.0  # monotonic; when something was last answered, or first waited for
+        self._elsewhere = False  # This stream met a process that has its share of ours.
         self._down = False  # LinkDown was said; nothing moves until reset()
         self._was_up = False  # this stream was welcomed
         self._refused = False  # this stream ended because of its token
@@ -237,6 +244,7 @@ class GrpcSink:
             self._closed = True
             self._changed.notify_all()
             call = self._call
+        self._spread.wake()
         if call is not None:
             call.cancel()
         if self._thread.is_alive():
@@ -247,8 +255,12 @@ class GrpcSink:
 
     def _run(self) -> None:
         while not self._closed:
+            if not self._spread.may_connect(self._stream):
+                self._spread.wait(self._stream, lambda: self._closed, _WAIT_S)
+                continue
             message = self._one_stream(self._targets.next())
-            self._targets.ended(up=self._was_up)
+            self._spread.ended(self._stream)
+            self._targets.ended(up=self._was_up or self._elsewhere)
             with self._changed:
                 self._call = None
                 if self._closed:
@@ -264,7 +276,7 @@ class GrpcSink:
 
     def _one_stream(self, target: Target) -> str:
         """Run one stream to its end; returns why it ended."""
-        self._was_up = self._refused = self._open.leaving = False
+        self._was_up = self._refused = self._elsewhere = self._open.leaving = False
         try:
             metadata = self._access.call_metadata()
             channel = open_channel(target, self._access)
@@ -310,9 +322,15 @@ class GrpcSink:
             self._progress_at = time.monotonic()
             refused: list[int] = []
             dropped: list[int] = []
+            if kind == "welcome" and not self._spread.settles(self._stream, reply.welcome):
+                self._elsewhere = bool(reply.welcome.processes)
+                if self._call is not None:
+                    self._call.cancel()
+                return
             if kind == "welcome":
                 self._was_up = True
-                self._window_bytes = max(1, reply.welcome.window_bytes)
+                # The server keeps as much ready for each stream: together they are to ask no more of it than one.
+                self._window_bytes = max(1, reply.welcome.window_bytes // self._spread.streams)
                 self._batches = reply.welcome.batches
                 self._takes_reports = reply.welcome.reports
                 self._report = None

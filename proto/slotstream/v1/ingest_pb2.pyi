@@ -225,7 +225,7 @@ class ReplyBatch(_message.Message):
     def __init__(self, replies: _Optional[_Iterable[_Union[IngestReply, _Mapping]]] = ...) -> None: ...
 
 class Welcome(_message.Message):
-    __slots__ = ("protocol", "server_version", "window_bytes", "chunk_bytes_max", "nixl", "batches", "columns", "reports")
+    __slots__ = ("protocol", "server_version", "window_bytes", "chunk_bytes_max", "nixl", "batches", "columns", "reports", "processes", "process")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     SERVER_VERSION_FIELD_NUMBER: _ClassVar[int]
     WINDOW_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -234,6 +234,8 @@ class Welcome(_message.Message):
     BATCHES_FIELD_NUMBER: _ClassVar[int]
     COLUMNS_FIELD_NUMBER: _ClassVar[int]
     REPORTS_FIELD_NUMBER: _ClassVar[int]
+    PROCESSES_FIELD_NUMBER: _ClassVar[int]
+    PROCESS_FIELD_NUMBER: _ClassVar[int]
     protocol: int
     server_version: str
     window_bytes: int
@@ -242,7 +244,9 @@ class Welcome(_message.Message):
     batches: bool
     columns: _containers.RepeatedScalarFieldContainer[str]
     reports: bool
-    def __init__(self, protocol: _Optional[int] = ..., server_version: _Optional[str] = ..., window_bytes: _Optional[int] = ..., chunk_bytes_max: _Optional[int] = ..., nixl: bool = ..., batches: bool = ..., columns: _Optional[_Iterable[str]] = ..., reports: bool = ...) -> None: ...
+    processes: int
+    process: int
+    def __init__(self, protocol: _Optional[int] = ..., server_version: _Optional[str] = ..., window_bytes: _Optional[int] = ..., chunk_bytes_max: _Optional[int] = ..., nixl: bool = ..., batches: bool = ..., columns: _Optional[_Iterable[str]] = ..., reports: bool = ..., processes: _Optional[int] = ..., process: _Optional[int] = ...) -> None: ...
 
 class Ack(_message.Message):
     __slots__ = ("chunks",)

@@ -43,22 +43,26 @@ class ReadRequest(_message.Message):
     def __init__(self, namespace: _Optional[str] = ..., sample_id: _Optional[str] = ..., start: _Optional[int] = ..., stop: _Optional[int] = ..., layer_ids: _Optional[_Iterable[int]] = ..., wait_s: _Optional[float] = ..., unverified: bool = ..., in_place: bool = ..., columns: _Optional[_Iterable[str]] = ..., counting: _Optional[_Union[ReadCounting, str]] = ...) -> None: ...
 
 class ReadManyRequest(_message.Message):
-    __slots__ = ("reads",)
+    __slots__ = ("reads", "batches")
     READS_FIELD_NUMBER: _ClassVar[int]
+    BATCHES_FIELD_NUMBER: _ClassVar[int]
     reads: _containers.RepeatedCompositeFieldContainer[ReadRequest]
-    def __init__(self, reads: _Optional[_Iterable[_Union[ReadRequest, _Mapping]]] = ...) -> None: ...
+    batches: bool
+    def __init__(self, reads: _Optional[_Iterable[_Union[ReadRequest, _Mapping]]] = ..., batches: bool = ...) -> None: ...
 
 class ReadReply(_message.Message):
-    __slots__ = ("header", "rows", "error", "data")
+    __slots__ = ("header", "rows", "error", "batch", "data")
     HEADER_FIELD_NUMBER: _ClassVar[int]
     ROWS_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
+    BATCH_FIELD_NUMBER: _ClassVar[int]
     DATA_FIELD_NUMBER: _ClassVar[int]
     header: ReadHeader
     rows: RowsHeader
     error: ReadError
+    batch: ReadReplyBatch
     data: bytes
-    def __init__(self, header: _Optional[_Union[ReadHeader, _Mapping]] = ..., rows: _Optional[_Union[RowsHeader, _Mapping]] = ..., error: _Optional[_Union[ReadError, _Mapping]] = ..., data: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, header: _Optional[_Union[ReadHeader, _Mapping]] = ..., rows: _Optional[_Union[RowsHeader, _Mapping]] = ..., error: _Optional[_Union[ReadError, _Mapping]] = ..., batch: _Optional[_Union[ReadReplyBatch, _Mapping]] = ..., data: _Optional[bytes] = ...) -> None: ...
 
 class ReadHeader(_message.Message):
     __slots__ = ("info", "layer_ids", "start", "stop", "token_ids", "header_xxh3", "columns", "counted_by_call")
@@ -79,6 +83,12 @@ class ReadHeader(_message.Message):
     columns: _containers.RepeatedCompositeFieldContainer[_sample_pb2.ColumnData]
     counted_by_call: bool
     def __init__(self, info: _Optional[_Union[_sample_pb2.SampleInfo, _Mapping]] = ..., layer_ids: _Optional[_Iterable[int]] = ..., start: _Optional[int] = ..., stop: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., header_xxh3: _Optional[int] = ..., columns: _Optional[_Iterable[_Union[_sample_pb2.ColumnData, _Mapping]]] = ..., counted_by_call: bool = ...) -> None: ...
+
+class ReadReplyBatch(_message.Message):
+    __slots__ = ("replies",)
+    REPLIES_FIELD_NUMBER: _ClassVar[int]
+    replies: _containers.RepeatedCompositeFieldContainer[ReadReply]
+    def __init__(self, replies: _Optional[_Iterable[_Union[ReadReply, _Mapping]]] = ...) -> None: ...
 
 class ReadError(_message.Message):
     __slots__ = ("read", "code", "message", "reason")

@@ -6,6 +6,7 @@ sample, and in the file's metadata. A column is added to the table here, and now
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -106,16 +107,7 @@ class RowFormat:
             raise BadParams("a column is named twice")
         if unknown := [name for name in names if name not in COLUMNS]:
             raise UnsupportedFormat(f"column {unknown[0][:64]!r} is not one of {sorted(further_columns())}")
-        sizes = {LAYERS: num_layers, HIDDEN: hidden_size}
-
-        def of_sample(column: Column) -> Column:
-            shape = tuple(sizes[size] if isinstance(size, str) else size for size in column.row_shape)
-            return replace(column, dtype=column.dtype or dtype, row_shape=shape)
-
-        first, *others = (of_sample(COLUMNS[name]) for name in names)
-        # By element size, so that all are aligned; of one size the default pair's comes first, and then by name.
-        others.sort(key=lambda column: (-column.element_bytes, column.name != TOKEN_IDS, column.name))
-        return cls((first, *others))
+        return _of_sample(tuple(COLUMNS[name] for name in names), dtype, num_layers, hidden_size)
 
     @property
     def dtype(self) -> str:
@@ -179,6 +171,21 @@ class RowFormat:
         nbytes = rows_max * (_TOKEN_ID_WIRE_BYTES + sum(column.row_bytes for column in further))
         if further and nbytes > MESSAGE_BYTES_MAX - CONTROL_BYTES_MAX:
             raise TooLarge(f"a commit of {rows_max} rows with columns {self.names} is longer than {MESSAGE_BYTES_MAX} bytes")
+
+
+@functools.lru_cache(maxsize=256)  # Most samples of a store have the same, and a reader of small ones asks several times each.
+def _of_sample(columns: tuple[Column, ...], dtype: str, num_layers: int, hidden_size: int) -> RowFormat:
+    """These columns of the table, hidden states first, with a sample's sizes."""
+    sizes = {LAYERS: num_layers, HIDDEN: hidden_size}
+
+    def sized(column: Column) -> Column:
+        shape = tuple(sizes[size] if isinstance(size, str) else size for size in column.row_shape)
+        return replace(column, dtype=column.dtype or dtype, row_shape=shape)
+
+    first, *others = map(sized, columns)
+    # By element size, so that all are aligned; of one size the default pair's comes first, and then by name.
+    others.sort(key=lambda column: (-column.element_bytes, column.name != TOKEN_IDS, column.name))
+    return RowFormat((first, *others))
 
 
 class NamedData(Protocol):

@@ -49,6 +49,7 @@ __all__ = [
     "Unauthenticated",
     "UnsupportedFormat",
     "UnsupportedRequest",
+    "VerdictUnknown",
     "error_from_code",
 ]
 
@@ -60,6 +61,10 @@ REASON_KEY = "slotstream-reason"
 
 class ConfigError(ValueError):
     """The operator's mistake: raised at start, in one sentence that says what to change."""
+
+
+class VerdictUnknown(Exception):
+    """Nobody here can say what became of a sample. Its peer is told nothing, its stream ends, and it sends the sample again."""
 
 
 class SlotStreamError(Exception):

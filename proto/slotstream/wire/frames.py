@@ -21,6 +21,8 @@ _ROWS_TAG = (2 << 3) | _LENGTH_DELIMITED  # ReadReply.rows
 _DATA_TAG = (15 << 3) | _LENGTH_DELIMITED  # data, in both
 _BATCH_TAG = (7 << 3) | _LENGTH_DELIMITED  # IngestRequest.batch
 _REQUESTS_TAG = (1 << 3) | _LENGTH_DELIMITED  # RequestBatch.requests
+_REPLY_BATCH_TAG = (4 << 3) | _LENGTH_DELIMITED  # ReadReply.batch
+_REPLIES_TAG = (1 << 3) | _LENGTH_DELIMITED  # ReadReplyBatch.replies
 _COMMIT_TAG = (4 << 3) | _LENGTH_DELIMITED  # IngestRequest.commit
 _TOKEN_IDS_TAG = (3 << 3) | _LENGTH_DELIMITED  # CommitSample.token_ids, packed
 _COLUMNS_TAG = (5 << 3) | _LENGTH_DELIMITED  # CommitSample.columns
@@ -28,6 +30,7 @@ _COLUMN_DATA_TAG = (2 << 3) | _LENGTH_DELIMITED  # ColumnData.data
 _VARINT_BYTES_MAX = 10
 _HEADER_BYTES_MAX = 4096  # A chunk's or rows' header; ours are below 64.
 _FIELDS_MAX = 4096  # Fields of a long request.
+Frame = bytes | memoryview
 _CONTINUED = bytes(range(0x80, 0x100))  # Bytes that a varint goes on after.
 
 
@@ -40,7 +43,7 @@ def _varint(value: int) -> bytes:
     return bytes(out)
 
 
-def _read_varint(frame: bytes, at: int) -> tuple[int, int]:
+def _read_varint(frame: Frame, at: int) -> tuple[int, int]:
     """The varint at `at`, and where it ends. Raises ProtocolViolation when it is cut short or too long."""
     value = 0
     for i in range(_VARINT_BYTES_MAX):
@@ -58,13 +61,13 @@ def _begin(tag: int, nbytes: int) -> bytes:
     return bytes((tag,)) + _varint(nbytes)
 
 
-def _encode(tag: int, header: Message, data: Sequence[Buffer]) -> bytes:
+def _parts(tag: int, header: Message, data: Sequence[Buffer]) -> tuple[Buffer, ...]:
     head = header.SerializeToString()
     nbytes = sum(memoryview(part).nbytes for part in data)
-    return b"".join((_begin(tag, len(head)), head, _begin(_DATA_TAG, nbytes), *data))
+    return _begin(tag, len(head)), head, _begin(_DATA_TAG, nbytes), *data
 
 
-def _split(frame: bytes, tag: int) -> tuple[bytes, memoryview] | None:
+def _split(frame: Frame, tag: int) -> tuple[bytes, memoryview] | None:
     """(header bytes, data) of a frame laid out as ours; None when it is laid out otherwise."""
     if not frame or frame[0] != tag:
         return None
@@ -75,10 +78,10 @@ def _split(frame: bytes, tag: int) -> tuple[bytes, memoryview] | None:
     nbytes, data_at = _read_varint(frame, header_end + 1)
     if data_at + nbytes != len(frame):
         return None
-    return frame[at:header_end], memoryview(frame)[data_at:]
+    return bytes(frame[at:header_end]), memoryview(frame)[data_at:]
 
 
-def _fields(frame: bytes, at: int, stop: int) -> Iterator[tuple[int, int, int]]:
+def _fields(frame: Frame, at: int, stop: int) -> Iterator[tuple[int, int, int]]:
     """(tag, where its value begins, where it ends) of each field in frame[at:stop]. Raises ProtocolViolation."""
     for _ in range(_FIELDS_MAX):
         if at == stop:
@@ -131,7 +134,7 @@ def _check_bulk(frame: bytes) -> None:
 
 def encode_chunk(header: ingest_pb2.ChunkHeader, data: Buffer) -> bytes:
     """One chunk as the bytes of an IngestRequest; copies `data` once."""
-    return _encode(_CHUNK_TAG, header, (data,))
+    return b"".join(_parts(_CHUNK_TAG, header, (data,)))
 
 
 def is_chunk(request: bytes) -> bool:
@@ -163,18 +166,47 @@ def decode_request(frame: bytes) -> tuple[ingest_pb2.IngestRequest, memoryview]:
     return request, parts[1]
 
 
+def rows_parts(header: samples_pb2.RowsHeader, data: Sequence[Buffer]) -> tuple[Buffer, ...]:
+    """Rows as the bytes of a ReadReply, in the pieces that they are; copies nothing."""
+    return _parts(_ROWS_TAG, header, data)
+
+
 def encode_rows(header: samples_pb2.RowsHeader, data: Sequence[Buffer]) -> bytes:
     """Rows as the bytes of a ReadReply; joins the pieces of `data` with one copy."""
-    return _encode(_ROWS_TAG, header, data)
+    return b"".join(rows_parts(header, data))
 
 
-def decode_reply(frame: bytes) -> tuple[samples_pb2.ReadReply, memoryview]:
+def encode_replies(replies: Sequence[Sequence[Buffer]]) -> bytes:
+    """One reply from its pieces; or several, as the bytes of a ReadReply with a ReadReplyBatch. One copy."""
+    if len(replies) == 1:
+        return b"".join(replies[0])
+    sizes = [sum(memoryview(piece).nbytes for piece in pieces) for pieces in replies]
+    begins = [_begin(_REPLIES_TAG, nbytes) for nbytes in sizes]
+    parts = [part for begin, pieces in zip(begins, replies, strict=True) for part in (begin, *pieces)]
+    return b"".join((_begin(_REPLY_BATCH_TAG, sum(sizes) + sum(map(len, begins))), *parts))
+
+
+def split_replies(frame: bytes) -> list[Frame]:
+    """The replies of a ReadReply with a ReadReplyBatch, as views of `frame`; any other is itself. Raises ProtocolViolation."""
+    if not frame or frame[0] != _REPLY_BATCH_TAG:
+        return [frame]
+    length, at = _read_varint(frame, 1)
+    if at + length != len(frame):
+        raise ProtocolViolation("a batch of replies is cut short")
+    view = memoryview(frame)
+    fields = list(_fields(frame, at, len(frame)))
+    if not fields or any(tag != _REPLIES_TAG for tag, _, _ in fields):
+        raise ProtocolViolation("a batch of replies is empty, or holds something else")
+    return [view[begin:stop] for _, begin, stop in fields]
+
+
+def decode_reply(frame: Frame) -> tuple[samples_pb2.ReadReply, memoryview]:
     """A ReadReply without its `data`, and the data as a view of `frame`. Raises ProtocolViolation."""
     reply = samples_pb2.ReadReply()
     try:
         parts = _split(frame, _ROWS_TAG)
         if parts is None:
-            reply.ParseFromString(frame)
+            reply.ParseFromString(bytes(frame))
             data = memoryview(reply.data)
             reply.ClearField("data")
             return reply, data

@@ -39,6 +39,7 @@ def run_rounds(
     senders: int = 2,
     spool: bool = True,
     workers: int = 1,
+    streams: int | None = None,
     say: Callable[[str], None] = lambda line: None,
 ) -> Account:
     """Does the rounds; everything that was found. Raises AssertionError where a process does what it must not.
@@ -47,7 +48,7 @@ def run_rounds(
     """
     rng = random.Random(seed)
     total = Account()
-    with World(senders, rng.randrange(1000), spool=spool, workers=workers) as world:
+    with World(senders, rng.randrange(1000), spool=spool, workers=workers, streams=streams) as world:
         for number in range(1, rounds + 1):
             world.wait_for_traffic()
             time.sleep(rng.random() * _MOMENT_S)
@@ -125,6 +126,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="0: any, and it is printed")
     parser.add_argument("--senders", type=int, default=2)
     parser.add_argument("--workers", type=int, default=1, help="processes of the server, and some of the rounds kill one")
+    parser.add_argument("--streams", type=int, help="of each sender (default: as many as workers)")
     parser.add_argument("--no-spool", action="store_true", help="senders without a spool: see the rules of accounts.py")
     arguments = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # In order: the processes end with us.
@@ -136,6 +138,7 @@ def main() -> int:
         senders=arguments.senders,
         spool=not arguments.no_spool,
         workers=arguments.workers,
+        streams=arguments.streams,
         say=lambda line: print(line, flush=True),
     )
     print(report(found.cases, found.wrong))

@@ -1,8 +1,8 @@
 """A sender as a process: the connector's worker half, pump, staging and sink over a cache on the CPU, without vLLM.
 
-`python sender.py ADDRESS LEDGER NAME SEED [--transport NAME] [--pause-ms N] [--spool DIR] [--heir]`: begins samples, each in
-a few engine steps, until SIGTERM or until its standard input ends; writes every promise to the ledger before it is made, and
-every outcome when it is heard. An heir begins nothing: it sends what others left in the spool.
+`python sender.py ADDRESS LEDGER NAME SEED [--transport NAME] [--streams N] [--pause-ms N] [--spool DIR] [--heir]`: begins
+samples, each in a few engine steps, until SIGTERM or until its standard input ends. Writes every promise to the ledger before
+it is made, and every outcome when it is heard. An heir begins nothing: it sends what others left in the spool.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from ledger import HIDDEN, LAYER_IDS, NAMESPACE, Ledger, row_data, token_ids
 
-from slotstream.connector.options import ConnectorOptions
+from slotstream.connector.options import STREAMS_MAX, ConnectorOptions
 from slotstream.connector.plan import BlockPlace, RowPlan, SampleAbort, SampleFinish, SampleOpen, StepPlan
 from slotstream.connector.planning.server_health import ServerHealth
 from slotstream.connector.reading.row_source import CachedRows
@@ -34,8 +34,9 @@ from slotstream.connector.reading.worker import WorkerHalf
 from slotstream.connector.sending.sender import in_thread
 from slotstream.connector.vllm_config import ConnectorConfig
 from slotstream.transport.base import Committed, Failed, SinkEvent
-from slotstream.transport.grpc import GrpcSink
-from slotstream.transport.nixl import plane_for
+from slotstream.transport.grpc import DataPlane, GrpcSink
+from slotstream.transport.nixl import planes_for
+from slotstream.transport.spread import Spread
 from slotstream.transport.targets import Targets
 from slotstream.v1 import ingest_pb2
 from slotstream.wire.columns import RowFormat
@@ -58,12 +59,14 @@ class _Sink(GrpcSink):
         self,
         options: ConnectorOptions,
         hello: ingest_pb2.Hello,
-        transport: str,
+        plane: DataPlane,
+        spread: Spread,
+        stream: int,
         ledger: Ledger,
         committed: Callable[[str], None],
     ) -> None:
-        plane = plane_for(transport, *options.servers)
-        super().__init__(Targets(options.servers), hello, ack_timeout_s=options.ack_timeout_s, plane=plane)
+        targets, patience_s = Targets(options.servers), options.ack_timeout_s
+        super().__init__(targets, hello, ack_timeout_s=patience_s, plane=plane, spread=spread, stream=stream)
         self._ledger = ledger
         self._committed = committed
         self._ids: dict[int, str] = {}
@@ -72,7 +75,7 @@ class _Sink(GrpcSink):
         def both(event: SinkEvent) -> None:
             if isinstance(event, Committed | Failed):
                 what = event.code if isinstance(event, Failed) else "duplicate" if event.duplicate else "committed"
-                self._ledger.write("said", number=event.sample, what=what)
+                self._ledger.write("said", number=self._number(event.sample), what=what)
             if isinstance(event, Committed):
                 self._committed(self._ids[event.sample])
             on_event(event)
@@ -81,12 +84,16 @@ class _Sink(GrpcSink):
 
     def open_sample(self, request: ingest_pb2.OpenSample) -> None:
         self._ids[request.sample] = request.sample_id
-        self._ledger.write("opened", number=request.sample, id=request.sample_id)
+        self._ledger.write("opened", number=self._number(request.sample), id=request.sample_id)
         super().open_sample(request)
 
     def abort(self, request: ingest_pb2.AbortSample) -> None:
-        self._ledger.write("gave_up", number=request.sample, code=request.code)
+        self._ledger.write("gave_up", number=self._number(request.sample), code=request.code)
         super().abort(request)
+
+    def _number(self, sample: int) -> int:
+        """Of a sample, among those of all streams."""
+        return sample * STREAMS_MAX + self._stream
 
 
 @dataclass
@@ -101,7 +108,15 @@ class Sender:
     """An engine that runs nothing: each step writes rows into the cache, as a device would, and has them captured."""
 
     def __init__(
-        self, address: str, transport: str, ledger: Ledger, name: str, seed: int, spool: Path | None, running_max: int
+        self,
+        address: str,
+        transport: str,
+        streams: int,
+        ledger: Ledger,
+        name: str,
+        seed: int,
+        spool: Path | None,
+        running_max: int,
     ) -> None:
         self._rng = random.Random(seed)
         self._running_max = running_max
@@ -115,6 +130,7 @@ class Sender:
         self._lock = threading.Lock()  # Outcomes come from the sink's thread, and from the pump by way of ours.
         options = ConnectorOptions(
             server=address,
+            streams=streams,
             namespace=NAMESPACE,
             staging_bytes=4 << 20,
             chunk_bytes=16 << 10,
@@ -126,9 +142,13 @@ class Sender:
         config = ConnectorConfig(options, self._prefix, "synthetic", LAYER_IDS, row_format, {"engine_id": self._prefix})
         hello = ingest_pb2.Hello(protocol=PROTOCOL_VERSION, engine_id=self._prefix)
         self._watch = ServerHealth(address, patient=spool is not None)
-        sink = _Sink(options, hello, transport, ledger, lambda sample_id: self._ended(sample_id, "committed"))
+        spread, planes = Spread(streams), planes_for(transport, options.servers, streams)
+        sinks = [
+            _Sink(options, hello, plane, spread, stream, ledger, lambda sample_id: self._ended(sample_id, "committed"))
+            for stream, plane in enumerate(planes)
+        ]
         source = CachedRows(self._cache, config.row_kind, HIDDEN)
-        self._worker = WorkerHalf(config, source, in_thread(config, [sink]), StagingPlan.of(config, _STEP_TOKENS_MAX))
+        self._worker = WorkerHalf(config, source, in_thread(config, sinks), StagingPlan.of(config, _STEP_TOKENS_MAX))
 
     def step(self) -> None:
         """One engine step: some requests begin, some go on, some are aborted."""
@@ -217,6 +237,7 @@ def main() -> None:
     parser.add_argument("name")
     parser.add_argument("seed", type=int)
     parser.add_argument("--transport", choices=["grpc", "nixl"], default="grpc")
+    parser.add_argument("--streams", type=int, default=1)
     parser.add_argument("--pause-ms", type=float, default=10.0)
     parser.add_argument("--spool", type=Path)
     parser.add_argument("--heir", action="store_true")
@@ -234,7 +255,14 @@ def main() -> None:
     ledger.write("started", seed=arguments.seed, pid=os.getpid())  # From here on SIGTERM ends us in order.
     running_max = 0 if arguments.heir else _RUNNING_MAX
     sender = Sender(
-        arguments.address, arguments.transport, ledger, arguments.name, arguments.seed, arguments.spool, running_max
+        arguments.address,
+        arguments.transport,
+        arguments.streams,
+        ledger,
+        arguments.name,
+        arguments.seed,
+        arguments.spool,
+        running_max,
     )
     while not stop.is_set():
         sender.step()

@@ -102,16 +102,20 @@ class World:
         pause_ms: float = 10.0,
         spool: bool = False,
         workers: int = 1,
+        streams: int | None = None,
         shims: Callable[[Path, Path], Mapping[str, str]] | None = None,
         server_options: Sequence[str] = (),
     ) -> None:
-        """`shims`: the environment that puts something below the server, by a directory for it and the data directory."""
+        """`streams` of each sender: as many as `workers`, if not said. `shims`: the environment that puts something below the
+        server, by a directory for it and the data directory.
+        """
         self._dir = tempfile.TemporaryDirectory(prefix="slotstream-endurance-")
         self.work = Path(self._dir.name)
         self.data_dir = self.work / "data"
         self._workers = workers
         self.address = f"unix:{self.work}/s" if workers == 1 else f"127.0.0.1:{free_port()}"
         self._pause_ms = pause_ms
+        self._streams = workers if streams is None else streams
         self._spool = self.work / "spool" if spool else None
         self._seeds = iter(range(seed * 1_000_000, (seed + 1) * 1_000_000))
         self.server_options = list(server_options)  # More of them, from its next start on.
@@ -128,7 +132,7 @@ class World:
     def _sender(self, name: str, *more: str) -> Process:
         def command() -> list[str]:  # Each start has a seed, and so samples, of its own.
             ledger = str(self.work / f"{name}.ledger")
-            options = ["--pause-ms", str(self._pause_ms), *more]
+            options = ["--pause-ms", str(self._pause_ms), "--streams", str(self._streams), *more]
             if self._spool is not None:
                 options += ["--spool", str(self._spool)]
             return [sys.executable, str(_SENDER), self.address, ledger, name, str(next(self._seeds)), *options]

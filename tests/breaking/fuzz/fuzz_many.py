@@ -19,7 +19,7 @@ from slotstream.client.reading import RowReader
 from slotstream.store.records import SampleKey
 from slotstream.v1 import sample_pb2, samples_pb2
 from slotstream.wire.errors import Interrupted, SlotStreamError
-from slotstream.wire.frames import decode_reply, encode_rows
+from slotstream.wire.frames import decode_reply, encode_replies, encode_rows, split_replies
 
 Read = samples_pb2.ReadRequest
 _LAYERS = (3, 7)
@@ -75,7 +75,7 @@ async def _both(method: Any, calls: list[Call]) -> list[BaseException | None]:
 
 
 def _check_turns(reads: list[Read], replies: list[bytes]) -> None:
-    left = list(replies)
+    left = [reply for message in replies for reply in split_replies(message)]
     for number, read in enumerate(reads):
         first, _ = decode_reply(left.pop(0))
         if first.WhichOneof("kind") == "error":
@@ -152,6 +152,9 @@ class _Rpc:
         source, replies = self._source, list[bytes]()
         for number, read in enumerate(reads):
             replies += self._answer(number, read)
+        while replies and source.below(4) == 3:  # Some of them come together.
+            at = source.below(len(replies))
+            replies[at : at + 3] = [encode_replies([[reply] for reply in replies[at : at + 3]])]
         return _Stream(replies, breaks=source.below(4) == 3)
 
     def _answer(self, number: int, read: Read) -> Iterator[bytes]:

@@ -142,8 +142,8 @@ def _unchecked(reader: SampleReader, group: int) -> bytes:
     return reader._read(rows * header.row_bytes, header.header_bytes + start * header.row_bytes)
 
 
-def _of_the_next(number: int, error: SlotStreamError) -> bytes:
-    return samples_pb2.ReadReply(error=samples_pb2.ReadError(read=number + 1, code=error.code)).SerializeToString()
+def _of_the_next(number: int, error: SlotStreamError) -> tuple[bytes]:
+    return (samples_pb2.ReadReply(error=samples_pb2.ReadError(read=number + 1, code=error.code)).SerializeToString(),)
 
 
 def _any_block(self: RowReader, frame: bytes) -> RowBlock:
@@ -160,7 +160,7 @@ def _any_block(self: RowReader, frame: bytes) -> RowBlock:
         pytest.param("names", names, "_SAMPLE_ID", re.compile(r"[^/]*"), id="any name without a slash is an id"),
         pytest.param("frames", frames, "_CHUNK_TAG", 0x12, id="an open is taken for a chunk"),
         pytest.param("reads", SampleReader, "positions", lambda self, layer_ids: [0] * len(layer_ids), id="other layers"),
-        pytest.param("many", many, "_error_frame", _of_the_next, id="an error is of another read"),
+        pytest.param("many", many, "_error_reply", _of_the_next, id="an error is of another read"),
         pytest.param("many_replies", RowReader, "_block_of", _any_block, id="rows are not those that were asked for"),
     ],
 )

@@ -35,7 +35,12 @@ _REPLACED: dict[Any, Any] = {
     concurrent.futures.ThreadPoolExecutor: threads.ThreadPoolExecutor,
 }
 _PAST = ("threading", "_thread", "queue", "_queue", "time", "secrets")  # Whose functions are to be asked for by `module.name`.
-_LEFT_ALONE = ("slotstream.server.processes", "slotstream.server.nixl", "slotstream.server.app")
+_LEFT_ALONE = (
+    "slotstream.server.processes",
+    "slotstream.server.nixl",
+    "slotstream.server.app",
+    "slotstream.store.catalogue.postgres",
+)
 
 
 def install() -> None:

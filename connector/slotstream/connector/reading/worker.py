@@ -29,7 +29,11 @@ logger = connector_logger(__name__)
 
 _CLOSE_S = 5.0
 _ASKED_S = 0.0001  # A lease that takes longer was waited for. Slots that are there already take a few microseconds.
-_LINK_GAUGES = {"link_up", *capture_off(SENDER_REASONS, None)}  # Told when they change, also where nothing is captured.
+_LINK_GAUGES = {
+    "link_up",
+    "streams_up",
+    *capture_off(SENDER_REASONS, None),
+}  # Told when they change, also where nothing is captured.
 
 
 class WorkerHalf:

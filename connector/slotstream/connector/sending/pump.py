@@ -163,6 +163,7 @@ class Pump:
             "staging_bytes_limit": pool.nbytes,
             "spool_bytes_in_use": 0 if self._disk is None else self._disk.bytes_in_use,
             "link_up": int(self._outbox.link_up),
+            "streams_up": len(self._outbox.lanes.up),
             **capture_off(SENDER_REASONS, Unauthenticated.code if self._refused else None),
         }
 
@@ -285,8 +286,9 @@ class Pump:
                 self._counters.add("nixl_fallbacks")
             case LinkUp():
                 self.server = event.target
-                logger.info("slotstream: connected to %s (server %s)", event.target or self._servers, event.server_version)
                 outbox.link_is_up(lane, event.columns)
+                where, version, streams = event.target or self._servers, event.server_version, self._streams_up()
+                logger.info("slotstream: connected to %s (server %s)%s", where, version, streams)
                 self._refused = False
                 self._reports.link_is_up()
             case LinkDown():
@@ -294,10 +296,19 @@ class Pump:
                 if (unsaid := self._throttle_link.admit(event.code)) is not None or lane.up:
                     why, waiting = log_text(event.code or ServerUnavailable.code, event.message), outbox.samples
                     more = f" ({unsaid} more times not logged)" if unsaid else ""
-                    logger.warning("slotstream: no link to the server: %s; %d samples wait%s", why, waiting, more)
+                    if outbox.lanes.up in ([], [lane]):
+                        logger.warning("slotstream: no link to the server: %s; %d samples wait%s", why, waiting, more)
+                    else:
+                        logger.warning("slotstream: a stream to the server ended: %s%s", why, self._streams_up(without=lane))
                 self._reports.link_is_down(lane)
                 outbox.link_is_down(lane, event.message, event.code)
                 self._refused = event.code == Unauthenticated.code
+
+    def _streams_up(self, *, without: Lane | None = None) -> str:
+        """What a line of the log says of them, where there may be several."""
+        lanes = list(self._outbox.lanes)
+        up = sum(lane.up and lane is not without for lane in lanes)
+        return f"; {up} of {len(lanes)} streams are up" if len(lanes) > 1 else ""
 
     def _batch(self, batch: RowBatch) -> None:
         done, read_unix_ns = 0, time.time_ns()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -47,6 +48,7 @@ class Shared:
             call_bytes=_SILENT_STREAM_BYTES,
             connections=parts.gate.connections,
         )
+        self.process = secrets.randbits(64)  # What senders tell this process by from others at the same address.
         self.draining = False  # No more samples are opened.
         self.open_shares = OPEN_SAMPLES.shares(parts.config)
         self._committed = committed

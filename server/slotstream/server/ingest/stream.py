@@ -136,6 +136,8 @@ class Stream:
             batches=True,
             columns=taken_columns(),
             reports=True,
+            processes=self._shared.config.workers,
+            process=self._shared.process,
         )
         self._replies.batches = hello.batches
         self._replies.add(pb.IngestReply(welcome=welcome))

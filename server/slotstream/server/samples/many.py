@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from slotstream.server.access.gate import Session
 from slotstream.server.parts import ServerParts
 from slotstream.server.samples.calls import Calls, Context, key_for, parsed
-from slotstream.server.samples.reads import after, counts_when_sent, opened
+from slotstream.server.samples.reads import Reply, after, counts_when_sent, opened
 from slotstream.store.records import SampleKey, SampleRecord
 from slotstream.store.samples import SampleStore
 from slotstream.v1 import samples_pb2 as pb
 from slotstream.wire.errors import BadParams, SampleFailed, SlotStreamError
+from slotstream.wire.frames import encode_replies
 from slotstream.wire.names import READS_IN_CALL_MAX
 
-_GROUP_BYTES = 1 << 20  # Replies that one thread makes before the event loop has its turn: a turn costs as much as some rows.
+# Replies that one thread makes before the event loop has its turn: a turn, or a message, costs as much as some rows.
+_GROUP_BYTES = 2 << 20
 _GROUP_REPLIES = 64
 
 
@@ -25,18 +27,39 @@ _GROUP_REPLIES = 64
 class _Group:
     """Replies to be written, and the samples whose last reply is among them."""
 
-    frames: list[bytes] = field(default_factory=list)
-    nbytes: int = 0
-    then: str = ""  # The namespace that the next group is of: threads are shared out by it.
-    ended: list[tuple[SampleRecord, bool]] = field(default_factory=list)  # And whether that is a read that counts.
+    messages: list[bytes]
+    then: str  # The namespace that the next group is of: threads are shared out by it.
+    ended: list[tuple[SampleRecord, bool]]  # And whether that is a read that counts.
 
-    def add(self, frame: bytes) -> None:
-        self.frames.append(frame)
-        self.nbytes += len(frame)
 
-    @property
-    def is_full(self) -> bool:
-        return self.nbytes >= _GROUP_BYTES or len(self.frames) >= _GROUP_REPLIES
+class _Filling:
+    """The group that is being made. `batches`: all of its replies are one message, else each is its own."""
+
+    def __init__(self, batches: bool) -> None:
+        self._batches = batches
+        self._replies: list[Reply] = []
+        self._nbytes = 0
+        self.ended: list[tuple[SampleRecord, bool]] = []
+
+    def has_room(self, reply: Reply) -> bool:
+        """A reply that is too large for any group has one of its own."""
+        return not self._replies or (len(self._replies) < _GROUP_REPLIES and self._nbytes + _size(reply) <= _GROUP_BYTES)
+
+    def add(self, reply: Reply) -> None:
+        self._replies.append(reply)
+        self._nbytes += _size(reply)
+
+    def take(self, then: str) -> Iterator[_Group]:
+        """What there is, if there is something; it is empty after."""
+        if self._replies:
+            replies, ended = self._replies, self.ended
+            self._replies, self._nbytes, self.ended = [], 0, []
+            messages = [encode_replies(replies)] if self._batches else [b"".join(reply) for reply in replies]
+            yield _Group(messages, then, ended)
+
+
+def _size(reply: Reply) -> int:
+    return sum(memoryview(piece).nbytes for piece in reply)
 
 
 class ManyReads:
@@ -55,14 +78,15 @@ class ManyReads:
 
     async def answer(self, session: Session, raw: bytes, context: Context) -> None:
         """Raises PermissionDenied before anything is looked up, BadParams and ServerDraining."""
-        reads = parsed(pb.ReadManyRequest, raw).reads
+        request = parsed(pb.ReadManyRequest, raw)
+        reads = request.reads
         keys = [key_for(session, "read", read) for read in reads]
         if len(reads) > READS_IN_CALL_MAX:
             raise BadParams(f"{len(reads)} reads in one call are more than {READS_IN_CALL_MAX}")
         if any(read.wait_s for read in reads):
             raise BadParams("a call for many samples waits for none: leave wait_s out")
         self._waiters.check_open()
-        groups = _groups(self._store, keys, reads)
+        groups = _groups(self._store, keys, reads, request.batches)
         lines = self._disk_threads.read_lines
         step: Future[_Group | None] = lines.submit(keys[0].namespace if keys else "", next, groups, None)
         try:
@@ -70,46 +94,47 @@ class ManyReads:
                 self._waiters.check_open()  # A server that is to stop waits for reads: more of them is the next one's work.
                 # One group ahead of the peer; a slow reader holds two.
                 step = lines.submit(group.then, next, groups, None)
-                for frame in group.frames:
-                    await self._calls.write(context, frame)
-                    self._metrics.sent_bytes.inc(len(frame))
+                for message in group.messages:
+                    await self._calls.write(context, message)
+                    self._metrics.sent_bytes.inc(len(message))
                 for record, counts in group.ended:
                     self._ended(record, counts)
         finally:
             after(step, groups.close)
 
 
-def _groups(store: SampleStore, keys: Sequence[SampleKey], reads: Sequence[pb.ReadRequest]) -> Generator[_Group, None, None]:
+def _groups(
+    store: SampleStore, keys: Sequence[SampleKey], reads: Sequence[pb.ReadRequest], batches: bool
+) -> Generator[_Group, None, None]:
     """The replies to all reads, made as they are asked for. One sample is open at a time, and closed with the generator."""
-    group = _Group()
+    group = _Filling(batches)
     for number, (key, read) in enumerate(zip(keys, reads, strict=True)):
-        group.then = key.namespace
+
+        def added(reply: Reply, namespace: str = key.namespace) -> Iterator[_Group]:
+            if not group.has_room(reply):
+                yield from group.take(namespace)
+            group.add(reply)
+
         try:
-            reader, frames, header = opened(store, key, read)
+            reader, replies, header = opened(store, key, read)
         except SlotStreamError as error:
-            group.add(_error_frame(number, error))
+            yield from added(_error_reply(number, error))
         else:
             with reader:
-                group.add(header)
+                yield from added(header)
                 try:
-                    for frame in frames:
-                        if group.is_full:
-                            yield group
-                            group = _Group(then=key.namespace)
-                        group.add(frame)
+                    for reply in replies:
+                        yield from added(reply)
                     group.ended.append((reader.record, counts_when_sent(read, reader)))
                 except SlotStreamError as error:
-                    group.add(_error_frame(number, error))
+                    yield from added(_error_reply(number, error))
                     group.ended.append((reader.record, False))
-        group.then = keys[number + 1].namespace if number + 1 < len(keys) else ""
-        if group.is_full or group.then != key.namespace:
-            yield group
-            group = _Group()
-    if group.frames:
-        yield group
+        then = keys[number + 1].namespace if number + 1 < len(keys) else ""
+        if then != key.namespace:
+            yield from group.take(then)
 
 
-def _error_frame(number: int, error: SlotStreamError) -> bytes:
+def _error_reply(number: int, error: SlotStreamError) -> Reply:
     reason = error.reason if isinstance(error, SampleFailed) else ""
     answer = pb.ReadError(read=number, code=error.code, message=str(error), reason=reason)
-    return pb.ReadReply(error=answer).SerializeToString()
+    return (pb.ReadReply(error=answer).SerializeToString(),)

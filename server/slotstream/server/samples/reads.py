@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any
 
 from slotstream.server.samples import convert
 from slotstream.store.records import SampleKey
-from slotstream.store.sample.reading import RowBlock, SampleReader
+from slotstream.store.sample.reading import SampleReader
 from slotstream.store.samples import SampleStore
 from slotstream.v1 import sample_pb2
 from slotstream.v1 import samples_pb2 as pb
 from slotstream.wire.errors import UnsupportedFormat
-from slotstream.wire.frames import encode_rows
+from slotstream.wire.frames import rows_parts
+from slotstream.wire.hashing import Buffer
 
-Opened = tuple[SampleReader, Iterator[bytes], bytes]  # A sample, its replies to come, and the first of them.
+Reply = Sequence[Buffer]  # A ReadReply's bytes, in pieces.
+Opened = tuple[SampleReader, Iterator[Reply], Reply]  # A sample, its replies to come, and the first of them.
 
 
 def opened(store: SampleStore, key: SampleKey, request: pb.ReadRequest) -> Opened:
@@ -56,7 +58,7 @@ def counts_when_sent(request: pb.ReadRequest, reader: SampleReader) -> bool:
     return request.start == 0 and (not request.HasField("stop") or request.stop == rows)
 
 
-def _frames(reader: SampleReader, request: pb.ReadRequest) -> Iterator[bytes]:
+def _frames(reader: SampleReader, request: pb.ReadRequest) -> Iterator[Reply]:
     """The replies of a read, made one at a time as they are asked for.
 
     Raises BadTokenRange, BadLayers, Damaged, and UnsupportedFormat where the reader could not understand the rows.
@@ -78,11 +80,11 @@ def _frames(reader: SampleReader, request: pb.ReadRequest) -> Iterator[bytes]:
     )
     if request.in_place:
         header.header_xxh3 = int(reader.file.header_xxh3, 16)
-    yield pb.ReadReply(header=header).SerializeToString()
+    yield (pb.ReadReply(header=header).SerializeToString(),)
     if request.in_place:
         return
     for block in reader.blocks(start, stop, positions, verify=not request.unverified):
-        yield _rows_frame(block)
+        yield rows_parts(pb.RowsHeader(first_row=block.first_row, rows=block.rows), block.data)
 
 
 def _wanted_columns(reader: SampleReader, request: pb.ReadRequest) -> list[str]:
@@ -94,7 +96,3 @@ def _wanted_columns(reader: SampleReader, request: pb.ReadRequest) -> list[str]:
         elif not column.optional:
             raise UnsupportedFormat(f"the sample has column {column.name!r}, which this reader does not know")
     return wanted
-
-
-def _rows_frame(block: RowBlock) -> bytes:
-    return encode_rows(pb.RowsHeader(first_row=block.first_row, rows=block.rows), block.data)

@@ -88,13 +88,14 @@ class SamplesService:
                 raise BadParams(f"wait_s must be 0 to {READ_WAIT_S_MAX:.0f} seconds")
             self._waiters.check_open()
             try:
-                reader, frames, header = await self._open(key, request)
+                reader, replies, header = await self._open(key, request)
             except (SampleNotFound, StillArriving):
-                reader, frames, header = await self._open_later(session, key, request)
+                reader, replies, header = await self._open_later(session, key, request)
+            frames = map(b"".join, replies)
             step: Future[bytes | None] | None = None
             counts = False
             try:
-                frame: bytes | None = header
+                frame: bytes | None = b"".join(header)
                 while frame is not None:
                     # One block ahead of the peer, so that disk and network overlap; a slow reader holds two blocks.
                     step = None if request.in_place else self._disk_threads.read_lines.submit(key.namespace, next, frames, None)

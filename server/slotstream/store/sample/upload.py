@@ -52,6 +52,7 @@ from slotstream.wire.errors import (
     StoreGone,
     TooLarge,
 )
+from slotstream.wire.errors import VerdictUnknown as VerdictUnknown
 from slotstream.wire.hashing import Buffer, to_hex, xxh3
 from slotstream.wire.layout import SampleHeader
 from slotstream.wire.names import CHUNK_BYTES_MAX
@@ -60,10 +61,6 @@ _log = logging.getLogger(__name__)
 _warned = Throttle(every_s=60.0)  # By error: a disk that fails says the same of every sample.
 _GAPS_SHOWN = 8
 _RANGES_MAX = 1 << 14  # Separate ranges of rows that one sample may have while it arrives.
-
-
-class VerdictUnknown(Exception):
-    """Nobody here can say what became of a sample. Its peer is told nothing, its stream ends, and it sends the sample again."""
 
 
 @dataclass(frozen=True, slots=True)

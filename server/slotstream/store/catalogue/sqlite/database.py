@@ -3,7 +3,7 @@
 A start looks at it as closely as it must (`seal`), and each row has a checksum (`row_sums`). Damage that shows while it is in
 use is mended at once: what is sound is kept (`salvage`), what is lost comes back from the files.
 
-One thread writes. All that was asked of it while it was busy becomes its next transaction, so many commits share one.
+One thread writes, batch by batch (`batches`).
 `synchronous=NORMAL`: a power cut may lose the last rows and never the database; the files they index are durable before.
 Only what no file can tell is synced (`durable=True`): that a sample will be deleted, or is out of service.
 """
@@ -13,36 +13,34 @@ from __future__ import annotations
 import logging
 import queue
 import sqlite3
-import threading
-from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
+from slotstream.store.catalogue.batches import BATCH_MAX, BatchWriter
 from slotstream.store.catalogue.sqlite import salvage, seal, sql
 from slotstream.store.catalogue.sqlite.damage import ERRORS, CatalogueCorrupt, CatalogueDamaged, catalogue_error
 from slotstream.store.catalogue.sqlite.opening import READERS, open_database
 from slotstream.store.catalogue.sqlite.row_sums import MalformedRow
 from slotstream.store.records import SampleKey, SampleRecord
-from slotstream.wire.errors import ConfigError, Interrupted, IoError, SlotStreamError
+from slotstream.wire.errors import ConfigError, IoError, SlotStreamError
 
 _log = logging.getLogger(__name__)
-_BATCH_MAX = 256  # Operations in one transaction.
-_LINGER_S = 0.05  # How long a change that nobody waits for may wait for others: a transaction costs as much for one as for ten.
 
 _T = TypeVar("_T")
 _Operation = Callable[[sqlite3.Connection], object]
-_Entry = tuple[_Operation, "Future[object]", bool]  # The last: whether it has to survive a power cut.
+_Entry = tuple[_Operation, "Future[Any]", bool]  # The last: whether it has to survive a power cut.
 
 
-class Database:
+class Database(BatchWriter[_Operation]):
     """Runs operations and queries of `SqliteCatalogue`. Thread safe. Raises StoreFull, IoError and InternalFault."""
 
     def __init__(self, path: Path) -> None:
         """Open or create the database. Raises CatalogueCorrupt and ConfigError."""
+        super().__init__()
         self.path = path
         self._readers: queue.SimpleQueue[sqlite3.Connection | None] = queue.SimpleQueue()
         self._is_open = False
@@ -51,11 +49,6 @@ class Database:
         # After a rebuild: the samples whose files are there and whose rows are not, as records. Without it damage is only told.
         self.find_lost: Callable[[Callable[[SampleKey], SampleRecord | None]], Iterator[SampleRecord]] | None = None
         self.rebuilds = 0  # In this process, while it was in use.
-        self._operations: deque[_Entry] = deque()
-        self._asked = threading.Condition()  # Guards the three around it.
-        self._urgent = False  # Somebody waits for one of the operations.
-        self._closed = False
-        self._thread = threading.Thread(target=self._write_forever, name="catalogue", daemon=True)
         self._thread.start()
 
     def _connect(self) -> None:
@@ -85,12 +78,8 @@ class Database:
 
     def close(self, *, clean: bool = True) -> None:
         """Write what was asked so far and close. `clean` seals the file: the next start need not look at it."""
-        if self._closed:
+        if not self._stop_writing():
             return
-        with self._asked:
-            self._closed = True
-            self._asked.notify()
-        self._thread.join()
         was_open = self._is_open
         self._disconnect()
         log = self.path.with_name(self.path.name + "-wal")  # Gone now, unless somebody else has the file open.
@@ -99,11 +88,6 @@ class Database:
                 replace(self._seal, file_xxh3=seal.hash_of(self.path)).write(self.path)
             except OSError as error:
                 _log.warning("the catalogue cannot be sealed, so the next start looks at everything: %s", error)
-
-    @property
-    def writer(self) -> threading.Thread:
-        """The thread that writes; it ends when the catalogue is closed."""
-        return self._thread
 
     # Writing. Each method returns at once; the future is done when the change is committed.
 
@@ -116,34 +100,7 @@ class Database:
         One that raises undoes the whole transaction, and the others in it begin again: expected outcomes are returned.
         `durable`: the future is done once the change, with all before it, survives a power cut.
         """
-        future: Future[_T] = Future()
-        future.set_running_or_notify_cancel()  # It cannot be cancelled: the change may be on disk already.
-        with self._asked:
-            if self._closed:
-                future.set_exception(Interrupted("the catalogue is closed"))
-                return future
-            first = not self._operations
-            self._operations.append((operation, future, durable))  # type: ignore[arg-type]  # Future is invariant.
-            if first or (urgent and not self._urgent):
-                self._asked.notify()
-            self._urgent = self._urgent or urgent
-        return future
-
-    def _write_forever(self) -> None:
-        while batch := self._next_batch():
-            if not self._write_batch(batch):
-                # One of them cannot be done: each on its own, so that it alone fails.
-                for one in batch:
-                    self._write_batch([one])
-
-    def _next_batch(self) -> list[_Entry]:
-        """What to do next, once there is something; nothing when all is done and the catalogue is closed."""
-        with self._asked:
-            self._asked.wait_for(lambda: self._operations or self._closed)
-            self._asked.wait_for(lambda: self._urgent or self._closed or len(self._operations) >= _BATCH_MAX, _LINGER_S)
-            batch = [self._operations.popleft() for _ in range(min(len(self._operations), _BATCH_MAX))]
-            self._urgent = self._urgent and bool(self._operations)
-            return batch
+        return self._ask_for(operation, urgent=urgent, durable=durable)
 
     def _write_batch(self, batch: list[_Entry]) -> bool:
         """One transaction. False when it failed and holds more than one operation; a single one gets its error.
@@ -228,7 +185,7 @@ class Database:
     def _check_rows(self) -> None:
         """Raises MalformedRow and sqlite3.Error."""
         after = 0
-        while page := sql.scan(self._writer_db, after, _BATCH_MAX):
+        while page := sql.scan(self._writer_db, after, BATCH_MAX):
             after = page[-1][0]
 
     def _put_lost(self) -> int:
@@ -285,7 +242,5 @@ class Database:
 
     def written(self) -> None:
         """Waits until what lingers is written: what was opened before shows from here on."""
-        with self._asked:
-            lingering = bool(self._operations)
-        if lingering:
+        if self._is_lingering():
             self.submit(lambda db: None).result()

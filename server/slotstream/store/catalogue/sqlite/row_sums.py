@@ -1,27 +1,22 @@
 """A checksum a row: one flipped bit is found where it is read, and only that row is doubted.
 
-`samples.row_xxh3` is over all other columns but the number, `leases.row_xxh3` likewise: xxh3-64 of the values as JSON, without
-its last bit (SQLite's integers are signed). What has to survive a restart beside rows has one too, behind its text.
+`samples.row_xxh3` is over all other columns but the number, `leases.row_xxh3` likewise (see `row_values`). What has to survive
+a restart beside rows has one too, behind its text.
 """
 
 from __future__ import annotations
 
-import json
 import sqlite3
-from collections.abc import Sequence
 from typing import Any
 
+from slotstream.store.catalogue.row_values import COLUMNS as COLUMNS
+from slotstream.store.catalogue.row_values import LEASE as LEASE
+from slotstream.store.catalogue.row_values import STORED as STORED
+from slotstream.store.catalogue.row_values import SUMMED as SUMMED
+from slotstream.store.catalogue.row_values import row_sum as row_sum
 from slotstream.wire.hashing import xxh3
 
-COLUMNS = (
-    "namespace, sample_id, state, model, dtype, layer_ids, hidden_size, num_tokens, file_bytes, created_unix_ns, "
-    "committed_unix_ns, error_code, error_message, tags, metadata, header_xxh3"
-)
-SUMMED = f"{COLUMNS}, reads, acked_unix_ns"
-STORED = f"{SUMMED}, row_xxh3"
-LEASE = "namespace, sample_id, holder, until_unix_ns"
 _NAMES = SUMMED.split(", ")
-_encode = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False).encode
 
 UPGRADE = f"""
 ALTER TABLE samples ADD COLUMN row_xxh3 INTEGER NOT NULL DEFAULT 0;
@@ -35,11 +30,6 @@ UPDATE meta SET value = value || ' ' || row_sum(value) WHERE key = 'scrub';
 
 class MalformedRow(sqlite3.DatabaseError):
     """A row that this program did not write: the file was damaged, or somebody edited it."""
-
-
-def row_sum(values: Sequence[object]) -> int:
-    """The checksum of a row. Raises TypeError and ValueError for values that no row of ours has."""
-    return xxh3(_encode(values).encode()) >> 1
 
 
 def add_function(db: sqlite3.Connection) -> None:

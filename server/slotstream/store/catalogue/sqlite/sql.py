@@ -10,25 +10,20 @@ What retention needs beside these is in `retention_sql`, the checksums of rows i
 
 from __future__ import annotations
 
-import json
-import re
 import secrets
 import sqlite3
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 from slotstream.store.catalogue import page_token
+from slotstream.store.catalogue.of_request import OF_REQUEST_MAX, id_ranges, is_of_request
 from slotstream.store.catalogue.queries import ListQuery
+from slotstream.store.catalogue.row_values import record_of, values_of
 from slotstream.store.catalogue.sqlite.row_sums import COLUMNS, STORED, MalformedRow, checked, named_and_checked, row_sum
-from slotstream.store.records import SampleKey, SampleRecord, State, compact_json, kept_model
-from slotstream.wire.errors import BadNamespace, BadSampleId
-from slotstream.wire.names import READABLE_CHARS_MAX, readable_id
+from slotstream.store.records import SampleRecord, State, kept_model
 
-SEQUENCES_MAX = 128  # Of one prompt, that are looked for.
-_OF_REQUEST_MAX = 10_000
-# The number of a prompt, vLLM's random end, and the connector's digest of an id with other characters.
-_BEHIND_REQUEST = re.compile(r"(-[0-9]{1,9})?(-[0-9a-f]{8})?(-[0-9a-f]{16})?")
 _TAG_SAMPLE = 1000  # Rows looked at to guess which of several tags is the rarest.
 
 SCHEMA = """
@@ -93,72 +88,17 @@ _UPSERT = (
 )
 
 
-def _values(record: SampleRecord) -> tuple[object, ...]:
-    return (
-        record.namespace,
-        record.sample_id,
-        str(record.state),
-        record.model,
-        record.dtype,
-        compact_json(list(record.layer_ids)),
-        record.hidden_size,
-        record.num_tokens,
-        record.file_bytes,
-        record.created_unix_ns,
-        record.committed_unix_ns,
-        record.error_code,
-        record.error_message,
-        compact_json(dict(record.tags)),
-        compact_json(dict(record.metadata)),
-        record.header_xxh3,
-    )
-
-
 def record_from_row(row: tuple[Any, ...]) -> SampleRecord:
     """The record of a row of `STORED`. Raises MalformedRow when the row cannot be one of ours."""
-    row = checked(row)
     try:
-        key = SampleKey.checked(row[0], row[1])  # Paths are made of it: an edited row must not lead out of the directory.
-        return SampleRecord(
-            namespace=key.namespace,
-            sample_id=key.sample_id,
-            state=State(str(row[2])),
-            model=str(row[3]),
-            dtype=str(row[4]),
-            layer_ids=tuple(_number(layer, 32) for layer in json.loads(row[5])),
-            hidden_size=_number(row[6], 32),
-            num_tokens=_number(row[7], 63),
-            file_bytes=_number(row[8], 63),
-            created_unix_ns=_number(row[9], 63),
-            committed_unix_ns=_number(row[10], 63),
-            error_code=str(row[11]),
-            error_message=str(row[12]),
-            tags=_strings(json.loads(row[13])),
-            metadata=_strings(json.loads(row[14])),
-            header_xxh3=str(row[15]),
-        )
-    except (ValueError, TypeError, RecursionError, BadNamespace, BadSampleId) as error:
-        raise MalformedRow("a row of the catalogue is malformed") from error
-
-
-def _number(value: object, bits: int) -> int:
-    """What a message can carry. Raises ValueError."""
-    if type(value) is not int or not 0 <= value < 1 << bits:
-        raise ValueError(f"{value!r} is not a number of {bits} bits")
-    return value
-
-
-def _strings(value: object) -> dict[str, str]:
-    """Raises ValueError, also for a lone surrogate, which JSON can spell and no message can carry."""
-    if not isinstance(value, dict) or not all(isinstance(text, str) for text in value.values()):
-        raise ValueError("not an object of strings")
-    "".join((*value, *value.values())).encode()
-    return value
+        return record_of(checked(row))
+    except ValueError as error:
+        raise MalformedRow(str(error)) from error
 
 
 def put(db: sqlite3.Connection, record: SampleRecord) -> None:
     """Insert `record`, or replace the row of the same name, with its tags."""
-    values = (*_values(record), 0, 0)
+    values = (*values_of(record), 0, 0)
     (row_id,) = db.execute(_UPSERT, (*values, row_sum(values))).fetchone()
     db.execute("DELETE FROM tags WHERE sample = ?", (row_id,))
     put_tags(db, row_id, record)
@@ -234,40 +174,21 @@ def list_page(db: sqlite3.Connection, query: ListQuery) -> tuple[list[SampleReco
 
 
 def request_rows(db: sqlite3.Connection, namespace: str, request_id: str) -> list[int]:
-    """The rows of a request's samples, by what vLLM calls it; "" is every namespace. Each is found along the ids' own index.
-
-    vLLM calls the prompts of request ID `ID-0-...`, a chat `ID-...`, and their sequences `0_ID-...`, `1_ID-...`.
-    """
+    """The rows of a request's samples, by what vLLM calls it; "" is every namespace. Each is found along the ids' own index."""
     spaces = "(SELECT ? AS namespace)" if namespace else "(SELECT namespace FROM namespaces WHERE ? = '')"
     exact = f"SELECT s.id FROM {spaces} AS n CROSS JOIN samples AS s ON s.namespace = n.namespace AND s.sample_id = ?"
     if found := db.execute(exact, (namespace, request_id)).fetchall():
         return [row_id for (row_id,) in found]
-    begins = readable_id(request_id)[:READABLE_CHARS_MAX]
-    if not begins:
+    ranges = id_ranges(request_id)
+    if not ranges:
         return []
-    lows = [f"{begins}-", *(f"{sequence}_{begins}-" for sequence in range(SEQUENCES_MAX))]
-    # Up to the next character after "-".
-    ranges = [bound for low in lows for bound in (low, f"{low[:-1]}.")]
     query = (
-        f"WITH ranges (low, high) AS (VALUES {', '.join(['(?, ?)'] * len(lows))}) "
+        f"WITH ranges (low, high) AS (VALUES {', '.join(['(?, ?)'] * len(ranges))}) "
         f"SELECT s.id, s.sample_id, s.metadata, ranges.low FROM {spaces} AS n CROSS JOIN ranges CROSS JOIN samples AS s "
         "ON s.namespace = n.namespace AND s.sample_id >= ranges.low AND s.sample_id < ranges.high LIMIT ?"
     )
-    similar = db.execute(query, (*ranges, namespace, _OF_REQUEST_MAX))
-    return [row_id for row_id, sample_id, metadata, low in similar if _is_of_request(sample_id, metadata, low)]
-
-
-def _is_of_request(sample_id: str, metadata: str, low: str) -> bool:
-    """Whether an id that begins with `low` is the default one of such a request: others may have been chosen by callers."""
-    if _BEHIND_REQUEST.fullmatch(sample_id[len(low) - 1 :]) is None:
-        return False
-    try:
-        request_id = json.loads(metadata).get("request_id")
-    except (ValueError, AttributeError):
-        return True  # Reading the row says that it is malformed.
-    if not isinstance(request_id, str):
-        return True  # A sample that was not stored keeps little.
-    return sample_id.startswith(readable_id(request_id)[:READABLE_CHARS_MAX])
+    similar = db.execute(query, (*chain(*ranges), namespace, OF_REQUEST_MAX))
+    return [row_id for row_id, sample_id, metadata, low in similar if is_of_request(sample_id, metadata, low)]
 
 
 def totals(db: sqlite3.Connection) -> dict[State, tuple[int, int]]:
