@@ -37,11 +37,28 @@ def test_a_few_kill_rounds(rounds: int, spool: bool) -> None:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("rounds", [2, pytest.param(12, marks=pytest.mark.extended)])
 def test_a_few_kill_rounds_with_workers(rounds: int) -> None:
-    found = run_rounds(rounds, seed=5, workers=2)
+    found = run_rounds(rounds, seed=5, workers=2, streams=1)
     assert not found.wrong, found
     assert found.cases["rounds: SIGKILL of a worker"] > 0
     assert found.cases["rounds: SIGKILL of the server"] > 0
     assert found.cases["committed, server has committed"] > 0
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    ("rounds", "spool"),
+    [
+        pytest.param(4, True, id="with a spool"),
+        pytest.param(24, True, id="with a spool, longer", marks=pytest.mark.extended),
+        pytest.param(24, False, id="without, longer", marks=pytest.mark.extended),
+    ],
+)
+def test_a_few_kill_rounds_with_four_streams(rounds: int, spool: bool) -> None:
+    """Each of the server's processes has one of each sender's; those over gRPC have a process on their side too."""
+    found = run_rounds(rounds, seed=8, spool=spool, workers=4, streams=4)
+    assert not found.wrong, found
+    assert found.cases["committed, server has committed"] > 0
+    assert found.cases["rounds: SIGKILL of a stream's process"] > 0
 
 
 def test_what_the_server_may_not_say() -> None:
