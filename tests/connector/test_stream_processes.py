@@ -40,6 +40,16 @@ def _lanes() -> list[int]:
     return descendants(os.getpid(), LANE)
 
 
+def _senders() -> list[int]:
+    return [pid for pid in descendants(os.getpid(), f"{SENDER} ") if pid not in _lanes()]
+
+
+def _sockets(pid: int) -> set[str]:
+    """Of a process, beyond standard input and output."""
+    links = {int(entry.name): str(entry.readlink()) for entry in Path(f"/proc/{pid}/fd").iterdir()}
+    return {name for number, name in links.items() if number > 2 and name.startswith("socket:")}
+
+
 def _settle(engine: Engine, server: Restarting) -> None:
     """Every sample has its verdict, and those that were not aborted are stored with their rows."""
 
@@ -57,7 +67,10 @@ def _settle(engine: Engine, server: Restarting) -> None:
 def test_each_stream_has_a_process_and_all_rows_arrive(server: Restarting) -> None:
     with closing(_start(server, 1)) as engine:
         wait_until(lambda: _up(engine) == STREAMS)
-        assert len(_lanes()) == STREAMS
+        (sender,) = _senders()
+        sockets = [_sockets(pid) for pid in (sender, *_lanes())]
+        assert all(sockets)
+        assert len(set().union(*sockets)) == sum(map(len, sockets))  # None has inherited another's.
         engine.work(80)
         _settle(engine, server)
     wait_until(lambda: not _lanes())
@@ -86,6 +99,7 @@ def test_all_of_them_killed_at_once_is_an_outage(server: Restarting) -> None:
         _settle(engine, server)
 
 
+@pytest.mark.extended  # Half a minute; test_lane_process.py has the same of one stream alone.
 def test_a_process_that_stands_still_is_replaced(server: Restarting) -> None:
     with closing(_start(server, 4)) as engine:
         wait_until(lambda: _up(engine) == STREAMS)
@@ -101,9 +115,18 @@ def test_a_sender_that_is_killed_takes_its_streams_processes_along(server: Resta
     with closing(_start(server, 5)) as engine:
         wait_until(lambda: _up(engine) == STREAMS)
         lanes = _lanes()
-        (sender,) = [pid for pid in descendants(os.getpid(), f"{SENDER} ") if pid not in lanes]
+        (sender,) = _senders()
         os.kill(sender, signal.SIGKILL)
         wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in lanes))
         wait_until(lambda: _up(engine) == STREAMS)  # Of the next one.
         engine.work(10)
         _settle(engine, server)
+
+
+def test_with_one_stream_there_is_no_process_more(server: Restarting) -> None:
+    with closing(Engine.start(server.address, 6, "e", transport="grpc", sender="process")) as engine:
+        wait_until(lambda: engine.rig.worker._sender.gauges()["streams_up"] == 1)
+        engine.work(10)
+        _settle(engine, server)
+        (sender,) = _senders()
+        assert descendants(sender, "") == []

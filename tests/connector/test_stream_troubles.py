@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import random
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,13 @@ SENDERS = [
     pytest.param("thread", "nixl", id="nixl", marks=_NIXL),
     pytest.param("process", "grpc", id="processes"),
 ]
-Start = Callable[..., Engine]
+# The same, with fewer of them in the usual run.
+EXTENDED = pytest.mark.extended
+MOSTLY_PROCESSES = [
+    pytest.param("thread", "grpc", id="grpc", marks=EXTENDED),
+    pytest.param("thread", "nixl", id="nixl", marks=[_NIXL, EXTENDED]),
+    pytest.param("process", "grpc", id="processes"),
+]
 
 
 @pytest.fixture
@@ -97,14 +103,14 @@ def test_a_slow_way_gets_less_and_no_sample_is_sent_twice(
         assert engine.stats().get("samples_replayed", 0) == 0
 
 
-@pytest.mark.parametrize(("sender", "transport"), SENDERS)
+@pytest.mark.parametrize(("sender", "transport"), SENDERS[1:])
 def test_a_peer_that_vanishes_without_a_reset_costs_no_sample(
     server: Restarting, relay: Relay, sender: str, transport: str
 ) -> None:
     """The server goes on believing in that stream, and in what it announced, while its samples go over the others."""
     with closing(_start(relay.address, sender, transport, 2, ack_timeout_s=0.5)) as engine:
         silent = []
-        for number in range(3):
+        for number in range(2):
             wait_until(lambda: _up(engine) == STREAMS)
             engine.work(10)
             gone = random.Random(number).choice([link for link in relay.live if link not in silent])
@@ -118,7 +124,7 @@ def test_a_peer_that_vanishes_without_a_reset_costs_no_sample(
         _all_is_stored(engine, server)
 
 
-@pytest.mark.parametrize(("sender", "transport"), SENDERS)
+@pytest.mark.parametrize(("sender", "transport"), MOSTLY_PROCESSES)
 def test_a_stream_that_stays_away_is_done_without_and_comes_back(
     server: Restarting, relay: Relay, sender: str, transport: str
 ) -> None:
@@ -140,14 +146,14 @@ def test_a_stream_that_stays_away_is_done_without_and_comes_back(
         _all_is_stored(engine, server)
 
 
-@pytest.mark.parametrize(("sender", "transport"), SENDERS)
+@pytest.mark.parametrize(("sender", "transport"), MOSTLY_PROCESSES)
 def test_streams_that_are_cut_and_processes_that_are_killed_cost_no_sample(
     server: Restarting, relay: Relay, sender: str, transport: str
 ) -> None:
     assert server.process is not None
     rng = random.Random(4)
     with closing(_start(relay.address, sender, transport, 4)) as engine:
-        for number in range(6):
+        for number in range(4):
             engine.work(10)
             if number % 2:
                 rng.choice(relay.live).cut()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing
@@ -18,9 +19,10 @@ from support.ports import free_port
 from support.waiting import wait_until
 
 from slotstream.client import Client, connect
-from slotstream.transport.grpc import Frames
+from slotstream.transport.grpc import Frames, GrpcSink
 from slotstream.transport.nixl import NixlPlane
 from slotstream.wire import nixl
+from slotstream.wire.names import WINDOW_BYTES
 
 STREAMS = 4
 TRANSPORTS = ["grpc", pytest.param("nixl", marks=pytest.mark.skipif(not nixl.is_installed(), reason="NIXL is not installed"))]
@@ -180,3 +182,17 @@ def test_with_all_streams_down_the_server_is_away(server: Restarting) -> None:
         server.start()
         wait_until(lambda: _up(engine) == STREAMS)
         _all_is_stored(engine, server)
+
+
+def test_with_one_stream_everything_is_as_it_was(server: Restarting) -> None:
+    """One sink, which has the server's whole window to itself, and no thread but those it always had."""
+    before = set(threading.enumerate())
+    with closing(Engine.start(server.address, 7, "e")) as engine:
+        engine.work(20)
+        _all_is_stored(engine, server)
+        (lane,) = _lanes(engine)
+        assert type(lane.sink) is GrpcSink
+        assert type(lane.sink._plane) is Frames
+        assert lane.sink._window_bytes == WINDOW_BYTES
+        ours = {thread.name for thread in set(threading.enumerate()) - before if thread.name.startswith("slotstream")}
+        assert ours == {"slotstream-pump", "slotstream-grpc"}

@@ -96,7 +96,7 @@ class _Noted:
 
 
 def _sinks(options: ConnectorOptions, hello: ingest_pb2.Hello, shape: StagingShape, memory_fd: int) -> list[SampleSink]:
-    """One a stream. `memory_fd`: of memory that processes can map; -1 where they stay in this process."""
+    """One a stream. `memory_fd`: of memory that processes can map; -1 where all stay in this process."""
     if memory_fd < 0:
         return sinks_for(options, hello)
     spread = Spread(options.streams)
