@@ -166,7 +166,8 @@ def parse_header(raw: bytes) -> FileHeader:
     if header_length(raw) != len(raw):
         raise Damaged("the file's header is cut short, or its length is wrong")
     try:
-        parsed = json.loads(raw[_LENGTH.size :].decode(), object_pairs_hook=_without_repeats)
+        text = raw[_LENGTH.size :].rstrip(b" ").decode()  # `json` looks at padding one character at a time.
+        parsed = json.loads(text, object_pairs_hook=_without_repeats)
         metadata = _strings(parsed.pop(_METADATA))
         tensors = {name: _tensor(entry) for name, entry in parsed.items()}
         hidden = tensors[HIDDEN_STATES]

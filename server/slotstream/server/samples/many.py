@@ -21,6 +21,7 @@ from slotstream.wire.names import READS_IN_CALL_MAX
 # Replies that one thread makes before the event loop has its turn: a turn, or a message, costs as much as some rows.
 _GROUP_BYTES = 2 << 20
 _GROUP_REPLIES = 64
+_FIRST_REPLIES = 8  # Of the first group, and twice as many of each one after it: the reader waits for the first.
 
 
 @dataclass(slots=True)
@@ -39,11 +40,12 @@ class _Filling:
         self._batches = batches
         self._replies: list[Reply] = []
         self._nbytes = 0
+        self._most = _FIRST_REPLIES
         self.ended: list[tuple[SampleRecord, bool]] = []
 
     def has_room(self, reply: Reply) -> bool:
         """A reply that is too large for any group has one of its own."""
-        return not self._replies or (len(self._replies) < _GROUP_REPLIES and self._nbytes + _size(reply) <= _GROUP_BYTES)
+        return not self._replies or (len(self._replies) < self._most and self._nbytes + _size(reply) <= _GROUP_BYTES)
 
     def add(self, reply: Reply) -> None:
         self._replies.append(reply)
@@ -54,6 +56,7 @@ class _Filling:
         if self._replies:
             replies, ended = self._replies, self.ended
             self._replies, self._nbytes, self.ended = [], 0, []
+            self._most = min(2 * self._most, _GROUP_REPLIES)
             messages = [encode_replies(replies)] if self._batches else [b"".join(reply) for reply in replies]
             yield _Group(messages, then, ended)
 
