@@ -107,6 +107,7 @@ WINGS = {
         "parts": {"records", "disk", "catalogue"},
         "sample": {"records", "disk"},
         "catalogue": {"records"},
+        "blobs": set(),
     },
 }
 # Heavy packages -> the only parts that may import them.
@@ -122,9 +123,16 @@ HEAVY = {
     "grpc": {"connector", "transport", "client", "server", "v1"},
     "sqlite3": {"store"},
     "psycopg": {"store"},
+    "botocore": {"store"},
+    "urllib3": {"store"},
+    "awscrt": {"store"},
 }
 # Packages that one folder alone knows: all else asks it through a Protocol.
-FOLDERS = {"sqlite3": "slotstream.store.catalogue.sqlite", "psycopg": "slotstream.store.catalogue.postgres"}
+FOLDERS = {
+    "sqlite3": "slotstream.store.catalogue.sqlite",
+    "psycopg": "slotstream.store.catalogue.postgres",
+    **dict.fromkeys(("botocore", "urllib3", "awscrt"), "slotstream.store.blobs.s3"),
+}
 # An implementation of a Protocol -> the one folder beside it that knows which one it is.
 PAIRED = {
     "slotstream.store.catalogue.sqlite": "slotstream.store.directory",
