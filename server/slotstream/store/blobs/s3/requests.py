@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import logging
 import os
 import random
 import time
@@ -25,6 +26,8 @@ from slotstream.store.blobs.s3.address import Address
 from slotstream.wire.errors import ConfigError, IoError, StoreFull
 from slotstream.wire.hashing import Buffer
 
+for _name in ("botocore", "urllib3"):  # What they say of each request has its URL in it.
+    logging.getLogger(_name).setLevel(logging.WARNING)
 READ_URL_S = 600  # How long a signed URL is good.
 _BODY_URL_S = 60  # A body that somebody hangs on to must not arrive long after.
 _CONNECT_S = 5
