@@ -309,11 +309,21 @@ class Server:
 
 class Slotstream:
     def __init__(
-        self, shape: Shape, listen: str, data_dir: Path, staging_bytes: int, transport: str, *, tuned_sender: bool
+        self,
+        shape: Shape,
+        listen: str,
+        data_dir: Path,
+        staging_bytes: int,
+        transport: str,
+        *,
+        tuned_sender: bool,
+        streams: int = 1,
     ) -> None:
-        """`transport`: "grpc" or "nixl"."""
+        """`transport`: "grpc" or "nixl". `streams` of the one sender, and processes of the server."""
         self.name = "slotstream, gRPC" if transport == "grpc" else "slotstream, NIXL"
-        self._server = Server(listen, data_dir)
+        if streams > 1:
+            self.name += f" x{streams}"
+        self._server = Server(listen, data_dir, *(["--workers", str(streams)] if streams > 1 else []))
         try:
             self._sender = Child(
                 "slotstream sender",
@@ -322,6 +332,7 @@ class Slotstream:
                 self._server.address,
                 staging_bytes,
                 transport,
+                streams,
                 tuned=tuned_sender,
             )
             self._sender.answer()

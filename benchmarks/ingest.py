@@ -1,6 +1,6 @@
 """Ingest throughput of slotstream, and beside it what this machine's memory, sockets, gRPC and disk do on their own.
 
-    python benchmarks/ingest.py
+    python benchmarks/ingest.py [--streams N]
 
 Everything is measured in one run, in interleaved rounds, because absolute figures do not travel from one machine, or one
 minute, to the next; the ratios do. benchmarks/README.md says what each row means.
@@ -83,9 +83,11 @@ def all_contenders(options: argparse.Namespace, shape: Shape, work: Path) -> Ite
         def started(contender: Contender) -> Contender:
             return stack.enter_context(closing(contender))
 
-        def slotstream(transport: str) -> Contender:
-            data_dir, staging_bytes = work / f"data-{transport}", options.staging_mib * _MIB
-            return started(Slotstream(shape, address(transport), data_dir, staging_bytes, transport, tuned_sender=tuned))
+        def slotstream(transport: str, streams: int = 1) -> Contender:
+            data_dir, staging_bytes = work / f"data-{transport}-{streams}", options.staging_mib * _MIB
+            where = address(f"{transport}-{streams}") if streams == 1 else "127.0.0.1:0"  # Several processes share a port.
+            sender = Slotstream(shape, where, data_dir, staging_bytes, transport, tuned_sender=tuned, streams=streams)
+            return started(sender)
 
         tuned = options.tuned_sender
         yield [
@@ -94,6 +96,7 @@ def all_contenders(options: argparse.Namespace, shape: Shape, work: Path) -> Ite
             started(GrpcFrames(shape, address("grpc"), tuned_sender=tuned)),
             started(PlainFile(shape, work / "plain")),
             *map(slotstream, options.transports),
+            *(slotstream(transport, options.streams) for transport in options.transports if options.streams > 1),
         ]
 
 
@@ -110,8 +113,8 @@ def run(options: argparse.Namespace, shape: Shape, work: Path) -> list[Result]:
     return results
 
 
-def report(results: Sequence[Result], verdicts: Sequence[dict[str, Any]]) -> str:
-    """The table, and how slotstream stands to its target."""
+def report(results: Sequence[Result], verdicts: Sequence[dict[str, Any]], several: Sequence[dict[str, Any]]) -> str:
+    """The table, how slotstream stands to its target, and what several streams bring it."""
     lines = [f"{'':20}{'GB/s':>7}{'min':>8}{'max':>7}{'CPU s/GB:':>13}{'sender':>9}{'receiver':>10}"]
     for result in results:
         speeds = [one.gb_per_s for one in result.rounds]
@@ -128,7 +131,22 @@ def report(results: Sequence[Result], verdicts: Sequence[dict[str, Any]]) -> str
             f"of {', '.join(f'{ratio:.2f}' for ratio in verdict['ratio_of_rounds'])} "
             f"(of the medians: {verdict['ratio_of_medians']:.2f}); target {TARGET}: {met}"
         )
+    for one in several:
+        ratios = one["ratio_of_rounds"]
+        lines.append(f"{one['name']} / {one['to']}: {one['ratio']:.2f} ({min(ratios):.2f} to {max(ratios):.2f})")
     return "\n".join(lines)
+
+
+def compare(results: Sequence[Result]) -> list[dict[str, Any]]:
+    """Each sender of several streams beside the one of one stream, round by round."""
+    found = []
+    for result in results:
+        alone = next((one for one in results if result.name.startswith(f"{one.name} x")), None)
+        if alone is not None:
+            pairs = zip(result.rounds, alone.rounds, strict=True)
+            ratios = [several.gb_per_s / one.gb_per_s for several, one in pairs]
+            found.append({"name": result.name, "to": alone.name, "ratio": statistics.median(ratios), "ratio_of_rounds": ratios})
+    return found
 
 
 def judge(results: Sequence[Result]) -> list[dict[str, Any]]:
@@ -166,6 +184,13 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--staging-mib", type=_positive, default=512, metavar="N", help="the connector's staging (default: %(default)s)")
     add(
         "--transports", nargs="+", choices=("grpc", "nixl"), default=_TRANSPORTS, help="what rows take (default: all installed)"
+    )
+    add(
+        "--streams",
+        type=_positive,
+        default=1,
+        metavar="N",
+        help="also measure a sender of N streams, to a server of N processes (default: none)",
     )
     add("--unix", action="store_true", help="Unix sockets instead of TCP on the loopback interface")
     add(
@@ -220,8 +245,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 1
         except KeyboardInterrupt:
             return 130
-    verdicts = judge(results)
-    print(report(results, verdicts))
+    verdicts, several = judge(results), compare(results)
+    print(report(results, verdicts, several))
     if not is_installed():
         print(f"without NIXL, which a server on the same host would use: {INSTALL}")
     if options.json is not None:
@@ -231,6 +256,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "shape": asdict(shape),
             "results": [asdict(result) for result in results],
             "verdicts": verdicts,
+            "streams": several,
         }
         options.json.write_text(json.dumps(figures, indent=2) + "\n")
     return 0

@@ -70,7 +70,11 @@ class Stream(Protocol):
 
 def source() -> memoryview:
     """What to send chunks from, in memory like the connector's staging; the same bytes in every process."""
-    memory = memoryview(map_memory(SOURCE_BYTES))
+    return fill(memoryview(map_memory(SOURCE_BYTES)))
+
+
+def fill(memory: memoryview) -> memoryview:
+    """The same memory, with those bytes."""
     block = Random(0).randbytes(1 << 20)
     for at in range(0, SOURCE_BYTES, len(block)):
         memory[at : at + len(block)] = block

@@ -1,4 +1,4 @@
-"""The sender of the ingest benchmark: the connector's own staging pool, pump and sink, without an engine before them."""
+"""The sender of the ingest benchmark: the connector's own staging pool, pump and sinks, without an engine before them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from children import questions
 from shape import Shape
-from transport_ours import NixlOnly
+from transport_ours import streams_for
 
 from slotstream.client import connect
 from slotstream.connector.counters import Counters
@@ -24,11 +24,8 @@ from slotstream.connector.sending.pump import Pump
 from slotstream.connector.sending.row_check import MappedRows, Segment
 from slotstream.connector.sending.staging_pool import StagingPool, StagingShape
 from slotstream.connector.vllm_config import ConnectorConfig
-from slotstream.transport.base import Committed, Failed, LinkDown, LinkUp, SinkEvent
-from slotstream.transport.grpc import Frames, GrpcSink
-from slotstream.v1 import ingest_pb2
+from slotstream.transport.base import Committed, Failed, LinkDown, LinkUp, SampleSink, SinkEvent
 from slotstream.wire.columns import RowFormat
-from slotstream.wire.names import PROTOCOL_VERSION
 
 _BATCH_SLOTS = 16  # Frames that one gather would stage.
 _CHECKED = 4  # Samples of a run that are read back and compared.
@@ -39,6 +36,7 @@ class _Outcome:
     """What the server answered to a run."""
 
     committed: int = 0
+    up: int = 0  # Streams.
     problem: str = ""
     changed: threading.Condition = field(default_factory=threading.Condition)
 
@@ -46,6 +44,8 @@ class _Outcome:
         with self.changed:
             if isinstance(event, Committed):
                 self.committed += 1
+            elif isinstance(event, LinkUp):
+                self.up += 1
             elif isinstance(event, Failed | LinkDown):
                 self.problem = event.message
             self.changed.notify_all()
@@ -55,19 +55,32 @@ class _Outcome:
             self.problem = problem
             self.changed.notify_all()
 
-    def wait(self, committed: int) -> None:
+    def wait(self, committed: int, up: int = 0) -> None:
         with self.changed:
-            self.changed.wait_for(lambda: self.problem or self.committed >= committed)
+            self.changed.wait_for(lambda: self.problem or (self.committed >= committed and self.up >= up))
         if self.problem:
             raise RuntimeError(self.problem)
 
 
-class _WatchedSink(GrpcSink):
-    """The sink, with somebody who listens in."""
+class _Watched:
+    """A sink, with somebody who listens in."""
 
-    def __init__(self, address: str, hello: ingest_pb2.Hello, outcome: _Outcome, transport: str) -> None:
-        super().__init__(address, hello, plane=NixlOnly(outcome.fail) if transport == "nixl" else Frames())
+    def __init__(self, sink: SampleSink, outcome: _Outcome) -> None:
+        self._sink = sink
         self._outcome = outcome
+        self.use_staging, self.open_sample, self.submit, self.commit = (
+            sink.use_staging,
+            sink.open_sample,
+            sink.submit,
+            sink.commit,
+        )
+        self.abort, self.report, self.check_deadlines, self.reset, self.close = (
+            sink.abort,
+            sink.report,
+            sink.check_deadlines,
+            sink.reset,
+            sink.close,
+        )
 
     def start(self, on_event: Callable[[SinkEvent], None]) -> None:
         def both(event: SinkEvent) -> None:
@@ -75,13 +88,13 @@ class _WatchedSink(GrpcSink):
             if isinstance(event, Committed | Failed | LinkDown | LinkUp):
                 self._outcome.take(event)
 
-        super().start(both)
+        self._sink.start(both)
 
 
 class Sender:
     """Sends samples whose rows lie in staging already, as fast as staging comes free."""
 
-    def __init__(self, shape: Shape, address: str, staging_bytes: int, transport: str) -> None:
+    def __init__(self, shape: Shape, address: str, staging_bytes: int, transport: str, streams: int) -> None:
         self._shape = shape
         self._address = address
         config = ConnectorConfig(
@@ -94,16 +107,18 @@ class Sender:
         )
         slots = staging_bytes // shape.frame_bytes
         staging = StagingShape(slots, 0, shape.frame_bytes, shape.row_bytes)
-        memory = StagingMemory(staging, torch.device("cpu"))
+        memory = StagingMemory(staging, torch.device("cpu"), shared=streams > 1)
         self._pool = StagingPool(memory.area.slots, staging)
         # Written once, and different in every slot: a sample is what its slots hold.
         memory.memory.random_(generator=torch.Generator().manual_seed(0))
         self._outcome = _Outcome()
-        hello = ingest_pb2.Hello(protocol=PROTOCOL_VERSION, engine_id="benchmark")
-        sink = _WatchedSink(address, hello, self._outcome, transport)
-        sink.use_staging(memory.area.slots, shape.frame_bytes)
-        self._pump = Pump(config, self._pool, memory.area, [sink], Counters())
+        sinks = streams_for(address, transport, streams, self._outcome.fail, staging, memory.fd)
+        for sink in sinks:
+            sink.use_staging(memory.area.slots, shape.frame_bytes)
+        watched = [_Watched(sink, self._outcome) for sink in sinks]
+        self._pump = Pump(config, self._pool, memory.area, watched, Counters())
         self._pump.start()
+        self._outcome.wait(0, up=streams)
         self._runs = 0
         self._sent: dict[str, list[tuple[int, int]]] = {}  # sample id -> (slot, bytes) of its rows, in order
 
@@ -153,9 +168,9 @@ class Sender:
         self._pump.close(5.0)
 
 
-def send_samples(connection: Connection, shape: Shape, address: str, staging_bytes: int, transport: str) -> None:
+def send_samples(connection: Connection, shape: Shape, address: str, staging_bytes: int, transport: str, streams: int) -> None:
     """Main function of the sending process: answers ("run", samples) with the seconds it took, and ("check",) with 0."""
-    sender = Sender(shape, address, staging_bytes, transport)
+    sender = Sender(shape, address, staging_bytes, transport, streams)
     connection.send("ready")
     for what, *arguments in questions(connection):
         began = time.perf_counter()

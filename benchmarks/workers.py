@@ -1,9 +1,10 @@
 """What more processes bring a server: `slotstream serve --workers N` beside a server of one process.
 
-    python benchmarks/workers.py [--workers N] [--json FILE]
+    python benchmarks/workers.py [--workers N] [--connector-streams N] [--json FILE]
 
 Every stream comes from a process of its own, over each transport; samples are stored in memory, so that the processes and not
-the disk decide. Both servers run in each round, one after the other, never at once. benchmarks/README.md says more.
+the disk decide. Both servers run in each round, one after the other, never at once. With `--connector-streams`, one sender of N
+streams, as a connector has them, is measured beside one of a single stream. benchmarks/README.md says more.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from machine import file_system, machine, plain, progress
 from transport_contenders import Contender, Round
 from transport_ours import SinkStream
 
+from slotstream.connector.options import STREAMS_MAX
 from slotstream.wire.nixl import INSTALL, is_installed
 
 _MIB = 1 << 20
@@ -53,16 +55,32 @@ class Pair:
 
 
 @contextmanager
-def started(transport: str, workers: int, work: Path) -> Iterator[Contender]:
-    """A server of `workers` processes, and senders to it."""
-    name = f"{transport}, {workers} processes"
+def started(transport: str, workers: int, work: Path, streams: int = 1) -> Iterator[Contender]:
+    """A server of `workers` processes, and senders of `streams` each to it."""
+    name = f"{transport}, {workers} processes, {streams} streams a sender"
     with ExitStack() as stack:
-        data = work / f"{transport}-{workers}"
+        data = work / f"{transport}-{workers}-{streams}"
         server = Server("127.0.0.1:0", data, "--transport", transport, "--workers", str(workers))
         stack.callback(server.close)
-        senders = Senders(name, SinkStream, server.address, transport, True, environment={})
+        senders = Senders(name, SinkStream, server.address, transport, True, None, streams, environment={})
         stack.callback(senders.close)
         yield Contender(name, senders, (server.pid,))
+
+
+def measure_connectors(options: argparse.Namespace, work: Path) -> list[Pair]:
+    """A sender of one stream (`one`), and one of several (`many`), each to a server of as many processes as streams."""
+    pairs: list[Pair] = []
+    streams = options.connector_streams
+    for transport in options.transports if streams > 1 else ():
+        with started(transport, 1, work) as one, started(transport, streams, work, streams) as many:
+            pairs.append(pair := Pair(transport, streams))
+            load = Load.of(_CHUNK_BYTES, 1, options.mib * _MIB)
+            for number in range(options.rounds):
+                progress(f"{_NAMES[transport]}, a sender of {streams} streams, round {number + 1}/{options.rounds}:")
+                pair.one.append(one.measure(load))
+                pair.many.append(many.measure(load))
+                progress(f"  {pair.one[-1].gb_per_s:.2f}  {pair.many[-1].gb_per_s:.2f}\n")
+    return pairs
 
 
 def measure(options: argparse.Namespace, work: Path) -> list[Pair]:
@@ -81,15 +99,15 @@ def measure(options: argparse.Namespace, work: Path) -> list[Pair]:
     return pairs
 
 
-def report(pairs: Sequence[Pair], workers: int) -> str:
-    """The table: medians of the rounds."""
+def report(pairs: Sequence[Pair], first: str, second: str) -> str:
+    """The table: medians of the rounds of both, under these names."""
 
     def shown(rounds: Sequence[Round]) -> str:
         speed = statistics.median(one.gb_per_s for one in rounds)
         return f"{speed:>10.2f}{statistics.median(one.cpu_s_per_gb for one in rounds):>10.2f}"
 
     columns = f"{'GB/s':>10}{'CPU s/GB':>10}"
-    lines = [f"{'':18}{'1 process:':>20}{f'{workers} processes:':>20}", f"{'':18}{columns}{columns}{'ratio':>8}"]
+    lines = [f"{'':18}{first + ':':>20}{second + ':':>20}", f"{'':18}{columns}{columns}{'ratio':>8}"]
     for pair in pairs:
         what = f"{_NAMES[pair.transport]}, {pair.streams} {'stream' if pair.streams == 1 else 'streams'}"
         span = f"({min(pair.ratios):.2f} to {max(pair.ratios):.2f})"
@@ -107,6 +125,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add(
         "--transports", nargs="+", choices=("grpc", "nixl"), default=_TRANSPORTS, help="what rows take (default: all installed)"
     )
+    add("--connector-streams", type=int, default=1, metavar="N", help="also measure one sender of N streams (default: none)")
     add("--mib", type=int, default=1024, metavar="N", help="stored in a run, all streams together (default: %(default)s)")
     add("--rounds", type=int, default=5, metavar="N", help="interleaved rounds to take medians of (default: %(default)s)")
     add("--work-dir", type=Path, default=Path("/dev/shm"), metavar="DIR", help="put the data here (default: %(default)s)")
@@ -114,6 +133,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if options.workers < 2 or min(*options.streams, options.mib, options.rounds) < 1:
         parser.error("--workers must be at least 2; --streams, --mib and --rounds at least 1")
+    if not 1 <= options.connector_streams <= STREAMS_MAX:
+        parser.error(f"--connector-streams must be 1 to {STREAMS_MAX}")
     return options
 
 
@@ -133,13 +154,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
             flush=True,
         )
         try:
-            pairs = measure(options, Path(work))
+            pairs, connectors = measure(options, Path(work)), measure_connectors(options, Path(work))
         except ChildFailed as error:
             print(f"workers benchmark: {error}", file=sys.stderr)
             return 1
         except KeyboardInterrupt:
             return 130
-    print(report(pairs, options.workers))
+    print(report(pairs, "1 process", f"{options.workers} processes"))
+    if connectors:
+        print(report(connectors, "one stream", "one sender"))
     if not is_installed():
         print(f"without NIXL: {INSTALL}")
     if options.json is not None:
@@ -149,6 +172,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "machine": {**host, "file_system": disk},
             "options": plain(options),
             "pairs": [asdict(pair) | {"ratios": pair.ratios} for pair in pairs],
+            "connectors": [asdict(pair) | {"ratios": pair.ratios} for pair in connectors],
         }
         options.json.write_text(json.dumps(figures, indent=2) + "\n")
     return 0

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,21 +29,46 @@ from slotstream.wire.hashing import xxh3
 TESTS = Path(__file__).parents[1]
 
 
+Start = Callable[..., Engine]
+STREAMS = [1, pytest.param(4, marks=pytest.mark.extended)]
+with_one_stream_and_four = pytest.mark.parametrize("streams", [1, 4], indirect=True)
+
+
+@pytest.fixture(params=STREAMS)
+def streams(request: pytest.FixtureRequest) -> int:
+    """Of each engine. The server has one process, which takes them all."""
+    return int(request.param)
+
+
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[Restarting]:
     with Restarting(tmp_path / "data", "--drain-s", "1") as made:
         yield made
 
 
+@pytest.fixture
+def start(server: Restarting, streams: int) -> Start:
+    """Starts an engine towards `server`; to be closed."""
+
+    def start(seed: int, name: str = "e", **options: Any) -> Engine:
+        engine = Engine.start(server.address, seed, name, streams=streams, **options)
+        if server.process is not None:
+            wait_until(lambda: engine.rig.worker._sender.gauges()["streams_up"] == streams, "all streams")
+        return engine
+
+    return start
+
+
 def _aborted(engine: Engine) -> dict[str, str]:
     return {sample_id: "ABORTED" for sample_id, rows in engine.promised.items() if rows is None}
 
 
+@with_one_stream_and_four
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM], ids=["killed", "shut down"])
 def test_what_was_in_flight_and_what_came_meanwhile_is_stored_when_the_server_is_back(
-    server: Restarting, number: signal.Signals
+    server: Restarting, start: Start, number: signal.Signals
 ) -> None:
-    engine = Engine.start(server.address, seed=number)
+    engine = start(number)
     try:
         engine.work(30)
         server.stop(number)
@@ -59,8 +84,8 @@ def test_what_was_in_flight_and_what_came_meanwhile_is_stored_when_the_server_is
         engine.close()
 
 
-def test_a_server_that_was_stopped_and_goes_on_gets_everything_on_a_new_stream(server: Restarting) -> None:
-    engine = Engine.start(server.address, seed=3, ack_timeout_s=0.2)
+def test_a_server_that_was_stopped_and_goes_on_gets_everything_on_a_new_stream(server: Restarting, start: Start) -> None:
+    engine = start(3, ack_timeout_s=0.2)
     try:
         engine.work(10)
         server.send(signal.SIGSTOP)
@@ -74,8 +99,8 @@ def test_a_server_that_was_stopped_and_goes_on_gets_everything_on_a_new_stream(s
         engine.close()
 
 
-def test_what_finds_no_room_fails_at_once_and_the_server_is_told_when_it_is_back(server: Restarting) -> None:
-    engine = Engine.start(server.address, seed=4, wait_s_max=600.0, **SMALL)
+def test_what_finds_no_room_fails_at_once_and_the_server_is_told_when_it_is_back(server: Restarting, start: Start) -> None:
+    engine = start(4, wait_s_max=600.0, **SMALL)
     try:
         engine.work(3)
         server.stop()
@@ -95,8 +120,9 @@ def test_what_finds_no_room_fails_at_once_and_the_server_is_told_when_it_is_back
         engine.close()
 
 
-def test_a_spool_holds_what_staging_cannot(server: Restarting, tmp_path: Path) -> None:
-    engine = Engine.start(server.address, seed=5, spool_dir=str(tmp_path / "spool"), wait_s_max=60.0, **SMALL)
+@with_one_stream_and_four
+def test_a_spool_holds_what_staging_cannot(server: Restarting, start: Start, tmp_path: Path) -> None:
+    engine = start(5, spool_dir=str(tmp_path / "spool"), wait_s_max=60.0, **SMALL)
     try:
         engine.work(3)
         server.stop()
@@ -117,13 +143,13 @@ def test_a_spool_holds_what_staging_cannot(server: Restarting, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("how", ["bytes", "unwritable"])
-def test_a_spool_that_takes_no_more_is_as_none(server: Restarting, tmp_path: Path, how: str) -> None:
+def test_a_spool_that_takes_no_more_is_as_none(server: Restarting, start: Start, tmp_path: Path, how: str) -> None:
     """Counted, and what finds no room is accounted for."""
     spool = tmp_path / "spool"
     if how == "unwritable":
         spool.write_text("a file in its place")
     options: dict[str, Any] = {**SMALL, "spool_bytes_max": 1 << 16, "spool_dir": str(spool)}
-    engine = Engine.start(server.address, seed=6, **options)
+    engine = start(6, **options)
     try:
         server.stop()
         wait_until(lambda: not engine.rig.worker._sender._outbox.link_up)
@@ -150,7 +176,7 @@ def _killed_engine(address: str, spool: Path, seed: int) -> dict[str, bytes | No
     return {sample_id: None if rows is None else bytes.fromhex(rows) for sample_id, rows in json.loads(said).items()}
 
 
-def test_an_engine_killed_in_an_outage_leaves_its_spool_to_the_next(server: Restarting, tmp_path: Path) -> None:
+def test_an_engine_killed_in_an_outage_leaves_its_spool_to_the_next(server: Restarting, start: Start, tmp_path: Path) -> None:
     server.stop()
     spool = tmp_path / "spool"
     promised = _killed_engine(server.address, spool, 1)
@@ -167,11 +193,11 @@ def test_an_engine_killed_in_an_outage_leaves_its_spool_to_the_next(server: Rest
     assert rows is not None
     raw[raw.index(rows[:40])] ^= 1
     rotten.write_bytes(raw)
-    other = Engine.start(server.address, seed=7, name="other", spool_dir=str(spool), wait_s_max=60.0, **SMALL)
+    other = start(7, name="other", spool_dir=str(spool), wait_s_max=60.0, **SMALL)
     try:
         other.work(20)  # Two live owners of one directory.
         server.start()
-        engine = Engine.start(server.address, seed=8, name="next", spool_dir=str(spool))
+        engine = start(8, name="next", spool_dir=str(spool))
         try:
             engine.work(5)
             wait_until(lambda: engine.settled and other.settled)
@@ -191,10 +217,12 @@ def test_an_engine_killed_in_an_outage_leaves_its_spool_to_the_next(server: Rest
     assert not list(spool.iterdir())
 
 
-def test_an_engine_that_shuts_down_in_an_outage_leaves_what_is_whole_to_the_next(server: Restarting, tmp_path: Path) -> None:
+def test_an_engine_that_shuts_down_in_an_outage_leaves_what_is_whole_to_the_next(
+    server: Restarting, start: Start, tmp_path: Path
+) -> None:
     """Whose chunks are smaller: the rows go out in pieces."""
     spool = str(tmp_path / "spool")
-    first = Engine.start(server.address, seed=10, name="first", spool_dir=spool, **SMALL)
+    first = start(10, name="first", spool_dir=spool, **SMALL)
     try:
         first.work(2)
         wait_until(lambda: first.settled)
@@ -209,7 +237,7 @@ def test_an_engine_that_shuts_down_in_an_outage_leaves_what_is_whole_to_the_next
         first.close()
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("slotstream-spool")]
     server.start()
-    next_one = Engine.start(server.address, seed=11, name="next", spool_dir=spool, staging_bytes=1 << 20, chunk_bytes=4096)
+    next_one = start(11, name="next", spool_dir=spool, staging_bytes=1 << 20, chunk_bytes=4096)
     try:
         wait_until(lambda: next_one.settled)
         wait_until(lambda: not files_below(Path(spool), ".spool"))
@@ -220,7 +248,7 @@ def test_an_engine_that_shuts_down_in_an_outage_leaves_what_is_whole_to_the_next
         next_one.close()
 
 
-def test_a_row_longer_than_a_slot_cannot_come_back_and_that_is_said(server: Restarting, tmp_path: Path) -> None:
+def test_a_row_longer_than_a_slot_cannot_come_back_and_that_is_said(server: Restarting, start: Start, tmp_path: Path) -> None:
     owned = spool_files.create_dir(tmp_path / "spool")
     file = spool_files.SpoolFile(1, "default", "wide", owned)
     wide = ingest_pb2.OpenSample(
@@ -233,7 +261,7 @@ def test_a_row_longer_than_a_slot_cannot_come_back_and_that_is_said(server: Rest
     commit = ingest_pb2.CommitSample(row_count=1, token_ids=[7])
     spool_files.append(file, ingest_pb2.IngestRequest(commit=commit), None)
     os.close(owned.lock_fd)
-    engine = Engine.start(server.address, spool_dir=str(tmp_path / "spool"))
+    engine = start(0, spool_dir=str(tmp_path / "spool"))
     try:
         wait_until(lambda: engine.settled and not files_below(tmp_path / "spool", ".spool"))
         assert account(server.address, {"wide": None}) == {"wide": "TOO_LARGE"}
@@ -267,9 +295,9 @@ def _cycle(server: Restarting, engine: Engine, rng: random.Random) -> None:
 _UNLUCKY = {"INTERRUPTED", "SERVER_DRAINING", "STAGING_FULL", "SERVER_UNAVAILABLE"}
 
 
-def _outage_cycles(server: Restarting, tmp_path: Path, cycles: int, **options: Any) -> None:
+def _outage_cycles(server: Restarting, start: Start, tmp_path: Path, cycles: int, **options: Any) -> None:
     rng = random.Random(cycles)
-    engine = Engine.start(server.address, seed=9, ack_timeout_s=0.2, **SMALL, **options)
+    engine = start(9, ack_timeout_s=0.2, **SMALL, **options)
     try:
         engine.work(5)
         wait_until(lambda: engine.settled)
@@ -292,13 +320,14 @@ def _outage_cycles(server: Restarting, tmp_path: Path, cycles: int, **options: A
     assert not files_below(tmp_path, ".partial")
 
 
+@with_one_stream_and_four
 @pytest.mark.parametrize("spooling", [False, True], ids=["staging only", "with a spool"])
-def test_a_few_outages(server: Restarting, tmp_path: Path, spooling: bool) -> None:
-    _outage_cycles(server, tmp_path, 3, **({"spool_dir": str(tmp_path / "spool")} if spooling else {}))
+def test_a_few_outages(server: Restarting, start: Start, tmp_path: Path, spooling: bool) -> None:
+    _outage_cycles(server, start, tmp_path, 3, **({"spool_dir": str(tmp_path / "spool")} if spooling else {}))
 
 
 @pytest.mark.extended
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("spooling", [False, True], ids=["staging only", "with a spool"])
-def test_a_hundred_outages(server: Restarting, tmp_path: Path, spooling: bool) -> None:
-    _outage_cycles(server, tmp_path, 100, **({"spool_dir": str(tmp_path / "spool")} if spooling else {}))
+def test_a_hundred_outages(server: Restarting, start: Start, tmp_path: Path, spooling: bool) -> None:
+    _outage_cycles(server, start, tmp_path, 100, **({"spool_dir": str(tmp_path / "spool")} if spooling else {}))

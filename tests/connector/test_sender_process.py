@@ -166,15 +166,28 @@ def _strike(victim: str, engine: _Engine, server: Restarting, rng: random.Random
     wait_until(lambda: engine.rig.worker._sender._child is not None and engine.pid != before, "another process")
 
 
-@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.extended) for seed in range(2, 20))])
+@pytest.mark.parametrize(
+    ("seed", "streams"),
+    [
+        *((0, 1), (1, 1), (1, 4)),
+        *(pytest.param(seed, 1, marks=pytest.mark.extended) for seed in range(2, 20)),
+        *(pytest.param(seed, 4, marks=pytest.mark.extended) for seed in range(2, 12)),
+    ],
+)
 def test_a_killed_process_is_replaced_and_every_promise_accounted_for(
-    start: Callable[..., _Engine], server: Restarting, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
+    start: Callable[..., _Engine],
+    server: Restarting,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    seed: int,
+    streams: int,
 ) -> None:
-    """In longer runs the server is killed as well."""
+    """In longer runs the server is killed as well. Some of those with several streams have a process for each."""
     monkeypatch.setattr("slotstream.connector.sending.process.handle._RETRY_S", 0.05)
     rng = random.Random(seed)
     spool = {"spool_dir": str(tmp_path / "spool")} if seed % 2 else {}
-    engine = start(seed=seed, wait_s_max=WAIT_S, **SMALL, **spool)
+    several = {"streams": streams, "transport": "grpc" if seed % 4 else "auto"} if streams > 1 else {}
+    engine = start(seed=seed, wait_s_max=WAIT_S, **SMALL, **spool, **several)
     victims = ["sender"] * 3 if seed < 2 else ["sender", *rng.choices(["sender", "server"], k=7)]
     for victim in victims:
         _strike(victim, engine, server, rng)

@@ -1,6 +1,6 @@
 """docs/first-steps.md, command by command: each prints what the page shows, but for ids, times, sizes and ports.
 
-The page's first command also installs. `make test` itself did that, by the same target, where it began with a fresh clone.
+The page's first command also installs. `make extended` itself did that, by the same target, where it began with a fresh clone.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from support.web import Visitor
 
 from slotstream.demo.processes import Running
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.vllm, pytest.mark.extended, pytest.mark.timeout(900)]
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "first-steps.md"
@@ -50,7 +50,7 @@ def _look(url: str) -> None:
 
 def test_each_command_prints_what_the_page_shows(tmp_path: Path) -> None:
     (start, started), *others = commands(PAGE.read_text())
-    # As a user calls it, and not as `make test` would, from whose options this one would take some.
+    # As a user calls it, and not as `make extended` would, from whose options this one would take some.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("MAKE") and name != "MFLAGS"}
     make = ["make", "-n", *shlex.split(start)[1:]]
     made = subprocess.run(make, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)

@@ -15,7 +15,7 @@ from slotstream.client import connect
 from slotstream.demo.processes import SMALL_ENGINE, SMALL_ENGINE_ENV, complete, free_port, start_server, start_vllm
 from slotstream.truth.model import LAYERS
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.vllm, pytest.mark.extended, pytest.mark.timeout(900)]
 
 
 def test_vllm_starts_with_what_was_printed(truth_models: dict[str, Path], tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ def prompts() -> list[list[int]]:
     return [text_tokens(rng, n) for n in (1, 5, 64, 65, 200, 411)]
 
 
-@pytest.fixture(scope="module", params=["direct", "extraction"])
+@pytest.fixture(scope="module", params=["direct", pytest.param("extraction", marks=pytest.mark.extended)])
 def captured(
     request: pytest.FixtureRequest, model_path: Path, prompts: list[list[int]], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[list[Answer], list[Sample]]]:

@@ -131,6 +131,7 @@ def test_one_engine_after_the_other(truth_models: dict[str, Path], served: Clien
     _assert_stored(served, turns, said, {0: [0, 3], 1: [6, 7], 2: [2]})
 
 
+@pytest.mark.extended  # Of two slotstreams, a start is refused in test_refused_start.
 def test_without_the_first_check_no_wrong_row_is_stored_of_two_slotstreams_in_one_engine(
     truth_models: dict[str, Path], served: Client, tmp_path: Path
 ) -> None:

@@ -101,9 +101,12 @@ def test_scale(tmp_path: Path) -> None:
 
 @pytest.mark.extended
 def test_ingest(tmp_path: Path) -> None:
-    figures = _figures(tmp_path, "ingest.py", "--samples", "2", "--rounds", "1")
-    assert {verdict["name"] for verdict in figures["verdicts"]} == {"slotstream, gRPC", "slotstream, NIXL"}
+    figures = _figures(tmp_path, "ingest.py", "--samples", "2", "--rounds", "1", "--streams", "2")
+    ours = {f"slotstream, {transport}{streams}" for transport in ("gRPC", "NIXL") for streams in ("", " x2")}
+    assert {verdict["name"] for verdict in figures["verdicts"]} == ours
     assert all(verdict["ratio"] > 0 for verdict in figures["verdicts"])
+    compared = {(one["name"], one["to"]) for one in figures["streams"]}
+    assert compared == {("slotstream, gRPC x2", "slotstream, gRPC"), ("slotstream, NIXL x2", "slotstream, NIXL")}
 
 
 @pytest.mark.extended
@@ -119,7 +122,9 @@ def test_worker(tmp_path: Path) -> None:
 
 @pytest.mark.extended
 def test_workers(tmp_path: Path) -> None:
-    figures = _figures(tmp_path, "workers.py", "--workers", "2", "--streams", "1,2", "--mib", "32", "--rounds", "1")
+    options = ["--workers", "2", "--streams", "1,2", "--connector-streams", "2", "--mib", "32", "--rounds", "1"]
+    figures = _figures(tmp_path, "workers.py", *options)
+    assert [(pair["transport"], pair["streams"]) for pair in figures["connectors"]] == [("grpc", 2), ("nixl", 2)]
     pairs = {(pair["transport"], pair["streams"]): pair for pair in figures["pairs"]}
     assert {("grpc", 1), ("grpc", 2)} <= pairs.keys()
     for pair in pairs.values():

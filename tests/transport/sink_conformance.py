@@ -19,14 +19,15 @@ Stored = Callable[[SyntheticSample], tuple[bytes, list[int]]]
 
 
 SLOT_BYTES = 4096
+SLOTS = 1024
 
 
 class Sender:
     """Drives a sink as the connector's pump does, and numbers what it sends, each chunk from a slot of its own."""
 
-    def __init__(self, sink: SampleSink) -> None:
+    def __init__(self, sink: SampleSink, staging: memoryview) -> None:
         self.sink = sink
-        self._staging = memoryview(mmap.mmap(-1, 1024 * SLOT_BYTES))
+        self._staging = staging
         self._staged = 0
         sink.use_staging(self._staging, SLOT_BYTES)
         self.recorder = Recorder()
@@ -111,8 +112,13 @@ class SinkConformance:
         raise NotImplementedError
 
     @pytest.fixture
-    def sender(self, sink: SampleSink) -> Iterator[Sender]:
-        yield Sender(sink)
+    def staging(self) -> memoryview:
+        """SLOTS of SLOT_BYTES."""
+        return memoryview(mmap.mmap(-1, SLOTS * SLOT_BYTES))
+
+    @pytest.fixture
+    def sender(self, sink: SampleSink, staging: memoryview) -> Iterator[Sender]:
+        yield Sender(sink, staging)
         sink.close(30.0)
 
     @pytest.fixture

@@ -17,6 +17,7 @@ from transport.recorder import WAIT_S, Recorder
 from slotstream.demo.processes import free_port
 from slotstream.transport.base import Acked, Committed, Failed, LinkDown, LinkUp, RowChunk
 from slotstream.transport.grpc import GrpcSink
+from slotstream.transport.spread import Spread
 from slotstream.v1 import ingest_pb2
 from slotstream.wire.names import CONTROL_BYTES_MAX, PROTOCOL_VERSION
 
@@ -440,6 +441,21 @@ def test_the_window_is_never_exceeded(server: FakeIngest, make_sink: MakeSink, f
         assert peer.next("open") == opening(acked)
         peer.ack(acked)
         assert peer.next("chunk").chunk.chunk == acked + fitting
+
+
+@pytest.mark.parametrize(("processes", "fitting"), [(2, 1), (0, 4)], ids=["shared", "one stream to an earlier version"])
+def test_the_streams_of_a_sender_share_a_window(server: FakeIngest, make_sink: MakeSink, processes: int, fitting: int) -> None:
+    sink, recorder = make_sink(spread=Spread(4))
+    peer = server.accept()
+    peer.next("hello")
+    peer.say(welcome=ingest_pb2.Welcome(protocol=1, server_version="7.8", window_bytes=400, processes=processes, process=1))
+    recorder.wait(LinkUp)
+    for number in range(1, 6):
+        sink.submit(chunk(number))
+    for _ in range(fitting):
+        peer.next("chunk")
+    sink.open_sample(opening(1))
+    assert peer.next("open") == opening(1)
 
 
 def test_a_chunk_larger_than_the_window_goes_alone(server: FakeIngest, make_sink: MakeSink) -> None:

@@ -330,7 +330,9 @@ class GrpcSink:
             if kind == "welcome":
                 self._was_up = True
                 # The server keeps as much ready for each stream: together they are to ask no more of it than one.
-                self._window_bytes = max(1, reply.welcome.window_bytes // self._spread.streams)
+                # One of an earlier version has this one alone.
+                sharing = self._spread.streams if reply.welcome.processes else 1
+                self._window_bytes = max(1, reply.welcome.window_bytes // sharing)
                 self._batches = reply.welcome.batches
                 self._takes_reports = reply.welcome.reports
                 self._report = None

@@ -1,4 +1,4 @@
-"""Histories: `python tests/breaking/endurance/histories.py [--seconds 120] [--seed N]`; `make histories` calls it.
+"""Histories: `python tests/breaking/endurance/histories.py [--seconds N] [--seed N] [--streams N]`; `make histories` calls it.
 
 Clients put, repeat, conflict, read, lease and delete the same few ids, on a server of two processes. Senders break off in the
 middle of a sample, and keep what a full disk refuses until it has room. Meanwhile a nemesis (`nemesis.py`) kills the primary
@@ -52,10 +52,12 @@ _NOT_STORED = {"NOT_FOUND", "SAMPLE_FAILED", "DEADLINE_EXCEEDED", "STILL_ARRIVIN
 class Histories:
     """One run. `wrong` is empty when all is well."""
 
-    def __init__(self, world: World, below: Below, seed: int) -> None:
+    def __init__(self, world: World, below: Below, seed: int, streams: int = 1) -> None:
+        """`streams` of a client: what was not stored over one goes over the next at once."""
         self.world = world
         self.wrong: list[str] = []
         self.done: Counter[str] = Counter()
+        self._streams = streams
         self._rng = random.Random(seed)
         self._stop = threading.Event()
         self._lock = threading.Lock()
@@ -126,9 +128,13 @@ class Histories:
 
     def _put_and_note(self, client: int, sample_id: str, value: str, *, breaks_off: bool = False) -> str:
         """The answer. What the server has no room for is held, to be sent again."""
-        called_at = time.monotonic()
-        answer = self._put(_sample(sample_id, value), breaks_off=breaks_off)
-        self._note(sample_id, Operation(client, "put", answer, called_at, time.monotonic(), value))
+        for stream in range(self._streams):
+            called_at = time.monotonic()
+            answer = self._put(_sample(sample_id, value), breaks_off=breaks_off and not stream)
+            self._note(sample_id, Operation(client, "put", answer, called_at, time.monotonic(), value))
+            if answer not in ("unknown", "failed"):
+                break
+            self.done["sent again over another stream"] += stream + 1 < self._streams
         if answer == "full":
             self._held[client].append((sample_id, value))
         return answer
@@ -241,14 +247,14 @@ def _sorted(history: list[Operation]) -> list[Operation]:
     return sorted(history, key=lambda one: one.called_at)
 
 
-def run_histories(seconds: float, seed: int) -> Histories:
+def run_histories(seconds: float, seed: int, streams: int = 1) -> Histories:
     below = Below()
     with tempfile.TemporaryDirectory(prefix="slotstream-histories-") as directory:
         rules = Path(directory) / "rules.toml"
         rules.write_text(RULES)
         options = ("--retention", str(rules), "--scrub-every-s", "1", "--scrub-bytes-per-s", "1e9")
         with World(0, seed % 1000, workers=2, shims=below, server_options=options) as world:
-            run = Histories(world, below, seed)
+            run = Histories(world, below, seed, streams)
             run.run(seconds)
             if run.wrong:
                 print("\n".join(line for line in world.server.log().splitlines() if _TELLING.search(line)))
@@ -259,10 +265,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=120.0)
     parser.add_argument("--seed", type=int, default=0, help="0: any, and it is printed")
+    parser.add_argument("--streams", type=int, default=1, help="of a client: what is cut goes over the next one at once")
     arguments = parser.parse_args()
     seed = arguments.seed or random.SystemRandom().randrange(1, 1 << 31)
     print(f"seed {seed}", flush=True)
-    run = run_histories(arguments.seconds, seed)
+    run = run_histories(arguments.seconds, seed, arguments.streams)
     print("\n".join(f"{count:>8}  {what}" for what, count in sorted(run.done.items())))
     print("\n".join(run.wrong[:5]) or "every answer can be explained")
     return int(bool(run.wrong))

@@ -1,4 +1,4 @@
-"""Kill rounds: `python tests/breaking/endurance/kills.py [--rounds 200] [--seed N] [--no-spool] [--workers N]`.
+"""Kill rounds: `python tests/breaking/endurance/kills.py [--rounds 200] [--seed N] [--no-spool] [--workers N] [--streams N]`.
 
 A real server and real senders; in each round one of them, chosen by the seed, gets SIGKILL, SIGTERM or SIGSTOP at some moment,
 and comes back some moments later. From time to time everything is counted: see `accounts.settle` for what must hold, with a
@@ -45,6 +45,7 @@ def run_rounds(
     """Does the rounds; everything that was found. Raises AssertionError where a process does what it must not.
 
     With several `workers` each other round that strikes the server kills one of them, and the primary is what is killed else.
+    With several `streams` each other round that strikes a sender of which each has a process kills one of those.
     """
     rng = random.Random(seed)
     total = Account()
@@ -57,6 +58,9 @@ def run_rounds(
             action = rng.choice(_ACTIONS)
             if workers > 1 and victim is world.server and rng.random() < 0.5 and (pids := world.server_workers()):
                 total.cases["rounds: SIGKILL of a worker"] += 1
+                os.kill(rng.choice(pids), signal.SIGKILL)
+            elif victim is not world.server and (pids := world.stream_processes(victim)) and rng.random() < 0.5:
+                total.cases["rounds: SIGKILL of a stream's process"] += 1
                 os.kill(rng.choice(pids), signal.SIGKILL)
             else:
                 total.cases[f"rounds: {action.name} of the {victim.name.rstrip('0123456789')}"] += 1

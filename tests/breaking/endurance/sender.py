@@ -2,13 +2,15 @@
 
 `python sender.py ADDRESS LEDGER NAME SEED [--transport NAME] [--streams N] [--pause-ms N] [--spool DIR] [--heir]`: begins
 samples, each in a few engine steps, until SIGTERM or until its standard input ends. Writes every promise to the ledger before
-it is made, and every outcome when it is heard. An heir begins nothing: it sends what others left in the spool.
+it is made, and every outcome when it is heard. An heir begins nothing: it sends what others left in the spool. Several streams
+over gRPC have a process each, as beside a sender that is a process.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
+import logging
 import os
 import random
 import signal
@@ -25,19 +27,23 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from ledger import HIDDEN, LAYER_IDS, NAMESPACE, Ledger, row_data, token_ids
 
+from slotstream.connector.counters import Counters
 from slotstream.connector.options import STREAMS_MAX, ConnectorOptions
 from slotstream.connector.plan import BlockPlace, RowPlan, SampleAbort, SampleFinish, SampleOpen, StepPlan
 from slotstream.connector.planning.server_health import ServerHealth
 from slotstream.connector.reading.row_source import CachedRows
 from slotstream.connector.reading.staging_plan import StagingPlan
 from slotstream.connector.reading.worker import WorkerHalf
+from slotstream.connector.sending.process.lane import LaneProcess
+from slotstream.connector.sending.process.lane_messages import LaneSetup
+from slotstream.connector.sending.sender import Sender as PumpOrProcess
 from slotstream.connector.sending.sender import in_thread
+from slotstream.connector.sending.sinks import sinks_for
+from slotstream.connector.sending.staging_area import HostMemory
+from slotstream.connector.sending.staging_pool import StagingShape
 from slotstream.connector.vllm_config import ConnectorConfig
-from slotstream.transport.base import Committed, Failed, SinkEvent
-from slotstream.transport.grpc import DataPlane, GrpcSink
-from slotstream.transport.nixl import planes_for
+from slotstream.transport.base import Committed, Failed, SampleSink, SinkEvent
 from slotstream.transport.spread import Spread
-from slotstream.transport.targets import Targets
 from slotstream.v1 import ingest_pb2
 from slotstream.wire.columns import RowFormat
 from slotstream.wire.names import PROTOCOL_VERSION
@@ -49,27 +55,20 @@ _RUNNING_MAX = 8
 _LONG_EVERY = 40  # One sample in so many is long.
 
 
-class _Sink(GrpcSink):
-    """The sink, with a ledger of what was tried and said, and somebody who learns which samples were committed.
+class _Noted:
+    """A `SampleSink`, with a ledger of what was tried and said, and somebody who learns which samples were committed.
 
     The engine itself never asks.
     """
 
-    def __init__(
-        self,
-        options: ConnectorOptions,
-        hello: ingest_pb2.Hello,
-        plane: DataPlane,
-        spread: Spread,
-        stream: int,
-        ledger: Ledger,
-        committed: Callable[[str], None],
-    ) -> None:
-        targets, patience_s = Targets(options.servers), options.ack_timeout_s
-        super().__init__(targets, hello, ack_timeout_s=patience_s, plane=plane, spread=spread, stream=stream)
+    def __init__(self, sink: SampleSink, stream: int, ledger: Ledger, committed: Callable[[str], None]) -> None:
+        self._stream = stream
         self._ledger = ledger
         self._committed = committed
         self._ids: dict[int, str] = {}
+        self._sink = sink
+        self.use_staging, self.submit, self.commit, self.report = sink.use_staging, sink.submit, sink.commit, sink.report
+        self.check_deadlines, self.reset, self.close = sink.check_deadlines, sink.reset, sink.close
 
     def start(self, on_event: Callable[[SinkEvent], None]) -> None:
         def both(event: SinkEvent) -> None:
@@ -80,20 +79,29 @@ class _Sink(GrpcSink):
                 self._committed(self._ids[event.sample])
             on_event(event)
 
-        super().start(both)
+        self._sink.start(both)
 
     def open_sample(self, request: ingest_pb2.OpenSample) -> None:
         self._ids[request.sample] = request.sample_id
         self._ledger.write("opened", number=self._number(request.sample), id=request.sample_id)
-        super().open_sample(request)
+        self._sink.open_sample(request)
 
     def abort(self, request: ingest_pb2.AbortSample) -> None:
         self._ledger.write("gave_up", number=self._number(request.sample), code=request.code)
-        super().abort(request)
+        self._sink.abort(request)
 
     def _number(self, sample: int) -> int:
         """Of a sample, among those of all streams."""
         return sample * STREAMS_MAX + self._stream
+
+
+def _sinks(options: ConnectorOptions, hello: ingest_pb2.Hello, shape: StagingShape, memory_fd: int) -> list[SampleSink]:
+    """One a stream. `memory_fd`: of memory that processes can map; -1 where they stay in this process."""
+    if memory_fd < 0:
+        return sinks_for(options, hello)
+    spread = Spread(options.streams)
+    setups = [LaneSetup(options, hello.SerializeToString(), shape, n, logging.INFO) for n in range(options.streams)]
+    return [LaneProcess(setup, memory_fd, spread) for setup in setups]
 
 
 @dataclass
@@ -130,6 +138,7 @@ class Sender:
         self._lock = threading.Lock()  # Outcomes come from the sink's thread, and from the pump by way of ours.
         options = ConnectorOptions(
             server=address,
+            transport=transport,
             streams=streams,
             namespace=NAMESPACE,
             staging_bytes=4 << 20,
@@ -137,18 +146,22 @@ class Sender:
             wait_s_max=0.2,
             ack_timeout_s=5.0,
             spool_dir=None if spool is None else str(spool),
+            sender="process" if streams > 1 and transport == "grpc" else "thread",  # What staging is made for.
         )
         row_format = RowFormat.of("BF16", len(LAYER_IDS), HIDDEN)
         config = ConnectorConfig(options, self._prefix, "synthetic", LAYER_IDS, row_format, {"engine_id": self._prefix})
         hello = ingest_pb2.Hello(protocol=PROTOCOL_VERSION, engine_id=self._prefix)
         self._watch = ServerHealth(address, patient=spool is not None)
-        spread, planes = Spread(streams), planes_for(transport, options.servers, streams)
-        sinks = [
-            _Sink(options, hello, plane, spread, stream, ledger, lambda sample_id: self._ended(sample_id, "committed"))
-            for stream, plane in enumerate(planes)
-        ]
         source = CachedRows(self._cache, config.row_kind, HIDDEN)
-        self._worker = WorkerHalf(config, source, in_thread(config, sinks), StagingPlan.of(config, _STEP_TOKENS_MAX))
+
+        def make_sender(memory: HostMemory, shape: StagingShape, counters: Counters) -> PumpOrProcess:
+            sinks = [
+                _Noted(sink, stream, ledger, lambda sample_id: self._ended(sample_id, "committed"))
+                for stream, sink in enumerate(_sinks(options, hello, shape, memory.fd))
+            ]
+            return in_thread(config, sinks)(memory, shape, counters)
+
+        self._worker = WorkerHalf(config, source, make_sender, StagingPlan.of(config, _STEP_TOKENS_MAX))
 
     def step(self) -> None:
         """One engine step: some requests begin, some go on, some are aborted."""

@@ -220,8 +220,8 @@ class Soak:
         return "\n".join(lines)
 
 
-def run_soak(seconds: float, seed: int, *, senders: int = 3) -> Soak:
-    with World(senders, seed % 1000) as world:
+def run_soak(seconds: float, seed: int, *, senders: int = 3, streams: int = 1) -> Soak:
+    with World(senders, seed % 1000, streams=streams) as world:
         world.wait_for_traffic()
         soak = Soak(world, seed)
         soak.run(seconds)
@@ -233,11 +233,12 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=600.0)
     parser.add_argument("--seed", type=int, default=0, help="0: any, and it is printed")
     parser.add_argument("--senders", type=int, default=3)
+    parser.add_argument("--streams", type=int, default=1, help="of each sender")
     arguments = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # In order: the processes end with us.
     seed = arguments.seed or random.SystemRandom().randrange(1, 1 << 31)
     print(f"seed {seed}", flush=True)
-    soak = run_soak(arguments.seconds, seed, senders=arguments.senders)
+    soak = run_soak(arguments.seconds, seed, senders=arguments.senders, streams=arguments.streams)
     print(soak.table())
     print("FAILED" if soak.problems else "equal on both sides, and nothing left behind")
     return int(bool(soak.problems))

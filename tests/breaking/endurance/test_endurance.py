@@ -37,11 +37,28 @@ def test_a_few_kill_rounds(rounds: int, spool: bool) -> None:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("rounds", [2, pytest.param(12, marks=pytest.mark.extended)])
 def test_a_few_kill_rounds_with_workers(rounds: int) -> None:
-    found = run_rounds(rounds, seed=5, workers=2)
+    found = run_rounds(rounds, seed=5, workers=2, streams=1)
     assert not found.wrong, found
     assert found.cases["rounds: SIGKILL of a worker"] > 0
     assert found.cases["rounds: SIGKILL of the server"] > 0
     assert found.cases["committed, server has committed"] > 0
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    ("rounds", "spool"),
+    [
+        pytest.param(4, True, id="with a spool"),
+        pytest.param(24, True, id="with a spool, longer", marks=pytest.mark.extended),
+        pytest.param(24, False, id="without, longer", marks=pytest.mark.extended),
+    ],
+)
+def test_a_few_kill_rounds_with_four_streams(rounds: int, spool: bool) -> None:
+    """Each of the server's processes has one of each sender's; those over gRPC have a process on their side too."""
+    found = run_rounds(rounds, seed=8, spool=spool, workers=4, streams=4)
+    assert not found.wrong, found
+    assert found.cases["committed, server has committed"] > 0
+    assert found.cases["rounds: SIGKILL of a stream's process"] > 0
 
 
 def test_what_the_server_may_not_say() -> None:
@@ -60,9 +77,10 @@ def test_what_the_server_may_not_say() -> None:
 
 @pytest.mark.timeout(600)
 def test_a_short_history() -> None:
-    run = run_histories(8.0, seed=1)
+    run = run_histories(8.0, seed=1, streams=4)
     assert not run.wrong, run.wrong[0]
     assert run.done["put committed"] > 0
+    assert run.done["sent again over another stream"] > 0
     for strike in ("primary killed", "clock shifted ahead", "clock shifted behind", "disk full", "catalogue's bit flipped"):
         assert run.done[strike] > 0, strike
     assert run.done["disk full: writes refused"] > 0
@@ -147,16 +165,17 @@ def test_a_lease_that_may_have_ended_early_is_cut_short() -> None:
 
 @pytest.mark.extended
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("seed", [2, 3])
-def test_a_longer_history(seed: int) -> None:
-    run = run_histories(120.0, seed)
+@pytest.mark.parametrize(("seed", "streams"), [(2, 1), (3, 1), (4, 4)])
+def test_a_longer_history(seed: int, streams: int) -> None:
+    run = run_histories(120.0, seed, streams)
     assert not run.wrong, run.wrong[0]
 
 
 @pytest.mark.extended
 @pytest.mark.timeout(600)
-def test_a_short_soak() -> None:
-    soak = run_soak(30.0, seed=1)
+@pytest.mark.parametrize("streams", [1, 4])
+def test_a_short_soak(streams: int) -> None:
+    soak = run_soak(30.0, seed=1, streams=streams)
     assert not soak.problems, soak.table()
 
 

@@ -170,6 +170,10 @@ class World:
         """Processes of the server beside its primary."""
         return descendants(self.server.process.pid, "slotstream.server.processes.worker")
 
+    def stream_processes(self, sender: Process) -> list[int]:
+        """Processes of a sender that have one of its streams each."""
+        return descendants(sender.process.pid, "slotstream.connector.sending.process.lane_main")
+
     def tries(self) -> dict[str, list[Try]]:
         return tries(sorted(self.work.glob("*.ledger")))
 

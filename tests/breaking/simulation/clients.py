@@ -105,9 +105,15 @@ class Client:
             if self._rng.random() < 0.12:
                 put.mistake = self._rng.choice(_MISTAKES)
         self._send_all(call, puts, cut_after=self._rng.randrange(20) if self._rng.random() < 0.15 else -1)
+        self._note_unanswered(puts)
+        self._leave(call)
+
+    def _note_unanswered(self, puts: list[_Put]) -> None:
         for put in puts:
             if not put.answer:
                 self._note(put.key, "put", "unknown" if put.committed_sent else "failed", put.called_at, put.value)
+
+    def _leave(self, call: Call) -> None:
         if self._rng.random() < 0.5:
             call.half_close()
             if not call.status and not call.receive(_ANSWER_S):
@@ -116,6 +122,11 @@ class Client:
             call.cut()
 
     def _send_all(self, call: Call, puts: list[_Put], cut_after: int) -> None:
+        if self._send(call, puts, cut_after):
+            self._hear_all(call, puts)
+
+    def _send(self, call: Call, puts: list[_Put], cut_after: int = -1) -> bool:
+        """Whether all was sent, and the call goes on."""
         to_send = [self._messages(put) for put in puts]
         for put in puts:
             put.called_at = running().now
@@ -131,9 +142,12 @@ class Client:
             sent += 1
             if sent == cut_after:
                 call.cut()
-                return
+                return False
             if call.status:
-                return
+                return False
+        return True
+
+    def _hear_all(self, call: Call, puts: list[_Put]) -> None:
         while any(not put.answer for put in puts if put.mistake != "silence"):
             if not self._hear(call, puts):
                 return

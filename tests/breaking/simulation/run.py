@@ -31,6 +31,7 @@ def main() -> int:
     parser.add_argument("--trace", action="store_true", help="print everything that happens")
     parser.add_argument("--digests", action="store_true", help="print the hash of each seed's trace")
     parser.add_argument("--plant", default="", help="a fault to put into the server first (see plants.py)")
+    parser.add_argument("--lanes", type=int, default=1, help="streams that a client may put over at a time")
     parser.add_argument("--most", type=int, default=5, help="end after so many seeds that failed")
     arguments = parser.parse_args()
     if os.environ.get("PYTHONHASHSEED") != "0":  # Sets of names are walked in the same order in every process.
@@ -43,8 +44,9 @@ def main() -> int:
     warnings.simplefilter("ignore")  # Tasks of servers that were killed.
     from simulation import seams
     from simulation.plants import PLANTS
-    from simulation.world import run_seed
+    from simulation.world import World, run_seed
 
+    World.lanes = arguments.lanes
     seams.install()
     if arguments.plant:
         PLANTS[arguments.plant]()
@@ -69,7 +71,8 @@ def main() -> int:
             print(f"seed {seed} failed after {result.seconds:.0f} simulated seconds:")
             print("\n".join(result.wrong[:3]))
             plant = f" --plant {arguments.plant}" if arguments.plant else ""
-            print(f"replay: python tests/breaking/simulation/run.py --seed {seed}{plant} --trace", flush=True)
+            lanes = f" --lanes {arguments.lanes}" if arguments.lanes > 1 else ""
+            print(f"replay: python tests/breaking/simulation/run.py --seed {seed}{plant}{lanes} --trace", flush=True)
             if len(failed) >= arguments.most:
                 break
         gc.collect()

@@ -41,6 +41,15 @@ def test_some_seeds() -> None:
     assert ran.returncode == 0, ran.stdout[-6000:] + ran.stderr[-2000:]
 
 
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("seeds", [150, pytest.param(2000, marks=pytest.mark.extended)])
+def test_some_seeds_of_clients_with_four_streams(seeds: int) -> None:
+    """Samples of one that is cut go over another at once, as a connector with several streams sends them."""
+    ran = _simulate("--seeds", str(seeds), "--lanes", "4", timeout_s=850)
+    assert ran.returncode == 0, ran.stdout[-6000:] + ran.stderr[-2000:]
+    assert "samples moved to another stream" in ran.stdout
+
+
 @pytest.mark.extended
 @pytest.mark.timeout(7200)
 def test_ten_thousand_seeds() -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 from simulation.clients import Client
 from simulation.disk import SimConnection, SimFiles
+from simulation.lanes import ClientWithLanes
 from simulation.model import KEPT, POLICY, TRIMMED, Model
 from simulation.nemesis import Nemesis
 from simulation.scheduler import Scheduler, Stuck, run_with, running
@@ -44,6 +45,8 @@ class Result:
 
 class World:
     """Everything of one seed. Belongs to the simulation's main thread; clients and the nemesis reach it from theirs."""
+
+    lanes = 1  # Streams that a client may put over at a time.
 
     def __init__(self, scheduler: Scheduler, root: Path) -> None:
         rng = scheduler.rng
@@ -139,7 +142,8 @@ class World:
         assert self.server.wait_until_up(), self.server.refusal
         rng = scheduler.rng
         nemesis = Nemesis(self)
-        clients = [Client(self, number) for number in range(rng.randint(2, 4))]
+        make = Client if self.lanes == 1 else ClientWithLanes
+        clients = [make(self, number) for number in range(rng.randint(2, 4))]
         threads = [scheduler.spawn("nemesis", lambda: nemesis.run(rng.randint(2, 5)))]
         for number, client in enumerate(clients):
             operations = rng.randint(3, 8)

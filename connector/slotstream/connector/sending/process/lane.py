@@ -16,6 +16,7 @@ from typing import Any
 from google.protobuf.message import Message
 
 from slotstream.connector.sending.process.lane_messages import (
+    Alive,
     LaneCall,
     LaneChunk,
     LaneClose,
@@ -35,8 +36,11 @@ from slotstream.wire.nixl import memory_address
 
 logger = connector_logger(__name__)
 
-_RETRY_S, _RETRY_S_MAX = 0.25, 30.0  # Between two starts; twice as long after each that came to nothing.
-_SILENT_S = 15.0  # Without a word for so long the process is taken for hung.
+_RETRY_S, _RETRY_S_MAX = 0.25, 30.0  # Between two starts; twice as long after each process that did not last.
+_START_S = 60.0
+_SILENT_S = 15.0  # Without a word for so long the process is taken for hung,
+_GRACE_S = 2.0  # unless it was us who stood still.
+_END_S = 1.0
 _WAIT_S = 10.0  # At a time, for a server that takes this stream.
 _CALLS_MAX = 256  # In one message.
 
@@ -51,8 +55,13 @@ class _Process:
         command = [sys.executable, "-P", "-m", "slotstream.connector.sending.process.lane_main", *map(str, fds)]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
         with theirs:
-            self.process = subprocess.Popen(command, pass_fds=fds, env=environment, stdin=subprocess.DEVNULL)
-        self.heard_at = time.monotonic()
+            try:
+                self.process = subprocess.Popen(command, pass_fds=fds, env=environment, stdin=subprocess.DEVNULL)
+            except OSError:
+                self.connection.close()
+                raise
+        self.began = time.monotonic()
+        self.dismissed = False  # We told it to end.
         self._calls: queue.SimpleQueue[ToLane | None] = queue.SimpleQueue()
         self._teller = threading.Thread(target=self._run, args=(setup,), name="slotstream-teller", daemon=True)
         self._teller.start()
@@ -61,16 +70,27 @@ class _Process:
         """One call more, in order."""
         self._calls.put(call)
 
-    def end(self, timeout_s: float) -> None:
-        """Return once the process is gone, killed if need be."""
+    def dismiss(self, timeout_s: float) -> None:
+        """Tell it to end within this time."""
+        self.dismissed = True
+        self._calls.put(LaneClose(timeout_s))
+
+    def end(self) -> None:
+        """Return once the process is gone, killed if need be. Only who hears it calls this."""
         try:
-            self.process.wait(timeout_s)
+            self.process.wait(_END_S)
         except subprocess.TimeoutExpired:
             self.process.kill()
-            self.process.wait()
+            self._wait_for_killed()
         self._calls.put(None)
-        self._teller.join(1.0)
+        self._teller.join(_END_S)
         self.connection.close()
+
+    def _wait_for_killed(self) -> None:
+        try:
+            self.process.wait(_END_S)
+        except subprocess.TimeoutExpired:  # The kernel still holds it: it executes nothing of its own any more.
+            logger.warning("slotstream: the process %d was killed, and is not gone yet", self.process.pid)
 
     def _run(self, setup: LaneSetup) -> None:
         try:
@@ -93,9 +113,10 @@ class LaneProcess:
         self._base = 0  # Where staging begins here.
         self._on_event: Callable[[SinkEvent], None] = lambda event: None
         self._child: _Process | None = None
-        self._was_up = False  # Between its LinkUp and a LinkDown.
+        self._is_up = False  # Between a LinkUp and its LinkDown.
         self._closed = threading.Event()
-        self._reset = threading.Event()
+        self._reset = threading.Event()  # Every LinkDown has had its `reset`.
+        self._reset.set()
         self._thread = threading.Thread(target=self._run, name="slotstream-lane", daemon=True)
 
     def use_staging(self, memory: memoryview, slot_bytes: int) -> None:
@@ -122,25 +143,22 @@ class LaneProcess:
         self._call("report", report)
 
     def check_deadlines(self) -> None:
-        child = self._child
-        if child is not None and time.monotonic() - child.heard_at > _SILENT_S:
-            logger.warning("slotstream: the process of stream %d says nothing: it is killed", self._setup.stream)
-            child.process.kill()
         self._call("check_deadlines")
 
     def reset(self) -> None:
-        self._reset.set()
         self._call("reset")
+        self._reset.set()
 
     def close(self, timeout_s: float) -> None:
         self._closed.set()
-        self._reset.set()
         self._spread.wake()
-        self._tell(LaneClose(timeout_s))
+        if (child := self._child) is not None:
+            child.dismiss(timeout_s)
         if self._thread.is_alive():
             self._thread.join(timeout_s + HEARTBEAT_S)
-        if (child := self._child) is not None:
-            child.end(0.0)
+        if self._thread.is_alive() and (child := self._child) is not None:
+            child.process.kill()
+            self._thread.join(HEARTBEAT_S)
 
     def _call(self, method: str, message: Message | None = None) -> None:
         self._tell(LaneCall(method, b"" if message is None else message.SerializeToString()))
@@ -160,49 +178,79 @@ class LaneProcess:
             if not self._spread.may_connect(stream):
                 self._spread.wait(stream, self._closed.is_set, _WAIT_S)
                 continue
-            was_up, why = self._one_process()
+            lasted_s = self._one_process()
             self._spread.ended(stream)
             if self._closed.is_set():
                 return
-            logger.warning("slotstream: the process of stream %d ended: %s", stream, why)
-            if self._was_up:
-                self._was_up = False
-                self._reset.clear()  # Until then nothing of the old stream may reach a new one.
-                self._on_event(LinkDown(f"the process of stream {stream} ended", InternalFault.code))
-                self._reset.wait()
-            retry_s = _RETRY_S if was_up else min(2 * retry_s, _RETRY_S_MAX)
+            if self._is_up:
+                self._say(LinkDown(f"the process of stream {stream} ended", InternalFault.code))
+            # What is said before a `reset` is of the old stream: none of it may reach a new process.
+            while not (self._reset.wait(HEARTBEAT_S) or self._closed.is_set()):
+                pass
+            if lasted_s > _RETRY_S_MAX:
+                retry_s = _RETRY_S
             self._closed.wait(retry_s)
+            retry_s = min(2 * retry_s, _RETRY_S_MAX)
 
-    def _one_process(self) -> tuple[bool, str]:
-        """Run one process to its end: whether its stream was ever up, and why it ended."""
-        was_up = False
+    def _one_process(self) -> float:
+        """Run one process to its end; for how many seconds it ran."""
+        stream = self._setup.stream
         try:
             child = self._child = _Process(self._setup, self._memory_fd)
         except OSError as error:
-            return False, f"it cannot be started: {error}"
+            logger.warning("slotstream: the process of stream %d cannot be started: %s", stream, error)
+            return 0.0
+        if self._closed.is_set():  # Just now: `close` saw no process to dismiss.
+            child.dismiss(0.0)
         try:
-            if self._closed.is_set():  # Just now: `close` told nobody.
-                child.tell(LaneClose(0.0))
-            while True:
-                news = hear(child.connection)
-                child.heard_at = time.monotonic()
-                for one in news:
-                    self._take(child, one)
-                    was_up |= isinstance(one, LinkUp)
+            self._hear(child)
         except (EOFError, OSError):
-            self._child = None
-            child.end(1.0)
-            return was_up, f"exit code {child.process.returncode}"
+            pass
+        except Exception:  # Our own bug costs this stream, and nothing that is on it.
+            logger.exception("slotstream: what the process of stream %d says could not be heard", stream)
+            child.process.kill()
+        self._child = None
+        child.end()
+        if not child.dismissed:
+            logger.warning("slotstream: the process of stream %d ended (%s)", stream, child.process.returncode)
+        return time.monotonic() - child.began
+
+    def _hear(self, child: _Process) -> None:
+        """Returns, or raises EOFError or OSError, once there is no more to hear."""
+        patience_s = _START_S
+        while True:
+            if not (child.connection.poll(patience_s) or child.connection.poll(_GRACE_S)):
+                stream = self._setup.stream
+                logger.warning("slotstream: the process of stream %d said nothing for %g s: it is killed", stream, patience_s)
+                child.process.kill()
+                return
+            for news in hear(child.connection):
+                self._take(child, news)
+            patience_s = _SILENT_S
 
     def _take(self, child: _Process, news: Any) -> None:
+        if isinstance(news, Alive):
+            return
         if isinstance(news, LogLine):
             logging.getLogger(news.logger).log(news.level, "%s", news.text)
         elif isinstance(news, Met):
-            welcome = ingest_pb2.Welcome(processes=news.processes, process=news.process)
-            child.tell(Settled(self._spread.settles(self._setup.stream, welcome)))
+            self._met(child, news)
         elif isinstance(news, Left):
             self._spread.ended(self._setup.stream)
         else:
-            if isinstance(news, LinkUp | LinkDown):
-                self._was_up = isinstance(news, LinkUp)
-            self._on_event(news)
+            self._say(news)
+
+    def _met(self, child: _Process, met: Met) -> None:
+        stream = self._setup.stream
+        welcome = ingest_pb2.Welcome(processes=met.processes, process=met.process)
+        child.tell(Settled(met.number, self._spread.settles(stream, welcome)))
+        if not self._spread.may_connect(stream):  # A server of an earlier version, which takes one stream.
+            child.dismiss(0.0)
+
+    def _say(self, event: SinkEvent) -> None:
+        if isinstance(event, LinkUp | LinkDown):
+            self._is_up = isinstance(event, LinkUp)
+        if isinstance(event, LinkDown):
+            self._reset.clear()
+        if not self._closed.is_set():
+            self._on_event(event)

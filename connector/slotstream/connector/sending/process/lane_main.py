@@ -12,10 +12,12 @@ import queue
 import signal
 import sys
 import threading
+import time
 from multiprocessing.connection import Connection
 from typing import Any
 
 from slotstream.connector.sending.process.lane_messages import (
+    Alive,
     FromLane,
     LaneCall,
     LaneChunk,
@@ -30,17 +32,19 @@ from slotstream.connector.sending.process.messages import HEARTBEAT_S, LogLine, 
 from slotstream.connector.sending.staging_area import map_staging
 from slotstream.transport.base import RowChunk
 from slotstream.transport.grpc import GrpcSink
-from slotstream.transport.logs import CONNECTOR_LOGGER
+from slotstream.transport.logs import CONNECTOR_LOGGER, connector_logger
 from slotstream.transport.spread import Spread
 from slotstream.transport.targets import Targets
 from slotstream.v1 import ingest_pb2
 
+logger = connector_logger("slotstream.connector.sending.process.lane_main")  # This module's __name__ is another here.
+
 _ANSWER_S = 10.0
-_ORPHAN_S = 1.0
+_LINES_MAX = 1000  # Of the log, that wait to be said.
 
 
 class _News:
-    """Tells the sender what happened, in order, and every second that we live. A thread of its own waits for the connection."""
+    """Tells the sender what happened, in order. A thread of its own waits for the connection."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -52,20 +56,20 @@ class _News:
         """One thing more; never waits."""
         self._waiting.put(news)
 
+    def add_line(self, line: LogLine) -> None:
+        """A line of the log; of those there may be too many."""
+        if self._waiting.qsize() < _LINES_MAX:
+            self._waiting.put(line)
+
     def close(self) -> None:
         """Returns once everything is said."""
         self._waiting.put(None)
-        self._thread.join(_ORPHAN_S)
+        self._thread.join(HEARTBEAT_S)
 
     def _run(self) -> None:
         try:
             while True:
-                news: list[FromLane | None] = []
-                try:
-                    news.append(self._waiting.get(timeout=HEARTBEAT_S))
-                except queue.Empty:
-                    say(self._connection, [])
-                    continue
+                news = [self._waiting.get()]
                 news += [self._waiting.get() for _ in range(self._waiting.qsize())]
                 say(self._connection, [one for one in news if one is not None])
                 if None in news:
@@ -80,16 +84,22 @@ class _AskedSpread(Spread):
     def __init__(self, streams: int, news: _News) -> None:
         super().__init__(streams)
         self._news = news
+        self._met = 0
         self.answers: queue.SimpleQueue[Settled] = queue.SimpleQueue()
 
     def may_connect(self, stream: int) -> bool:
         return True
 
     def settles(self, stream: int, welcome: ingest_pb2.Welcome) -> bool:
-        self._news.add(Met(welcome.processes, welcome.process))
+        self._met += 1
+        self._news.add(Met(self._met, welcome.processes, welcome.process))
+        until = time.monotonic() + _ANSWER_S
         try:
-            return self.answers.get(timeout=_ANSWER_S).stays
-        except queue.Empty:  # The sender stands still, or is gone.
+            while True:
+                answer = self.answers.get(timeout=max(0.0, until - time.monotonic()))
+                if answer.met == self._met:  # Others are answers that came too late.
+                    return answer.stays
+        except queue.Empty:  # The sender stands still.
             return False
 
     def ended(self, stream: int) -> None:
@@ -108,31 +118,51 @@ class _Log(logging.Handler):
         logger.propagate = False
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._news.add(LogLine(record.name, record.levelno, self.format(record)))
+        self._news.add_line(LogLine(record.name, record.levelno, self.format(record)))
 
 
-def main(connection_fd: int, memory_fd: int) -> int:
-    """Serve one sender until it is done, or gone; the exit code."""
+def main(connection_fd: int, memory_fd: int) -> None:
+    """Serve one sender until it is done, or gone. Ends the process: what gRPC does at an exit has nothing left to save."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # They are sent to whole groups of processes; the sender says when to end.
     connection = Connection(connection_fd)
-    setup: LaneSetup = hear(connection)
     news = _News(connection)
-    _Log(setup.log_level, news)
+    code = 0
+    try:
+        setup: LaneSetup = hear(connection)
+        _Log(setup.log_level, news)
+        _serve(connection, setup, news, map_staging(setup.shape, memory_fd).slots)
+    except (EOFError, ConnectionError):
+        pass  # The sender is gone.
+    except Exception:
+        logger.exception("slotstream: the process of a stream failed")
+        code = 1
+    news.close()
+    os._exit(code)
+
+
+def _serve(connection: Connection, setup: LaneSetup, news: _News, slots: memoryview) -> None:
     options = setup.options
     spread = _AskedSpread(options.streams, news)
     hello = ingest_pb2.Hello.FromString(setup.hello)
     targets, patience_s = Targets(options.servers), options.ack_timeout_s
     sink = GrpcSink(targets, hello, access=options.access, ack_timeout_s=patience_s, spread=spread, stream=setup.stream)
-    slots = map_staging(setup.shape, memory_fd).slots
     sink.start(news.add)
     calls: queue.SimpleQueue[ToLane] = queue.SimpleQueue()
     threading.Thread(target=_hear, args=(connection, spread, calls), name="slotstream-calls", daemon=True).start()
-    while not isinstance(call := calls.get(), LaneClose):
+    alive_at = 0.0
+    while True:
+        if (now := time.monotonic()) >= alive_at:  # From this thread: one that hangs must not pass for alive.
+            alive_at = now + HEARTBEAT_S
+            news.add(Alive())
+        try:
+            call = calls.get(timeout=HEARTBEAT_S)
+        except queue.Empty:
+            continue
+        if isinstance(call, LaneClose):
+            sink.close(call.timeout_s)
+            return
         _do(sink, slots, call)
-    sink.close(call.timeout_s)
-    news.close()
-    os._exit(0)  # What gRPC does at an exit has nothing left to save.
 
 
 def _hear(connection: Connection, spread: _AskedSpread, calls: queue.SimpleQueue[ToLane]) -> None:
@@ -145,7 +175,10 @@ def _hear(connection: Connection, spread: _AskedSpread, calls: queue.SimpleQueue
                 else:
                     calls.put(call)
     except (EOFError, OSError):
-        calls.put(LaneClose(_ORPHAN_S))
+        os._exit(0)  # At once: whoever has staging next does not know that we read it.
+    except Exception:
+        logger.exception("slotstream: what the sender says could not be heard")
+        calls.put(LaneClose(0.0))
 
 
 _MESSAGES: dict[str, Any] = {
@@ -170,4 +203,4 @@ def _do(sink: GrpcSink, slots: memoryview, call: ToLane) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(*map(int, sys.argv[1:])))
+    main(*map(int, sys.argv[1:]))

@@ -54,16 +54,18 @@ class LaneClose:
 
 @dataclass(frozen=True, slots=True)
 class Met:
-    """The stream met this process of a server that has so many. It waits for a `Settled`."""
+    """The stream met this process of a server that has so many. It waits for the `Settled` of this number."""
 
+    number: int
     processes: int
     process: int
 
 
 @dataclass(frozen=True, slots=True)
 class Settled:
-    """Whether it stays there."""
+    """Whether it stays where it `met`: the number of that."""
 
+    met: int
     stays: bool
 
 
@@ -72,5 +74,10 @@ class Left:
     """The stream is not up any more."""
 
 
+@dataclass(frozen=True, slots=True)
+class Alive:
+    """Calls are still done. Said every HEARTBEAT_S, by the thread that does them."""
+
+
 ToLane = LaneChunk | LaneCall | LaneClose | Settled
-FromLane = SinkEvent | Met | Left | LogLine
+FromLane = SinkEvent | Met | Left | Alive | LogLine
