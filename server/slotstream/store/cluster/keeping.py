@@ -90,6 +90,7 @@ class Keeper:
         self._catalogue, self._blobs, self._objects, self._clock = catalogue, blobs, objects, clock
         self._open_attempts = open_attempts
         self.reads = Reads()
+        self.leads = False  # As of the last look; what is done as leader asks again.
         self.trouble = ""  # Which engine is away, in a sentence.
         self._good_until: dict[str, int] = {}  # Attempt -> until when it is surely open, by the clock that is never set.
         self._lock = threading.Lock()  # Guards it.
@@ -163,17 +164,20 @@ class Keeper:
 
     def _sweep_forever(self) -> None:
         told = ""
-        while not self._over.wait(SWEEP_S):
+        while not self._over.is_set():
             try:
-                if self._catalogue.lead():
+                self.leads = self._catalogue.lead() > 0
+                if self.leads:
                     self.sweep()
                 told = ""
             except SlotStreamError as error:
+                self.leads = False
                 if str(error) != told:
                     _log.warning("what was left in the bucket is swept later: %s", error)
                 told = str(error)
             except Exception:
                 _log.exception("a fault while attempts were swept")
+            self._over.wait(SWEEP_S)
 
     def sweep(self) -> int:
         """As leader: all that are due. How many objects are gone for good. Raises what the engines raise."""

@@ -47,19 +47,20 @@ class ObjectPublisher(Publisher):
                 there = self._shared.get(upload.spec.key)
                 if there is not None and there.state is State.COMMITTED and self._is_same(upload, draft, there):
                     return True
-                if sealed is None:
-                    sealed = replace(upload.seal(draft), attempt=upload.attempt)
-                    self._opened.check()
-                    upload.finish(sealed)
-                if self._is_committed(upload, sealed):
+                is_sent = sealed is not None
+                sealed = sealed or replace(upload.seal(draft), attempt=upload.attempt)
+                self._opened.check()
+                if self._is_committed(upload, sealed, is_sent):
                     return False
 
-    def _is_committed(self, upload: ObjectUpload, sealed: SampleRecord) -> bool:
-        """False where another sample came first.
+    def _is_committed(self, upload: ObjectUpload, sealed: SampleRecord, is_sent: bool) -> bool:
+        """Sends what was not sent. False where another sample came first.
 
         A failure is told only if it stays one: the attempt is ended, and no leader makes a sample of what is in the bucket.
         """
         try:
+            if not is_sent:
+                upload.finish(sealed)
             in_the_way = self._shared.commit(sealed).result()
         except SlotStreamError as error:
             try:

@@ -186,6 +186,10 @@ class ObjectStore(SampleStore):
 
     # Looking at the whole.
 
+    @property
+    def leads(self) -> bool:
+        return self._keeper.leads
+
     def watch(self, told: Callable[[SampleKey | None], None]) -> None:
         self._shared.watch(told)
 
