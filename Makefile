@@ -75,11 +75,12 @@ test: $(VENV)/.vllm $(VENV)/.dev $(VENV)/.tools browser postgres  ## Everything 
 	$(PYTEST) -m "not extended"
 
 # tests/engine is what starts vLLM: some of it cannot even be imported without.
-unit: $(VENV)/.dev $(VENV)/.tools  ## Every test that starts no vLLM, no browser and no database, and builds no wheel. Needs no vLLM.
-	$(PYTEST) -m "not vllm and not wheel and not browser and not postgres" --ignore tests/engine
+unit: $(VENV)/.dev $(VENV)/.tools  ## Every test that starts no vLLM, no browser, no database and no object store, and builds no wheel. Needs no vLLM.
+	$(PYTEST) -m "not vllm and not wheel and not browser and not postgres and not objects" --ignore tests/engine
 
-conformance: $(VENV)/.dev postgres  ## What every catalogue does, by each one there is.
-	$(BIN)/python -m pytest tests/store/test_catalogue_conformance.py tests/store/test_catalogue_rows_conformance.py
+conformance: $(VENV)/.dev postgres  ## What every catalogue and every store of objects does, by each one there is.
+	$(BIN)/python -m pytest tests/store/test_catalogue_conformance.py tests/store/test_catalogue_rows_conformance.py \
+	  tests/store/test_blobs_conformance.py
 
 loop: $(VENV)/.vllm $(VENV)/.dev $(VENV)/.trainers  ## Traffic captured beside a draft trains the next draft, twice: about 25 minutes on two cores.
 	PYTHONPATH=$(VENV)/trainers $(BIN)/python examples/closed_loop.py --work closed-loop

@@ -73,9 +73,11 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
 
 
 def pytest_sessionfinish() -> None:
-    """The database that some tests started goes with the session."""
+    """The engines that some tests started go with the session."""
     if "support.postgres" in sys.modules:
         sys.modules["support.postgres"].stop_cluster()
+    if "support.seaweedfs" in sys.modules:
+        sys.modules["support.seaweedfs"].stop_object_store()
 
 
 @pytest.fixture(autouse=True)

@@ -12,13 +12,17 @@ import regenerate_reference
 
 from slotstream.cli import main as cli
 from slotstream.cli.serve_arguments import add_serve_arguments, config_from_arguments, server_options
-from slotstream.server.config import ServerConfig
+from slotstream.server.config import NO_DATA, ServerConfig
 from slotstream.store.upkeep.retention import Policy, Rule
 from slotstream.wire.errors import ConfigError
 
 # Of every option: a value that is not its default, as a flag and a variable say it, and as the file does.
 VALUES = {
     "data": ("D/data", '"data"'),
+    "store": ("s3://bucket/prefix", '"s3://bucket/prefix"'),
+    "catalogue": ("postgresql://me@host/db", '"postgresql://me@host/db"'),
+    "scratch": ("D/scratch", '"scratch"'),
+    "experimental": ("true", "true"),
     "listen": ("unix:/s,127.0.0.1:0", '["unix:/s", "127.0.0.1:0"]'),
     "metrics": ("[::1]:0", '"[::1]:0"'),
     "probes": ("[::1]:1", '"[::1]:1"'),
@@ -103,22 +107,35 @@ def test_every_option_is_a_key_and_a_variable() -> None:
     assert {option.name for option in server_options()} | {"also_listen"} == {field.name for field in fields(ServerConfig)}
 
 
-@pytest.mark.parametrize("left_out", [("allow_anonymous", "workers"), ("tokens", "tls_client_ca", "listen")], ids=",".join)
+_STORE = ("store", "catalogue", "scratch", "experimental")
+
+
+@pytest.mark.parametrize(
+    "left_out",
+    [
+        ("allow_anonymous", "workers", *_STORE),
+        ("tokens", "tls_client_ca", "listen", *_STORE),
+        ("allow_anonymous", "workers", "data"),
+    ],
+    ids=",".join,
+)
 def test_flag_variable_and_file_make_the_same_configuration(folder: Path, left_out: tuple[str, ...]) -> None:
     keys = [key for key in VALUES if key not in left_out]
     said = _config(*_flags(folder, keys))
+    assert "me@host" not in repr(said)
     assert _config(**_variables(folder, keys)) == said
     assert _config("--config", _file(folder, _lines(folder, keys))) == said
     assert _config(SLOTSTREAM_SERVE_CONFIG=_file(folder, _lines(folder, keys).replace("_", "-", 1))) == said
     assert said.retention == Policy(default=Rule(samples_max=3))
     default = ServerConfig(data_dir=folder)
-    same = {f.name for f in fields(ServerConfig) if getattr(said, f.name) == getattr(default, f.name)}
+    usual = {f.name: NO_DATA if f.name == "data_dir" else getattr(default, f.name) for f in fields(ServerConfig)}
+    same = {name for name, value in usual.items() if getattr(said, name) == value}
     assert same == {option.name for option in server_options() if option.key in left_out} | (
         {"also_listen"} if "listen" in left_out else set()
     )
 
 
-@pytest.mark.parametrize("key", [key for key in VALUES if key not in ("data", "tls_cert", "tls_key", "tls_client_ca")])
+@pytest.mark.parametrize("key", [key for key in VALUES if key not in ("data", "tls_cert", "tls_key", "tls_client_ca", *_STORE)])
 def test_a_flag_goes_before_a_variable_and_that_before_the_file(folder: Path, key: str) -> None:
     other = {
         "listen": ("127.0.0.1:7", '"127.0.0.1:7"'),
@@ -162,7 +179,7 @@ def test_other_variables_of_slotstream_are_not_the_servers() -> None:
         ("dta = 'd'", "--config: FILE: unknown key 'dta'; did you mean data?"),
         ("free-byte-min = 1", "--config: FILE: unknown key 'free-byte-min'; did you mean free_bytes_min?"),
         ("xyzzy = 1\ndata_dir = 'd'", "--config: FILE: unknown key 'data_dir'; did you mean data?; unknown key 'xyzzy'"),
-        ("[serve]\ndata = 'd'", "--config: FILE: unknown key 'serve'"),
+        ("[serve]\ndata = 'd'", "--config: FILE: unknown key 'serve'; did you mean store?"),
         ("drain_s = 1\ndrain-s = 1", "--config: FILE: 'drain_s' is there twice, with - and with _"),
         ("drain_s = 1\ndrain_s = 1", "--config: FILE is not TOML: Cannot overwrite a value (at line 2, column 12)"),
         ("drain_s = true", "--config: FILE: drain_s: it must be a number or a string"),
@@ -229,6 +246,32 @@ def test_what_is_wrong_in_a_variable_is_named(name: str, text: str, sentence: st
 def test_a_server_without_a_directory_is_told_where_it_may_stand() -> None:
     with pytest.raises(ConfigError, match=r"^give --data, or SLOTSTREAM_SERVE_DATA, or data in the file of --config$"):
         _config()
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("--data d --catalogue postgresql://h/d", "--catalogue belongs to --store: give --store too"),
+        ("--data d --scratch s", "--scratch belongs to --store: give --store too"),
+        ("--store s3://b1b/x --data d", "--data and --store exclude each other: samples are files, or objects"),
+        ("--store s3://b1b/x", "--store needs --catalogue too"),
+        ("--store s3://b1b/x --catalogue postgresql://h/d", "--store needs --scratch too"),
+        ("--store s3://b1b/x --catalogue postgresql://h/d --scratch s", "give --experimental too"),
+        ("--store s3://b1b/x --catalogue postgresql://h/d --scratch s --experimental --workers 2", "start more servers"),
+        ("--store s3://b1b/x --catalogue postgresql://me:word@h/d --scratch s --experimental", "PGPASSFILE"),
+    ],
+)
+def test_what_belongs_to_the_store_is_told(words: str, sentence: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        _config(*words.split())
+    assert sentence in str(caught.value)
+    assert "word" not in str(caught.value).replace("password", "")
+
+
+def test_a_password_may_stand_in_the_environment() -> None:
+    url = "postgresql://me:word@h/d"
+    said = _config(*["--store", "s3://b1b/x", "--scratch", "s", "--experimental"], SLOTSTREAM_SERVE_CATALOGUE=url)
+    assert said.catalogue == url
 
 
 def test_the_check_looks_into_the_file_and_what_it_names(

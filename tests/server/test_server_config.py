@@ -121,7 +121,7 @@ def test_the_help_shows_every_default() -> None:
     parser = argparse.ArgumentParser()
     add_serve_arguments(parser)
     text = " ".join(parser.format_help().split())
-    assert text.count("(default:") == len(ServerConfig.__dataclass_fields__) - 2  # DIR has none; --listen is two fields.
+    assert text.count("(default:") == len(ServerConfig.__dataclass_fields__) - 1  # --listen is two fields.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

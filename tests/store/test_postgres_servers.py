@@ -188,6 +188,7 @@ def test_more_news_than_is_kept_is_that_anything_happened(
         waiting = servers[0]._submit(lambda work: None, term=1)
         wait_until(lambda: _one(url, "SELECT count(*) FROM pg_locks WHERE NOT granted") == 1)
         many = [servers[0].commit(committed(f"s{number}")) for number in range(5)]
-    for one in (waiting, *many):
+    waiting.result()
+    for one in many:
         one.result()
     news.until(None)

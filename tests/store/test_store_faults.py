@@ -14,7 +14,7 @@ from support.sqlite_of import sqlite_of
 
 from slotstream.store.catalogue.queries import ListQuery
 from slotstream.store.disk.files import Files
-from slotstream.store.records import State
+from slotstream.store.records import SampleRecord, State
 from slotstream.store.sample.upload import VerdictUnknown
 from slotstream.store.samples import SampleStore
 from slotstream.wire.errors import AlreadyExists, ConfigError, IoError, SlotStreamError, StoreFull
@@ -79,9 +79,9 @@ def test_a_file_is_published_only_after_its_bytes_and_told_only_after_its_name(t
     files.calls.clear()
     put = store._catalogue.commit
 
-    def recorded(record: object) -> Future[None]:
+    def recorded(record: SampleRecord) -> Future[SampleRecord | None]:
         files.calls.append("row")
-        return put(record)  # type: ignore[arg-type]
+        return put(record)
 
     store._catalogue.commit = recorded  # type: ignore[method-assign]
     upload.commit(10, Sample().token_ids)

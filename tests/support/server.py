@@ -22,7 +22,7 @@ class ServerProcess:
 
     def __init__(
         self,
-        data_dir: Path,
+        data_dir: Path | None,
         *options: str,
         address: str | None = None,
         start_timeout_s: float = 60.0,
@@ -31,16 +31,17 @@ class ServerProcess:
         wait: bool = True,
         **access: Any,
     ) -> None:
-        """`transport`: the default of `--transport`; a server that may use NIXL ("auto") starts a reader, a third of a second
-        of processor. `environment`: added to this process's. `wait`: return once it answers. `access`: how to connect, where
-        the options ask for it: arguments of `slotstream.client.connect`.
+        """`data_dir`: None where the options say `--store`. `transport`: the default of `--transport`; a server that may use
+        NIXL ("auto") starts a reader, a third of a second of processor. `environment`: added to this process's. `wait`: return
+        once it answers. `access`: how to connect, where the options ask for it: arguments of `slotstream.client.connect`.
         """
         # Not in the test's own directory: a socket's path may be 107 bytes long.
         self._sockets = tempfile.TemporaryDirectory(prefix="slotstream-")
         self._log_path = Path(self._sockets.name) / "log"
-        self.data_dir = data_dir
+        self.data_dir = data_dir or Path()
         self.address = address or f"unix:{self._sockets.name}/s"
-        command = [sys.executable, "-m", "slotstream.cli.main", "serve", "--listen", self.address, "--data", str(data_dir)]
+        command = [sys.executable, "-m", "slotstream.cli.main", "serve", "--listen", self.address]
+        command += [] if data_dir is None else ["--data", str(data_dir)]
         with self._log_path.open("wb") as log:
             self.process = subprocess.Popen(
                 [*command, *options],

@@ -8,12 +8,13 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, Field, fields
+from dataclasses import Field, fields
 from pathlib import Path
 from types import NoneType
 from typing import Any, get_args, get_type_hints
 
 from slotstream.cli import serve_settings, units
+from slotstream.server import shared_store
 from slotstream.server.config import ServerConfig
 from slotstream.store.upkeep.retention import Policy
 from slotstream.wire.errors import ConfigError
@@ -53,12 +54,7 @@ def _add(parser: argparse.ArgumentParser, field: Field[Any], kind: Any) -> None:
         more |= {"metavar": told["unit"], "type": _parser(told, kind)}
     if "more" in told:
         more["action"] = "append"
-    shown = " (required)" if _is_required(field) else f" (default: {_default(field)})"
-    parser.add_argument(told["flag"], dest=field.name, help=told["help"] + shown, **more)
-
-
-def _is_required(field: Field[Any]) -> bool:
-    return field.default is MISSING and field.default_factory is MISSING
+    parser.add_argument(told["flag"], dest=field.name, help=f"{told['help']} (default: {_default(field)})", **more)
 
 
 def _default(field: Field[Any]) -> str:
@@ -111,11 +107,8 @@ def config_from_arguments(arguments: argparse.Namespace, environ: Mapping[str, s
     """
     options = server_options()
     settings = serve_settings.gather(options, arguments, os.environ if environ is None else environ)
-    named = {option.name: option for option in options}
-    for field in fields(ServerConfig):
-        if field.name in named and field.name not in settings and _is_required(field):
-            option = named[field.name]
-            raise ConfigError(f"give {option.flag}, or {option.variable}, or {option.key} in the file of --config")
+    if "catalogue" in settings and settings["catalogue"].place is None:
+        shared_store.check_command_line(settings["catalogue"].value)
     values = {name: setting.value for name, setting in settings.items()}
     if "listen" in values:
         values["listen"], *also_listen = values["listen"]
@@ -130,7 +123,9 @@ def config_from_arguments(arguments: argparse.Namespace, environ: Mapping[str, s
 
 
 def check(config: ServerConfig) -> None:
-    """Looks into every file that the options name, as a start would. Raises ConfigError. Creates, locks and binds nothing."""
+    """Looks into every file that the options name, as a start would. Raises ConfigError. Creates, locks and binds nothing,
+    but for small objects in the bucket of --store, which it removes again.
+    """
     from slotstream.server.access.tls import Certificates
     from slotstream.server.access.tokens import load_tokens
 
@@ -138,8 +133,11 @@ def check(config: ServerConfig) -> None:
         load_tokens(config.tokens_file)
     if config.tls_cert is not None:
         Certificates(config)
-    existing = next(path for path in (config.data_dir.absolute(), *config.data_dir.absolute().parents) if path.exists())
+    option, directory = ("--scratch", config.scratch) if config.scratch is not None else ("--data", config.data_dir)
+    existing = next(path for path in (directory.absolute(), *directory.absolute().parents) if path.exists())
     if not existing.is_dir():
-        raise ConfigError(f"--data: {existing} is not a directory")
+        raise ConfigError(f"{option}: {existing} is not a directory")
     if not os.access(existing, os.R_OK | os.W_OK | os.X_OK):
-        raise ConfigError(f"--data: {existing} cannot be written by this user")
+        raise ConfigError(f"{option}: {existing} cannot be written by this user")
+    if config.store is not None:
+        shared_store.check_shared_store(config)

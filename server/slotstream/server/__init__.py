@@ -13,6 +13,7 @@ overview/      what `slotstream status` shows: engines, and the last hour's coun
 In front of all of these:
 config         what a server can be told
 listening      the gRPC server and its port
+shared_store   the store of `--store`, whose packages not everybody has
 parts          what the services of one process share
 waiters        who waits for which sample
 disk_threads   the threads that wait for the disk

@@ -37,8 +37,10 @@ from slotstream.server.pulse import Pulse, beat_forever
 from slotstream.server.samples.service import SamplesService
 from slotstream.server.samples.status import About
 from slotstream.server.service_manager import notify
+from slotstream.server.shared_store import open_shared_store
 from slotstream.server.version import server_version
 from slotstream.server.waiters import Waiters
+from slotstream.store.records import SampleKey
 from slotstream.store.samples import SampleStore
 from slotstream.v1 import workers_pb2
 from slotstream.wire.address import is_local, is_socket
@@ -152,6 +154,7 @@ class Server:
         self._samples = SamplesService(parts, self._housekeeping, about)
         self._workers = WorkersService(parts, self._housekeeping.touch)
         self._loop = asyncio.get_running_loop()
+        await asyncio.to_thread(store.watch, self._news)
         self._health = HealthService(config, connections.note, gate.connections)
         self._grpc = make_server(config)
         self._grpc.add_generic_rpc_handlers((self._ingest.handler(), self._samples.handler(), self._health.handler()))
@@ -210,7 +213,17 @@ class Server:
             self._loop.call_soon_threadsafe(self._health.change, healthy)
             self._loop.call_soon_threadsafe(self._workers.change, healthy)
 
+    def _news(self, key: SampleKey | None) -> None:
+        """Another server did something to a sample, or may have to any. From a thread of the catalogue's."""
+        with contextlib.suppress(RuntimeError):  # The loop is closed: the process is ending.
+            if key is None:
+                self._loop.call_soon_threadsafe(self._waiters.notify_all)
+            else:
+                self._loop.call_soon_threadsafe(self._waiters.notify, key)
+
     def _open_store(self) -> SampleStore:
+        if self.config.store is not None:
+            return open_shared_store(self.config)
         return SampleStore.open(self.config.data_dir, free_bytes_min=self.config.free_bytes_min)
 
     def _bind(self, certificates: Certificates | None) -> list[str]:

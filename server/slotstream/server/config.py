@@ -17,6 +17,7 @@ from slotstream.wire.nixl import check_transport
 _NUMBER_MAX = (1 << 62) - 1  # What messages and the operating system take.
 _SECONDS_MAX = 365 * 86400
 WORKERS_MAX = 64
+NO_DATA = Path()  # By identity: nobody named a directory.
 NIXL_POOL_BYTES_MIN = 4 * CHUNK_BYTES_MAX
 
 
@@ -37,9 +38,39 @@ class ServerConfig:
     """
 
     data_dir: Path = field(
+        default=NO_DATA,
         metadata=_option(
-            "--data", "directory of the sample files and their catalogue; created if missing; one server at a time", "DIR"
-        )
+            "--data",
+            "directory of the sample files and their catalogue; created if missing; one server at a time",
+            "DIR",
+            shown="required, or --store",
+        ),
+    )
+    store: str | None = field(
+        default=None,
+        metadata=_option(
+            "--store",
+            "s3://BUCKET/PREFIX of samples as objects, for any number of servers; needs --catalogue, --scratch, --experimental",
+            "URL",
+        ),
+    )
+    catalogue: str | None = field(
+        default=None,
+        repr=False,  # Passwords may stand in it.
+        metadata=_option(
+            "--catalogue",
+            "postgresql://USER@HOST:PORT/DATABASE of the samples of --store; no password on the command line",
+            "URL",
+        ),
+    )
+    scratch: Path | None = field(
+        default=None,
+        metadata=_option(
+            "--scratch", "directory where rows land on their way to --store; emptied at start; each server has its own", "DIR"
+        ),
+    )
+    experimental: bool = field(
+        default=False, metadata=_option("--experimental", "use what may still change, and lose what it stores: --store")
     )
     listen: str = field(
         default=DEFAULT_ADDRESS,
@@ -297,6 +328,7 @@ class ServerConfig:
         except ValueError as error:
             raise ConfigError(str(error)) from error
         self._check_workers()
+        self._check_store()
         self._check_security()
 
     def _check_numbers(self) -> None:
@@ -313,6 +345,25 @@ class ServerConfig:
             raise ConfigError(f"--workers must be 1 to {WORKERS_MAX}, not {self.workers}")
         if self.workers > 1 and any(map(is_socket, self.addresses)):
             raise ConfigError("--workers: only one process can listen on a unix socket; give --listen host:port")
+
+    def _check_store(self) -> None:
+        has_store, has_data = self.store is not None, self.data_dir is not NO_DATA
+        for is_wrong, why in (
+            (not has_store and self.catalogue is not None, "--catalogue belongs to --store: give --store too"),
+            (not has_store and self.scratch is not None, "--scratch belongs to --store: give --store too"),
+            (not has_store and not has_data, "give --data, or SLOTSTREAM_SERVE_DATA, or data in the file of --config"),
+            (has_store and has_data, "--data and --store exclude each other: samples are files, or objects"),
+            (has_store and self.catalogue is None, "--store needs --catalogue too"),
+            (has_store and self.scratch is None, "--store needs --scratch too"),
+            (has_store and not self.experimental, "--store may still change, and lose what it stores: give --experimental too"),
+            (has_store and self.workers > 1, "--workers: with --store one process takes all streams; start more servers"),
+            (
+                has_store and self.retention.free_bytes_target > 0,
+                "--retention: with --store give bytes_max, not free_bytes_target",
+            ),
+        ):
+            if is_wrong:
+                raise ConfigError(why)
 
     def _check_security(self) -> None:
         if (self.tls_cert is None) != (self.tls_key is None):

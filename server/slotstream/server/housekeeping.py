@@ -1,7 +1,8 @@
 """What the server does without being asked: it applies retention, scrubs, and watches that its disk is still there.
 
 Two threads. One ticks: each second it looks at the directory, at free space and at namespaces in which something happened,
-every half minute at all of them. The other scrubs, which is mostly sleeping. Neither ever touches an arriving sample.
+every half minute at all of them. The other scrubs, which is mostly sleeping. Neither ever touches an arriving sample. Of
+several servers that share a catalogue one applies the rules and scrubs.
 """
 
 from __future__ import annotations
@@ -120,6 +121,8 @@ class Housekeeping:
         with self._touched_lock:
             touched, self._touched = self._touched, set()
         try:
+            if not self._store.leads:
+                return True
             full = self.rules.look() or full  # Rules that begin to act have something to do everywhere.
             self._sweeper.policy = self.rules.in_force
             done = [self._sweeper.sweep(None if full else sorted(touched)), self._sweeper.make_room()]
@@ -164,8 +167,19 @@ class Housekeeping:
             self._metrics.deleted_bytes.labels(str(reason)).inc(swept.bytes[reason])
             _log.info("retention deleted %d samples, %d bytes: %s", count, swept.bytes[reason], reason)
 
+    def _leads(self) -> bool:
+        try:
+            return self._store.leads
+        except SlotStreamError:
+            return False
+
+    def _scrub_due_in_s(self) -> float:
+        return self._scrubber.due_in_s(self._scrub_every_s) if self._leads() else _RETRY_S
+
     def _scrub(self) -> None:
-        while not self._stopping.wait(self._scrubber.due_in_s(self._scrub_every_s)):
+        while not self._stopping.wait(self._scrub_due_in_s()):
+            if not self._leads():
+                continue
             try:
                 finished = self._scrubber.run_pass()
             except Exception:

@@ -35,12 +35,16 @@ class Waiters:
         for event in self._waiting.get(key, ()):
             event.set()
 
-    def close(self) -> None:
-        """Wake everybody: nothing will arrive any more."""
-        self._closed = True
+    def notify_all(self) -> None:
+        """Something may have happened to any sample."""
         for events in self._waiting.values():
             for event in events:
                 event.set()
+
+    def close(self) -> None:
+        """Wake everybody: nothing will arrive any more."""
+        self._closed = True
+        self.notify_all()
 
     def check_open(self) -> None:
         """Raises ServerDraining after `close`."""

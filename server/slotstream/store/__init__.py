@@ -7,7 +7,9 @@ failure_shares  how many failed samples a peer may leave behind
 records         what is known of a sample: frozen data, free of disk and database
 sample/         one sample's file: written, hashed, read
 catalogue/      the index of all files, its tables and its queries
+blobs/          whole samples as objects, in a bucket
 upkeep/         what happens to stored samples later: retention, deletion, checks, quarantine
 directory/      files with SQLite: how one directory is opened, recovered and looked at without a server
+cluster/        a bucket with PostgreSQL: the store of one server of several
 disk/           the few disk operations that everything above goes through, and the clock
 """

@@ -153,6 +153,7 @@ class SampleRecord:
     tags: Mapping[str, str] = field(default_factory=dict)
     metadata: Mapping[str, str] = field(default_factory=dict)
     header_xxh3: str = ""  # Of the file's whole header: a file with another header is not the one that was committed.
+    attempt: str = ""  # Which object has its bytes; "" where a file has.
 
     @property
     def key(self) -> SampleKey:

@@ -60,7 +60,15 @@ class SampleStore:
     Invariant: an upload is in `_uploads` from before its ARRIVING row until after its last row. See also `publishing`.
     """
 
-    def __init__(self, parts: StoreParts, lock_fd: int, uploads_max: int) -> None:
+    def __init__(
+        self,
+        parts: StoreParts,
+        lock_fd: int,
+        uploads_max: int,
+        lifetimes: Lifetimes | None = None,
+        publisher: Publisher | None = None,
+    ) -> None:
+        """`lifetimes` and `publisher`: where samples are not files."""
         self._parts = parts
         self.data_dir = parts.data_dir
         self._files, self._opened, self._catalogue = parts.files, parts.opened, parts.catalogue
@@ -73,11 +81,11 @@ class SampleStore:
         self._refused: OrderedDict[SampleKey, SampleRecord] = OrderedDict()
         self._opening = 0
         self._uploads_lock = threading.Lock()
-        self.lifetimes = Lifetimes(parts)
+        self.lifetimes = lifetimes or Lifetimes(parts)
         self._directories = DurableDirectories(parts.files)
         self._failure_shares = FailureShares()
         self.refusals = Refusals()
-        self._publisher = Publisher(parts, self.lifetimes.put_aside_if_rotten)
+        self._publisher = publisher or Publisher(parts, self.lifetimes.put_aside_if_rotten)
         self._unrecorded = False  # A failure could not be recorded: the next start has to look.
 
     @classmethod
@@ -137,11 +145,15 @@ class SampleStore:
             uploads = [upload for same in self._uploads.values() for upload in same]
         for upload in uploads:
             upload.abort(Failure.of(Interrupted("the server stopped while the sample was arriving")))
+        self._end()
         self.lifetimes.watch.close()
         self._catalogue.close(clean=not (self._unrecorded or self._publisher.left_a_file))
         fd, self._lock_fd = self._lock_fd, -1
         if fd >= 0:
             self._files.close(fd)
+
+    def _end(self) -> None:
+        """What has to be done before the catalogue is closed."""
 
     # Writing.
 
@@ -168,7 +180,7 @@ class SampleStore:
             with self._uploads_lock:
                 # Queued under the lock: rows of one id are written in the order in which its uploads came and went.
                 self._uploads.setdefault(spec.key, []).append(upload)
-                self._catalogue.begin(SampleRecord.arriving(spec, upload.created_unix_ns))
+                self._begin(upload, SampleRecord.arriving(spec, upload.created_unix_ns))
             return upload
         except SlotStreamError as error:
             refused = SampleRecord.refused(spec.key, spec.model, self.lifetimes.clock.stamp())
@@ -177,6 +189,9 @@ class SampleStore:
         finally:
             with self._uploads_lock:
                 self._opening -= 1
+
+    def _begin(self, upload: OpenSample, record: SampleRecord) -> None:
+        self._catalogue.begin(record)
 
     def record_failed(self, record: SampleRecord, failure: Failure, peer: str = "") -> None:
         """Let readers of the id know why there is no sample of `peer`.
@@ -342,7 +357,7 @@ class SampleStore:
     def _reader(self, key: SampleKey, closed: Callable[[], None]) -> SampleReader:
         record = self.stat(key)
         while True:
-            record = _readable(key, record)
+            record = readable(key, record)
             try:
                 return SampleReader(self._files, key.path(self.data_dir), record, closed)
             except FileNotFoundError:
@@ -360,7 +375,7 @@ class SampleStore:
 
     def verify(self, key: SampleKey) -> Verdict:
         """Check every byte of a committed sample. Raises SampleNotFound, SampleFailed, StillArriving, InternalFault."""
-        record = _readable(key, self.stat(key))
+        record = readable(key, self.stat(key))
         verdict = self.lifetimes.verify(record, lambda _: None)
         if verdict is None:
             raise SampleNotFound(f"there is no sample {key}")
@@ -383,6 +398,14 @@ class SampleStore:
         return Restorer(self._parts).restore(namespace, sample_id)
 
     # Looking at the whole.
+
+    @property
+    def leads(self) -> bool:
+        """Whether this server applies the rules and scrubs: of several that share a catalogue one does. Raises IoError."""
+        return self._catalogue.lead() > 0
+
+    def watch(self, told: Callable[[SampleKey | None], None]) -> None:
+        """`told(key)` whenever another server changed a sample, `told(None)` where that may be any. Here is no other."""
 
     @property
     def is_full(self) -> bool:
@@ -420,7 +443,8 @@ class SampleStore:
             raise store_error(error, "asking for the size of the disk") from error
 
 
-def _readable(key: SampleKey, record: SampleRecord | None) -> SampleRecord:
+def readable(key: SampleKey, record: SampleRecord | None) -> SampleRecord:
+    """`record`, if it is one of a committed sample. Raises SampleNotFound, SampleFailed and StillArriving."""
     if record is None or record.state is State.DELETING:
         raise SampleNotFound(f"there is no sample {key}")
     if record.state is State.FAILED:

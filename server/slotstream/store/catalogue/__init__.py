@@ -1,6 +1,7 @@
 """The catalogue: what is stored, by name, state, tags and time.
 
 base        the Protocol
+attempts    what it is asked beside, where samples are objects
 queries     what it is asked, and what it answers
 holds       who has a sample open
 page_token  where a listing goes on

@@ -63,8 +63,11 @@ class Catalogue(Questions, Protocol):
     def begin(self, record: SampleRecord) -> Future[bool]:
         """A sample is arriving. A row of that name stays unless it says failed: False."""
 
-    def commit(self, record: SampleRecord) -> Future[None]:
-        """The sample is committed, in place of any row that was there. Its bytes are durable already."""
+    def commit(self, record: SampleRecord) -> Future[SampleRecord | None]:
+        """The sample is committed, in place of any row that was there. Its bytes are durable already.
+
+        The answer is None. Of objects it may be the sample that is committed already, and stays (`catalogue/attempts.py`).
+        """
 
     def fail(self, record: SampleRecord, code: str, message: str) -> Future[bool]:
         """The sample failed; a row that says arriving is kept as far as failed ones are. False where one says committed or

@@ -131,6 +131,7 @@ class Upload:
         self._writing = 0
         self._finished = False
         self._preallocated = False
+        self.written: Callable[[int, int], None] | None = None  # Told of rows [start, stop) that the operating system has.
         name = partial or f"{spec.sample_id}.{secrets.token_hex(8)}{PARTIAL_SUFFIX}"
         self.partial = spec.key.directory(data_dir) / name
         self._fd = -1
@@ -182,6 +183,8 @@ class Upload:
                 for start, stop in missing:
                     part = view[(start - first_row) * self._row_bytes : (stop - first_row) * self._row_bytes]
                     self._files.pwrite(self._fd, part, self.header_bytes + start * self._row_bytes)
+                    if self.written is not None:
+                        self.written(start, stop)
                 if not self._preallocated:
                     self._check_free(0)  # Others may have taken the same room at the same time.
             finally:

@@ -116,6 +116,10 @@ class Lifetimes:
         self._opened.check()
         return verifying.verify_current(self._files, self._data_dir, self._catalogue, record, on_read)
 
+    def scrub(self, record: SampleRecord, on_read: Callable[[int], None]) -> Verdict | None:
+        """As `verify`, of what nobody asked for."""
+        return self.verify(record, on_read)
+
     def quarantine(self, verdict: Verdict) -> str | None:
         """Take a damaged sample out of service: its file moves to the quarantine and its row says FAILED (DAMAGED).
 
@@ -132,7 +136,7 @@ class Lifetimes:
 
         Raises IoError when the disk does not say, and UnsupportedFormat when this version cannot.
         """
-        verdict = verifying.verify_record(self._files, self._data_dir, record)
+        verdict = self._look(record)
         if verdict.damage == verifying.IO_ERROR:
             raise IoError(f"whether {record.key} is stored and sound cannot be seen now: {verdict.message}")
         if verdict.damage == verifying.UNSUPPORTED:
@@ -140,6 +144,9 @@ class Lifetimes:
         if verdict.is_damage:
             self._put_aside(record, verdict)
         return verdict.is_damage
+
+    def _look(self, record: SampleRecord, on_read: Callable[[int], None] = lambda _: None) -> Verdict:
+        return verifying.verify_record(self._files, self._data_dir, record, on_read)
 
     def _put_aside(self, record: SampleRecord, verdict: Verdict) -> str:
         self._opened.check()

@@ -93,7 +93,7 @@ class Scrubber:
             raise _Stopped
         progress = replace(self.progress, row=row)
         if record.state is State.COMMITTED:
-            verdict = self._lifetimes.verify(record, self._slow_down)
+            verdict = self._lifetimes.scrub(record, self._slow_down)
             damaged = verdict is not None and self._lifetimes.quarantine(verdict) is not None
             if verdict is not None and verdict.damage in (IO_ERROR, UNSUPPORTED):
                 _log.warning("sample %s cannot be checked now: %s: %s", record.key, verdict.damage, verdict.message)

@@ -3,6 +3,7 @@
 catalogue   the operations
 database    connections, transactions, and what becomes of one whose end nobody saw
 rows        the rows of one transaction: locked together, changed in memory, written together
+attempts    objects that are on their way, and those that have to go
 leases      who holds which sample until when
 leading     which of the servers is the leader
 notices     what happened to samples, told from server to server

@@ -9,18 +9,19 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 
+from slotstream.store.catalogue.attempts import Attempt
 from slotstream.store.catalogue.holds import Holds, ReadHold
-from slotstream.store.catalogue.postgres import leases, listing, questions
+from slotstream.store.catalogue.postgres import attempts, leases, listing, questions
 from slotstream.store.catalogue.postgres.database import Database, Work
 from slotstream.store.catalogue.queries import Candidate, ListQuery, Queue, Standing, Usage
 from slotstream.store.records import SampleKey, SampleRecord, State
-from slotstream.wire.errors import SampleNotFound, StoreFull
+from slotstream.wire.errors import Interrupted, SampleNotFound, StoreFull
 
 _NS = 1_000_000_000
 
 
 class PostgresCatalogue(Database):
-    """A `Catalogue` at a URL. Thread safe. Raises StoreFull, IoError and InternalFault unless it says more.
+    """A `SharedCatalogue` at a URL. Thread safe. Raises StoreFull, IoError and InternalFault unless it says more.
 
     Where a commit's connection was lost, and nobody can say for 20 seconds what became of it, it raises VerdictUnknown.
     """
@@ -34,16 +35,32 @@ class PostgresCatalogue(Database):
 
     def begin(self, record: SampleRecord) -> Future[bool]:
         def operation(work: Work) -> bool:
+            if record.attempt:
+                attempts.begin(work.db, record.key, record.attempt, work.now)
             before = work.rows.get(record.key)
             if before is not None and before.state is not State.FAILED:
                 return False
-            work.rows.put(replace(record, metadata={}).slim())  # The upload itself knows all, and the commit writes it.
+            # The upload itself knows all, and the commit writes it. What failed as damaged still has its object.
+            slim = replace(record, metadata={}, attempt=before.attempt if before is not None else "").slim()
+            work.rows.put(slim)
             return True
 
-        return self._submit(operation, [record.key], urgent=False)
+        # Nothing of an object is sent before its attempt is known.
+        return self._submit(operation, [record.key], urgent=bool(record.attempt))
 
-    def commit(self, record: SampleRecord) -> Future[None]:
-        return self._submit(lambda work: work.rows.put(record), [record.key], is_commit=True)
+    def commit(self, record: SampleRecord) -> Future[SampleRecord | None]:
+        def operation(work: Work) -> SampleRecord | None:
+            before = work.rows.get(record.key) if record.attempt else None
+            if before is not None and before.state is State.COMMITTED:
+                return None if before.attempt == record.attempt else before
+            if record.attempt and not attempts.take(work.db, record.attempt):
+                raise Interrupted("this server was away for so long that the sample's attempt was ended")
+            if before is not None and before.attempt:
+                attempts.leave(work.db, record.key, before.attempt, work.now)
+            work.rows.put(record)
+            return None
+
+        return self._submit(operation, [record.key], is_commit=True)
 
     def adopt(self, record: SampleRecord) -> Future[None]:
         return self._submit(lambda work: work.rows.put(record), [record.key])
@@ -53,6 +70,8 @@ class PostgresCatalogue(Database):
             before = work.rows.get(record.key)
             if before is not None and before.state not in (State.ARRIVING, State.FAILED):
                 return False
+            if attempts.is_open(work.db, record.key):
+                return False  # Another server is sending it.
             base = before if before is not None and before.state is State.ARRIVING else record
             work.rows.put(base.failed(code, message))
             return True
@@ -62,16 +81,21 @@ class PostgresCatalogue(Database):
     def forget(self, key: SampleKey) -> Future[bool]:
         def operation(work: Work) -> bool:
             before = work.rows.get(key)
-            if before is None or before.state is not State.ARRIVING:
+            if before is None or before.state is not State.ARRIVING or attempts.is_open(work.db, key):
                 return False
-            work.rows.drop(key)
-            leases.release(work.db, [key])
+            _drop(work, key, before.attempt)
             return True
 
         return self._submit(operation, [key])
 
     def put_damaged(self, record: SampleRecord, message: str) -> Future[None]:
-        return self._submit(lambda work: work.rows.put(record.failed("DAMAGED", message)), [record.key])
+        def put(work: Work) -> None:
+            before = work.rows.find(record.key) if record.attempt else None
+            if record.attempt and (before is None or before["attempt"] != record.attempt):
+                return  # Deleted or replaced meanwhile.
+            work.rows.put(record.failed("DAMAGED", message))
+
+        return self._submit(put, [record.key])
 
     def put_deleting(self, record: SampleRecord) -> Future[None]:
         return self._submit(lambda work: work.rows.put(replace(record, state=State.DELETING)), [record.key])
@@ -88,7 +112,7 @@ class PostgresCatalogue(Database):
             # Who gives a lease has the row locked, so none can come between this look and the mark.
             until = leases.leased_until(work.db, [key], work.now).get(key, 0)
             if not until:
-                work.rows.change(key, state=str(State.DELETING))
+                _mark(work, row)
             return until
 
         return self._submit(mark, [key]).result()
@@ -107,7 +131,7 @@ class PostgresCatalogue(Database):
                     continue
                 if self._holds.has(candidate.key) or candidate.key in leased:
                     continue
-                work.rows.change(candidate.key, state=str(State.DELETING))
+                _mark(work, record)
                 marked.append(candidate)
             return marked
 
@@ -221,6 +245,39 @@ class PostgresCatalogue(Database):
     def totals(self) -> dict[State, tuple[int, int]]:
         return self._ask(questions.totals)
 
+    # Attempts: `SharedCatalogue`.
+
+    def end(self, attempt: str) -> Future[bool]:
+        return self._submit(lambda work: attempts.end(work.db, attempt, work.now))
+
+    def forget_attempts(self, names: Sequence[str]) -> Future[None]:
+        return self._submit(lambda work: attempts.forget(work.db, names, work.now))
+
+    def renew(self, names: Sequence[str]) -> Future[set[str]]:
+        return self._submit(lambda work: attempts.renew(work.db, names, work.now))
+
+    def hold_attempts(self, names: Sequence[str]) -> Future[None]:
+        return self._submit(lambda work: attempts.hold(work.db, names, work.now))
+
+    def fail_abandoned(self, key: SampleKey) -> Future[bool]:
+        def operation(work: Work) -> bool:
+            before = work.rows.get(key)
+            if before is None or before.state is not State.ARRIVING or attempts.is_open(work.db, key):
+                return False
+            work.rows.put(before.failed(Interrupted.code, "the server stopped while the sample was arriving"))
+            return True
+
+        return self._submit(operation, [key])
+
+    def ended_attempts(self, limit: int) -> list[Attempt]:
+        return self._ask(lambda db: attempts.due(db, limit))
+
+    def oldest_attempt(self) -> int:
+        return self._ask(attempts.oldest)
+
+    def known_attempts(self, names: Sequence[str], keys: Sequence[SampleKey]) -> set[str]:
+        return self._ask(lambda db: attempts.known(db, names, keys))
+
     # The rest.
 
     def get_meta(self, name: str) -> str | None:
@@ -231,3 +288,19 @@ class PostgresCatalogue(Database):
 
     def now(self) -> int:
         return self._ask(questions.now)
+
+
+def _mark(work: Work, record: SampleRecord) -> None:
+    """It is deleted. Of an object nothing but the object has to go, and later: its row goes now."""
+    if record.attempt:
+        _drop(work, record.key, record.attempt)
+    else:
+        work.rows.change(record.key, state=str(State.DELETING))
+
+
+def _drop(work: Work, key: SampleKey, attempt: str) -> None:
+    if attempt:
+        attempts.leave(work.db, key, attempt, work.now)
+        attempts.end_all(work.db, key, work.now)
+    work.rows.drop(key)
+    leases.release(work.db, [key])

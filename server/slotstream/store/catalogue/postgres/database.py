@@ -116,6 +116,9 @@ class Database(BatchWriter[Operation]):
         self._name, self._number = uuid.uuid4(), 0
         self._thread.start()
 
+    def __str__(self) -> str:
+        return str(self._address)
+
     def close(self, *, clean: bool = True) -> None:
         """Write what was asked so far and close. A catalogue here is as clean after a kill."""
         if not self._stop_writing():

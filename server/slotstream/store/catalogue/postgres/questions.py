@@ -7,10 +7,10 @@ from typing import Any
 import psycopg
 
 from slotstream.store.catalogue.postgres import leases
-from slotstream.store.catalogue.postgres.rows import NAMES, checked, record_from_row, stored_values
+from slotstream.store.catalogue.postgres.rows import NAMES, STORED, checked, record_from_row, stored_values
 from slotstream.store.catalogue.postgres.texts import kept, told
 from slotstream.store.catalogue.queries import Candidate, Queue, Standing, Usage
-from slotstream.store.catalogue.row_values import STORED, row_sum
+from slotstream.store.catalogue.row_values import row_sum
 from slotstream.store.records import SampleKey, SampleRecord, State
 
 # Each queue of candidates: its column that counts, and the rows in it, as its index names them.
@@ -106,8 +106,8 @@ def standing(db: psycopg.Connection, key: SampleKey) -> Standing:
     leased = leases.leased_until(db, [key], row[-1])
     if row[0] is None:
         return Standing(leased_until_unix_ns=leased.get(key, 0))
-    values = checked(stored_values(row[:-1]))
-    return Standing(values[-2], values[-1], leased.get(key, 0))
+    values = dict(zip(NAMES, checked(stored_values(row[:-1])), strict=False))
+    return Standing(values["reads"], values["acked_unix_ns"], leased.get(key, 0))
 
 
 def now(db: psycopg.Connection) -> int:

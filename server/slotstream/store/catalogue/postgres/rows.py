@@ -8,17 +8,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import psycopg
 
 from slotstream.store.catalogue.postgres.failures import RowDamaged
 from slotstream.store.catalogue.postgres.texts import kept, told
-from slotstream.store.catalogue.row_values import STORED, SUMMED, record_of, row_sum, values_of
+from slotstream.store.catalogue.row_values import SUMMED, record_of, row_sum, values_of
 from slotstream.store.records import SampleKey, SampleRecord
 
 _Values = tuple[Any, ...]  # Of STORED.
 
+_SUMMED = f"{SUMMED}, attempt"
+STORED = f"{_SUMMED}, row_xxh3"
 NAMES = STORED.split(", ")
 _AT = {name: place for place, name in enumerate(NAMES)}
 _NUMBERS = frozenset(
@@ -59,7 +62,7 @@ def stored_values(row: Sequence[Any]) -> _Values:
 
 def checked(values: _Values) -> _Values:
     """Without the checksum. Raises RowDamaged."""
-    if row_sum(values[:-1]) != values[-1]:
+    if _sum(values[:-1]) != values[-1]:
         raise RowDamaged(f"the catalogue's row of {values[0]}/{values[1]} does not match its checksum")
     return values[:-1]
 
@@ -71,13 +74,19 @@ def record_from_row(row: Sequence[Any]) -> SampleRecord:
 
 def _record(values: _Values) -> SampleRecord:
     try:
-        return record_of(checked(values))
+        record = record_of(checked(values))
     except ValueError as error:
         raise RowDamaged(f"the catalogue's row of {values[0]}/{values[1]} cannot be one of a sample") from error
+    return replace(record, attempt=attempt) if (attempt := values[_AT["attempt"]]) else record
 
 
 def _summed(values: Sequence[Any]) -> _Values:
-    return (*values, row_sum(values))
+    return (*values, _sum(values))
+
+
+def _sum(values: Sequence[Any]) -> int:
+    """Of the columns of `_SUMMED`. The attempt counts where there is one: rows had none before."""
+    return row_sum(values if values[-1] else values[:-1])
 
 
 class Rows:
@@ -101,9 +110,9 @@ class Rows:
                 self._before[key] = self._now[key] = values
 
     def find(self, key: SampleKey) -> dict[str, Any] | None:
-        """The columns of `SUMMED`. Raises RowDamaged."""
+        """All columns but the checksum. Raises RowDamaged."""
         values = self._now[key]
-        return None if values is None else dict(zip(SUMMED.split(", "), checked(values), strict=True))
+        return None if values is None else dict(zip(NAMES[:-1], checked(values), strict=True))
 
     def get(self, key: SampleKey) -> SampleRecord | None:
         """Raises RowDamaged."""
@@ -112,7 +121,7 @@ class Rows:
 
     def put(self, record: SampleRecord) -> None:
         """Add `record`, or replace the row of the same name."""
-        self._set(record.key, _summed((*values_of(record), 0, 0)))
+        self._set(record.key, _summed((*values_of(record), 0, 0, record.attempt)))
 
     def change(self, key: SampleKey, **changes: object) -> None:
         """Change columns of a row that is there. Raises RowDamaged."""

@@ -49,11 +49,11 @@ class SqliteCatalogue(Database):
 
         return self._telling(self.submit(operation, urgent=False), record.key)
 
-    def commit(self, record: SampleRecord) -> Future[None]:
+    def commit(self, record: SampleRecord) -> Future[SampleRecord | None]:
         return self._telling(self.submit(lambda db: sql.put(db, record)), record.key)
 
     def adopt(self, record: SampleRecord) -> Future[None]:
-        return self.commit(record)
+        return self._telling(self.submit(lambda db: sql.put(db, record)), record.key)
 
     def fail(self, record: SampleRecord, code: str, message: str) -> Future[bool]:
         def operation(db: sqlite3.Connection) -> bool:

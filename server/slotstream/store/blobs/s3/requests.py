@@ -1,0 +1,209 @@
+"""How a request gets to the bucket: small ones through botocore, bodies through urllib3 to URLs that botocore signed.
+
+botocore reads and hashes a body several times; a signed URL leaves it alone. What the store has to check of a body is a header
+that is signed with the URL. No URL is ever shown: its signature is as good as a password for some minutes.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import logging
+import os
+import random
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+from xml.etree import ElementTree
+
+import botocore.session
+import urllib3
+from awscrt import checksums  # type: ignore[import-untyped]
+from botocore.config import Config
+from botocore.exceptions import BotoCoreError, ClientError, NoCredentialsError
+
+from slotstream.store.blobs.s3.address import Address
+from slotstream.wire.errors import ConfigError, IoError, StoreFull
+from slotstream.wire.hashing import Buffer
+
+for _name in ("botocore", "urllib3"):  # What they say of each request has its URL in it.
+    logging.getLogger(_name).setLevel(logging.WARNING)
+READ_URL_S = 600  # How long a signed URL is good.
+_BODY_URL_S = 60  # A body that somebody hangs on to must not arrive long after.
+_CONNECT_S = 5
+_ANSWER_S = 60
+_CONNECTIONS = 32
+_PAUSES_S = (0.1, 0.5, 2.0)  # Before a request is sent again; a little more or less each time.
+_PASSING = frozenset({408, 429, 500, 502, 503, 504})
+_NO_ROOM = frozenset({"QuotaExceeded", "InsufficientStorage", "InsufficientCapacity", "XMinioStorageFull", "507"})
+_ABSENT = frozenset({"NoSuchKey", "NoSuchUpload", "NotFound", "404"})
+
+
+class Refused(IoError):
+    """The store answered, and not as it should. `code`: the error's name, or its number where it has none."""
+
+    def __init__(self, message: str, code: str, status: int) -> None:
+        super().__init__(message)
+        self.error = code
+        self.http_status = status
+
+    @property
+    def is_absent(self) -> bool:
+        """Whether it says that there is no such object or upload; the bucket is there."""
+        return self.error in _ABSENT
+
+
+class Requests:
+    """To one bucket. Thread safe. Raises Refused, IoError and StoreFull."""
+
+    def __init__(self, address: Address) -> None:
+        """Raises ConfigError."""
+        session = botocore.session.get_session()
+        try:
+            region = session.get_config_variable("region") or "us-east-1"
+            config = Config(
+                signature_version="s3v4",  # Else URLs are signed the old way.
+                connect_timeout=_CONNECT_S,
+                read_timeout=_ANSWER_S,
+                max_pool_connections=_CONNECTIONS,
+                retries={"mode": "standard", "max_attempts": 1 + len(_PAUSES_S)},
+                request_checksum_calculation="when_required",
+                response_checksum_validation="when_required",
+            )
+            self._client: Any = session.create_client("s3", region_name=region, config=config)
+            if session.get_credentials() is None:
+                raise ConfigError(f"there are no credentials for {address}: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY")
+        except (BotoCoreError, ValueError) as error:
+            raise ConfigError(f"the object store {address} cannot be used: {' '.join(str(error).split())}") from None
+        self._bucket = address.bucket
+        self._address = str(address)
+        self._pool = urllib3.PoolManager(
+            num_pools=4,
+            maxsize=_CONNECTIONS,
+            retries=False,
+            timeout=urllib3.Timeout(connect=_CONNECT_S, read=_ANSWER_S),
+            ca_certs=os.environ.get("AWS_CA_BUNDLE"),
+        )
+        self.has_crc = True  # Whether the store checks CRC-64/NVME; MD5 costs three times as much.
+
+    def close(self) -> None:
+        self._pool.clear()
+        self._client.close()
+
+    def call(self, operation: str, **parameters: Any) -> dict[str, Any]:
+        """A request without a body of ours, as botocore knows it; sent again where that may help."""
+        try:
+            answer: dict[str, Any] = getattr(self._client, operation)(Bucket=self._bucket, **parameters)
+            return answer
+        except ClientError as error:
+            told: Mapping[str, Any] = error.response
+            status = int(told.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
+            raise self._refused(status, str(told.get("Error", {}).get("Code", status))) from None
+        except BotoCoreError as error:
+            raise self._unanswered(error) from None
+
+    def signed(self, operation: str, seconds: int, **parameters: Any) -> str:
+        """A URL for one kind of request, good for so long."""
+        try:
+            url: str = self._client.generate_presigned_url(
+                operation, Params={"Bucket": self._bucket, **parameters}, ExpiresIn=seconds
+            )
+            return url
+        except (BotoCoreError, NoCredentialsError) as error:
+            raise self._unanswered(error) from None
+
+    def send_body(self, operation: str, body: Buffer, may: Callable[[], None], **parameters: Any) -> str:
+        """PUT a body that the store checks; its ETag. `may`: raises where that is not wanted any more."""
+        name, header, digest = self._digest(body)
+        return self.send_with(operation, body, {header: digest}, may, **{name: digest}, **parameters)
+
+    def send_with(
+        self, operation: str, body: Buffer, headers: Mapping[str, str], may: Callable[[], None], **parameters: Any
+    ) -> str:
+        """PUT a body with headers that `parameters` have too, so that they are signed; its ETag."""
+        for pause_s in (*_PAUSES_S, None):
+            url = self.signed(operation, _BODY_URL_S, **parameters)
+            may()  # After the signature: whoever is stopped here and goes on later has one that is good no more.
+            answer = self._try("PUT", url, headers, body, last=pause_s is None)
+            if answer is not None and answer.status == 200 and not _is_error(answer.data):
+                return str(answer.headers.get("ETag", ""))
+            if answer is not None and answer.status not in _PASSING and answer.status != 200:
+                break
+            if pause_s is not None:
+                _pause(pause_s)
+        assert answer is not None, "the last try raises"
+        raise self._refused(answer.status, _code(answer.data, answer.status))
+
+    def get(self, url: str, at: int, nbytes: int) -> tuple[bytes, int]:
+        """So many bytes from `at` of what a signed URL names, fewer at its end; and how many it has. `nbytes`: 1 at least."""
+        for pause_s in (*_PAUSES_S, None):
+            answer = self._try("GET", url, {"Range": f"bytes={at}-{at + nbytes - 1}"}, None, last=pause_s is None)
+            if answer is not None and answer.status == 206:
+                total = _total(answer.headers.get("Content-Range", ""))
+                if total > 0 and len(answer.data) == min(nbytes, total - at):
+                    return answer.data, total
+            elif answer is not None and answer.status == 200:  # All of it.
+                return answer.data[at : at + nbytes], len(answer.data)
+            elif answer is not None and answer.status not in _PASSING:
+                break
+            if pause_s is not None:
+                _pause(pause_s)
+        assert answer is not None, "the last try raises"
+        raise self._refused(answer.status, _code(answer.data, answer.status))
+
+    def wrong_digest(self, body: Buffer) -> tuple[str, str, str]:
+        """As what a body is sent with, of other bytes: the store has to refuse it."""
+        return self._digest(bytes(body) + b"!")
+
+    def _digest(self, body: Buffer) -> tuple[str, str, str]:
+        """A body's checksum: botocore's name for it, its header, and its value."""
+        if self.has_crc:
+            raw = checksums.crc64nvme(body).to_bytes(8, "big")
+            return "ChecksumCRC64NVME", "x-amz-checksum-crc64nvme", base64.b64encode(raw).decode()
+        return "ContentMD5", "Content-MD5", base64.b64encode(hashlib.md5(body, usedforsecurity=False).digest()).decode()
+
+    def _try(
+        self, method: str, url: str, headers: Mapping[str, str], body: Buffer | None, *, last: bool
+    ) -> urllib3.BaseHTTPResponse | None:
+        """The answer; None where there is none. Raises IoError for that if it is the last try."""
+        try:
+            return self._pool.request(method, url, headers=headers, body=body, redirect=False)  # type: ignore[arg-type]  # http.client takes any buffer.
+        except urllib3.exceptions.HTTPError as error:
+            if last:
+                raise self._unanswered(error) from None
+            return None
+
+    def _refused(self, status: int, code: str) -> IoError | StoreFull:
+        if code in _NO_ROOM or status == 507:
+            return StoreFull(f"the object store {self._address} has no room: {code}")
+        return Refused(f"the object store {self._address} answered {status} {code}", code, status)
+
+    def _unanswered(self, error: Exception) -> IoError:
+        """Its own words may have the URL in them."""
+        cause: BaseException | None = error
+        while cause is not None and not (isinstance(cause, OSError) and cause.strerror):
+            cause = cause.__cause__ or cause.__context__
+        why = cause.strerror if isinstance(cause, OSError) else type(error).__name__
+        return IoError(f"the object store {self._address} does not answer: {why}")
+
+
+def _pause(seconds: float) -> None:
+    time.sleep(seconds * random.uniform(0.5, 1.5))
+
+
+def _is_error(body: bytes) -> bool:
+    """Whether an answer of 200 says that it failed all the same."""
+    return b"<Error>" in body
+
+
+def _total(content_range: str) -> int:
+    """How many bytes an object has, by the answer to a range of it; 0 where that does not say."""
+    total = content_range.rpartition("/")[2]
+    return int(total) if total.isascii() and total.isdigit() else 0
+
+
+def _code(body: bytes, status: int) -> str:
+    try:
+        return ElementTree.fromstring(body).findtext("Code") or str(status)
+    except ElementTree.ParseError:
+        return str(status)

@@ -1,0 +1,219 @@
+"""Several real servers over one bucket and one catalogue: what one was told it stored, all have, also when one is killed."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+
+import grpc
+import pytest
+from store.cluster_kit import World
+from support.ingest_client import IngestClient
+from support.postgres import cluster
+from support.seaweedfs import object_store
+from support.server import ServerProcess, run_cli
+from support.synthetic import SyntheticSample
+from support.waiting import wait_until
+
+from slotstream.client import Client, SampleFailed, SampleNotFound, connect
+
+pytestmark = [pytest.mark.postgres, pytest.mark.objects]
+_SECRET = "not-to-be-seen"
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[World]:
+    opened = World(tmp_path)
+    yield opened
+    opened.close()
+
+
+@pytest.fixture
+def starts(world: World, tmp_path: Path) -> Iterator[_Starts]:
+    with ExitStack() as ends:
+        yield _Starts(world, tmp_path, ends)
+
+
+class _Starts:
+    """Starts servers of one world, and ends them with the test."""
+
+    def __init__(self, world: World, place: Path, ends: ExitStack) -> None:
+        self._world, self._place, self._ends = world, place, ends
+
+    def __call__(self, name: str) -> ServerProcess:
+        url = self._world.catalogue_url.replace("postgres@", f"postgres:{_SECRET}@")
+        environment = {**self._world.environment, "SLOTSTREAM_SERVE_CATALOGUE": url}
+        options = ("--store", self._world.store_url, "--scratch", str(self._place / name), "--experimental")
+        return self._ends.enter_context(ServerProcess(None, *options, environment=environment))
+
+    def connected(self, server: ServerProcess) -> Client:
+        return self._ends.enter_context(connect(server.address))
+
+
+def check(client: Client, sample: SyntheticSample, wait_s: float = 0.0) -> None:
+    with client.read(sample.sample_id, wait_s=wait_s) as reading:
+        found = b"".join(block.data for block in reading)
+        assert list(reading.token_ids) == sample.token_ids
+    assert found == sample.rows()
+
+
+def test_each_server_has_what_the_other_stored(world: World, starts: _Starts) -> None:
+    first, second = starts("a"), starts("b")
+    samples = [SyntheticSample(f"s{number}", seed=number, tags={"n": str(number % 2)}) for number in range(8)]
+    with IngestClient(first.address) as to_first, IngestClient(second.address) as to_second:
+        to_first.store(*samples[:4])
+        to_second.store(*samples[4:])
+        for client in (starts.connected(first), starts.connected(second)):
+            for sample in samples:
+                check(client, sample)
+            assert {info.sample_id for info in client.list(tags={"n": "1"})} == {"s1", "s3", "s5", "s7"}
+        # Who waits at one server is told of what arrives at the other.
+        late = SyntheticSample("late", seed=9)
+        with ThreadPoolExecutor(1) as threads:
+            number = to_first.open(late)
+            to_first.send_rows(number, late)
+            waits = threads.submit(check, starts.connected(second), late, 60.0)
+            to_first.commit(number, late)
+            waits.result()
+        assert to_second.commit(_sent(to_second, late), late).duplicate
+    client = starts.connected(second)
+    client.delete("s0")
+    for one in (client, starts.connected(first)):
+        with pytest.raises(SampleNotFound):
+            one.read("s0")
+    verdicts = list(client.verify())
+    assert len(verdicts) == 8
+    assert not [verdict for verdict in verdicts if verdict.damage]
+    for server in (first, second):
+        assert server.stop() == 0
+        assert _SECRET not in server.log()
+        assert "postgresql://postgres@" in server.log()
+
+
+def _sent(sender: IngestClient, sample: SyntheticSample) -> int:
+    number = sender.open(sample)
+    sender.send_rows(number, sample)
+    return number
+
+
+def test_a_killed_server_loses_nothing_that_it_acknowledged_and_leaves_nothing(world: World, starts: _Starts) -> None:
+    """Senders through both; one server is killed in the middle, and its senders go on at the other."""
+    first, second = starts("a"), starts("b")
+    wait_until(lambda: world.sql("SELECT term FROM leader")[0][0] != 0)
+    stored: list[SyntheticSample] = []
+    unknown: list[SyntheticSample] = []
+    enough = threading.Event()
+
+    def send(line: int) -> None:
+        server = (first, second)[line % 2]
+        for number in range(60):
+            sample = SyntheticSample(f"s{line}-{number}", seed=number, num_tokens=20 + 200 * (number % 3))
+            try:
+                with IngestClient(server.address) as sender:
+                    sender.store(sample, rows_per_chunk=64)
+                stored.append(sample)
+            except (grpc.RpcError, StopIteration, AssertionError):
+                unknown.append(sample)
+                server = second
+            if len(stored) >= 20:
+                enough.set()
+
+    with ThreadPoolExecutor(4) as threads:
+        lines = [threads.submit(send, line) for line in range(4)]
+        assert enough.wait(60)
+        first.stop(signal.SIGKILL)
+        for line in lines:
+            line.result()
+    assert len(stored) > 180
+    client = starts.connected(second)
+    for sample in stored:
+        check(client, sample)
+    # What its sender was not told of is sent again, and is stored once.
+    with IngestClient(second.address) as sender:
+        sender.store(*unknown)
+    for sample in unknown:
+        check(client, sample)
+    # The other server leads now. In time it decides what the first one had not ended.
+    wait_until(lambda: _is_swept(world))
+    verdicts = list(client.verify())
+    assert not [verdict for verdict in verdicts if verdict.damage]
+    assert len(verdicts) == len(stored) + len(unknown) == len(world.objects())
+    assert world.sql("SELECT 1 FROM samples WHERE state <> 'committed'") == []
+
+
+def _is_swept(world: World) -> bool:
+    world.let_pass()
+    return world.sql("SELECT 1 FROM attempts") == []
+
+
+def test_while_the_catalogue_is_away_nothing_is_stored_and_after_it_all_goes_on(tmp_path: Path) -> None:
+    """Readers and senders are told that it may pass."""
+    sample, other = SyntheticSample("s"), SyntheticSample("t", seed=3)
+    world = World(tmp_path)
+    with ExitStack() as ends:
+        starts = _Starts(world, tmp_path, ends)
+        server = starts("a")
+        with IngestClient(server.address) as sender:
+            sender.store(sample)
+        cluster().kill()
+        try:
+            with pytest.raises(Exception, match="catalogue") as told:
+                starts.connected(server).read("s").close()
+            assert getattr(told.value, "retryable", False), repr(told.value)
+            with pytest.raises((grpc.RpcError, StopIteration, AssertionError)), IngestClient(server.address) as sender:
+                sender.store(other)
+        finally:
+            cluster().start()
+        client = starts.connected(server)
+
+        def stores() -> bool:
+            try:
+                with IngestClient(server.address) as sender:
+                    sender.store(other)
+                check(client, sample)
+                check(client, other)
+                return True
+            except (grpc.RpcError, StopIteration, AssertionError, SampleFailed, SampleNotFound):
+                return False
+
+        wait_until(stores)
+
+
+# What the command says.
+
+
+def _serve(world: World, *options: str, **environment: str) -> tuple[int, str]:
+    words = ("serve", "--store", world.store_url, "--experimental", "--listen", "127.0.0.1:0", *options)
+    done = run_cli(*words, environment={**world.environment, **environment})
+    return done.returncode, " ".join((done.stdout + done.stderr).split())
+
+
+def test_the_check_tries_both(world: World, tmp_path: Path) -> None:
+    there = ("--scratch", str(tmp_path / "scratch"), "--check-config")
+    right = ("--catalogue", world.catalogue_url)
+    assert _serve(world, *there, *right) == (0, "The configuration is right.")
+    assert not (tmp_path / "scratch").exists()
+    assert world.objects() == []
+    code, said = _serve(world, *there, *right, **object_store().environment("no-write"))
+    assert (code, "lack the right s3:PutObject" in said) == (2, True), said
+    code, said = _serve(world, *there, *right, AWS_SECRET_ACCESS_KEY="wrong")
+    assert (code, "the credentials are not those of" in said) == (2, True), said
+    code, said = _serve(world, *there, "--catalogue", cluster().database())
+    assert (code, "run slotstream migrate" in said) == (2, True), said
+    code, said = _serve(world, *there, "--catalogue", "postgresql://nobody@127.0.0.1:1/none")
+    assert (code, "cannot be reached" in said) == (2, True), said
+    code, said = _serve(world, *there, "--catalogue", f"postgresql://me:{_SECRET}@127.0.0.1/none")
+    assert (code, "PGPASSFILE" in said, _SECRET in said) == (2, True, False), said
+
+
+def test_a_start_says_what_is_wrong(world: World, tmp_path: Path) -> None:
+    right = ("--catalogue", world.catalogue_url, "--scratch", str(tmp_path / "scratch"))
+    code, said = _serve(world, *right, AWS_SECRET_ACCESS_KEY="wrong")
+    assert (code, said.startswith("slotstream serve: the credentials are not those of")) == (1, True), said
+    (tmp_path / "scratch" / "catalog.sqlite").write_text("")
+    code, said = _serve(world, *right)
+    assert (code, "is the data directory of a server" in said) == (1, True), said
