@@ -6,7 +6,7 @@ import signal
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import grpc
@@ -181,6 +181,39 @@ def test_while_the_catalogue_is_away_nothing_is_stored_and_after_it_all_goes_on(
                 return False
 
         wait_until(stores)
+
+
+def test_while_the_object_store_is_away_nothing_is_lost(world: World, starts: _Starts) -> None:
+    """It is killed while samples arrive, and comes back: what was acknowledged is there, and the rest can be sent again."""
+    server = starts("a")
+    samples = [SyntheticSample(f"s{number}", seed=number, num_tokens=200) for number in range(40)]
+    stored: list[SyntheticSample] = []
+    killed = threading.Event()
+
+    def send() -> None:
+        for sample in samples:
+            with suppress(grpc.RpcError, StopIteration, AssertionError), IngestClient(server.address) as sender:
+                sender.store(sample, rows_per_chunk=64)
+                stored.append(sample)
+            if len(stored) == 10 and not killed.is_set():
+                object_store().kill()
+                killed.set()
+
+    with ThreadPoolExecutor(1) as threads:
+        sends = threads.submit(send)
+        assert killed.wait(60)
+        object_store().start()
+        sends.result()
+    client = starts.connected(server)
+    wait_until(lambda: client.status().health == "ok")
+    with IngestClient(server.address) as sender:
+        sender.store(*[sample for sample in samples if sample not in stored])
+    for sample in samples:
+        check(client, sample)
+    wait_until(lambda: _is_swept(world))
+    verdicts = list(client.verify())
+    assert not [verdict for verdict in verdicts if verdict.damage]
+    assert len(verdicts) == len(samples) == len(world.objects())
 
 
 # What the command says.
