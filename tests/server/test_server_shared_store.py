@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
@@ -14,12 +15,14 @@ import pytest
 from store.cluster_kit import World
 from support.ingest_client import IngestClient
 from support.postgres import cluster
+from support.s3_proxy import S3Proxy
 from support.seaweedfs import object_store
 from support.server import ServerProcess, run_cli
 from support.synthetic import SyntheticSample
 from support.waiting import wait_until
 
 from slotstream.client import Client, SampleFailed, SampleNotFound, connect
+from slotstream.v1 import ingest_pb2
 
 pytestmark = [pytest.mark.postgres, pytest.mark.objects]
 _SECRET = "not-to-be-seen"
@@ -214,6 +217,21 @@ def test_while_the_object_store_is_away_nothing_is_lost(world: World, starts: _S
     verdicts = list(client.verify())
     assert not [verdict for verdict in verdicts if verdict.damage]
     assert len(verdicts) == len(samples) == len(world.objects())
+
+
+def test_a_commit_that_takes_long_is_answered_meanwhile(tmp_path: Path) -> None:
+    """A connector gives a stream up that says nothing for as long as it waits for any answer."""
+    sample = SyntheticSample("s")
+    with S3Proxy(object_store().endpoint) as proxy, ExitStack() as ends:
+        world = World(tmp_path, proxy.endpoint)
+        server = _Starts(world, tmp_path, ends)("a")
+        proxy.before = lambda line: time.sleep(6.0 * (line.startswith("PUT") and "/default/" in line))
+        sender = ends.enter_context(IngestClient(server.address))
+        number = _sent(sender, sample)
+        commit = ingest_pb2.CommitSample(sample=number, row_count=sample.num_tokens, token_ids=sample.token_ids)
+        sender.send(ingest_pb2.IngestRequest(commit=commit))
+        assert list(sender.next_reply("ack").ack.chunks) == []
+        assert sender.next_reply("committed").committed.sample == number
 
 
 # What the command says.
