@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import grpc
@@ -14,12 +15,14 @@ import pytest
 from store.cluster_kit import World
 from support.ingest_client import IngestClient
 from support.postgres import cluster
+from support.s3_proxy import S3Proxy
 from support.seaweedfs import object_store
 from support.server import ServerProcess, run_cli
 from support.synthetic import SyntheticSample
 from support.waiting import wait_until
 
 from slotstream.client import Client, SampleFailed, SampleNotFound, connect
+from slotstream.v1 import ingest_pb2
 
 pytestmark = [pytest.mark.postgres, pytest.mark.objects]
 _SECRET = "not-to-be-seen"
@@ -84,7 +87,7 @@ def test_each_server_has_what_the_other_stored(world: World, starts: _Starts) ->
     client.delete("s0")
     for one in (client, starts.connected(first)):
         with pytest.raises(SampleNotFound):
-            one.read("s0")
+            one.read("s0", wait_s=0.0)
     verdicts = list(client.verify())
     assert len(verdicts) == 8
     assert not [verdict for verdict in verdicts if verdict.damage]
@@ -110,7 +113,7 @@ def test_a_killed_server_loses_nothing_that_it_acknowledged_and_leaves_nothing(w
 
     def send(line: int) -> None:
         server = (first, second)[line % 2]
-        for number in range(60):
+        for number in range(30):
             sample = SyntheticSample(f"s{line}-{number}", seed=number, num_tokens=20 + 200 * (number % 3))
             try:
                 with IngestClient(server.address) as sender:
@@ -128,7 +131,7 @@ def test_a_killed_server_loses_nothing_that_it_acknowledged_and_leaves_nothing(w
         first.stop(signal.SIGKILL)
         for line in lines:
             line.result()
-    assert len(stored) > 180
+    assert len(stored) > 80
     client = starts.connected(second)
     for sample in stored:
         check(client, sample)
@@ -181,6 +184,54 @@ def test_while_the_catalogue_is_away_nothing_is_stored_and_after_it_all_goes_on(
                 return False
 
         wait_until(stores)
+
+
+def test_while_the_object_store_is_away_nothing_is_lost(world: World, starts: _Starts) -> None:
+    """It is killed while samples arrive, and comes back: what was acknowledged is there, and the rest can be sent again."""
+    server = starts("a")
+    samples = [SyntheticSample(f"s{number}", seed=number, num_tokens=200) for number in range(40)]
+    stored: list[SyntheticSample] = []
+    killed = threading.Event()
+
+    def send() -> None:
+        for sample in samples:
+            with suppress(grpc.RpcError, StopIteration, AssertionError), IngestClient(server.address) as sender:
+                sender.store(sample, rows_per_chunk=64)
+                stored.append(sample)
+            if len(stored) == 10 and not killed.is_set():
+                object_store().kill()
+                killed.set()
+
+    with ThreadPoolExecutor(1) as threads:
+        sends = threads.submit(send)
+        assert killed.wait(60)
+        object_store().start()
+        sends.result()
+    client = starts.connected(server)
+    wait_until(lambda: client.status().health == "ok")
+    with IngestClient(server.address) as sender:
+        sender.store(*[sample for sample in samples if sample not in stored])
+    for sample in samples:
+        check(client, sample)
+    wait_until(lambda: _is_swept(world))
+    verdicts = list(client.verify())
+    assert not [verdict for verdict in verdicts if verdict.damage]
+    assert len(verdicts) == len(samples) == len(world.objects())
+
+
+def test_a_commit_that_takes_long_is_answered_meanwhile(tmp_path: Path) -> None:
+    """A connector gives a stream up that says nothing for as long as it waits for any answer."""
+    sample = SyntheticSample("s")
+    with S3Proxy(object_store().endpoint) as proxy, ExitStack() as ends:
+        world = World(tmp_path, proxy.endpoint)
+        server = _Starts(world, tmp_path, ends)("a")
+        proxy.before = lambda line: time.sleep(6.0 * (line.startswith("PUT") and "/default/" in line))
+        sender = ends.enter_context(IngestClient(server.address))
+        number = _sent(sender, sample)
+        commit = ingest_pb2.CommitSample(sample=number, row_count=sample.num_tokens, token_ids=sample.token_ids)
+        sender.send(ingest_pb2.IngestRequest(commit=commit))
+        assert list(sender.next_reply("ack").ack.chunks) == []
+        assert sender.next_reply("committed").committed.sample == number
 
 
 # What the command says.

@@ -18,6 +18,8 @@ from slotstream.store.cluster import uploads
 from slotstream.store.cluster.store import ObjectStore
 from slotstream.store.records import Failure, SampleSpec, State
 from slotstream.store.sample.upload import Upload
+from slotstream.store.upkeep.retention import Policy, Rule
+from slotstream.store.upkeep.sweeping import Sweeper
 from slotstream.wire.columns import NO_COLUMNS, RowFormat
 from slotstream.wire.errors import AlreadyExists, ConfigError, Interrupted, SampleFailed, SampleNotFound, StillArriving
 
@@ -201,6 +203,30 @@ def test_a_read_that_takes_long_is_waited_for(world: World) -> None:
     world.sql("UPDATE holds SET until_unix_ns = 0")
     second._keeper.sweep()
     assert world.objects() == []
+
+
+def test_one_of_them_applies_the_rules(world: World) -> None:
+    """The leader, and who leads after it."""
+    first, second = world.open(), world.open()
+    for number in range(8):
+        Sample(f"s{number}", seed=number).put(second)
+    wait_until(lambda: first.leads or second.leads)
+    leader, other = (first, second) if first.leads else (second, first)
+    sweeps = {
+        store: Sweeper(store.lifetimes, Policy(default=Rule(samples_max=most)), store.free_bytes)
+        for store, most in ((other, 2), (leader, 5))
+    }
+    sweeps[other].sweep()
+    assert leader.totals()[State.COMMITTED][0] == 8
+    sweeps[leader].sweep()
+    assert leader.totals()[State.COMMITTED][0] == 5
+    world.die(leader)
+    wait_until(lambda: other.leads)
+    sweeps[other].sweep()
+    assert other.totals()[State.COMMITTED][0] == 2
+    world.let_pass()
+    other._keeper.sweep()
+    assert len(world.objects()) == 2
 
 
 # Servers that are gone.

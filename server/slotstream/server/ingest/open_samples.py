@@ -102,6 +102,11 @@ class OpenSamples:
         return bool(self._writers) and not self._held_items
 
     @property
+    def are_busy(self) -> bool:
+        """Whether something that the peer said is not done yet."""
+        return self._held_items > 0
+
+    @property
     def are_answered(self) -> bool:
         """Whether none is open, and everything that there is to say was handed to the replies."""
         return not self._writers and not self._acks

@@ -22,6 +22,7 @@ from slotstream.wire.names import CHUNK_BYTES_MAX, PROTOCOL_VERSION
 
 _log = logging.getLogger(__name__)
 _WATCHES_A_LIMIT = 8  # Looks at the clock within the shortest of a stream's limits of time.
+_REASSURE_S = 5.0  # Less than the least that anybody sensibly waits for an answer.
 Context = grpc.aio.ServicerContext[bytes, bytes]
 
 
@@ -54,6 +55,7 @@ class Stream:
         sender = asyncio.create_task(self._replies.send())
         ending = asyncio.create_task(self._ending.wait())
         watch = asyncio.create_task(self._watch())
+        reassure = asyncio.create_task(self._reassure())
         try:
             with self._shared.waking(self._room):
                 await asyncio.wait((receiver, sender, ending, watch, self._fault), return_when=asyncio.FIRST_COMPLETED)
@@ -71,7 +73,7 @@ class Stream:
             if ending.done():
                 raise ServerDraining("the server is shutting down")
         finally:
-            for task in (receiver, sender, ending, watch):
+            for task in (receiver, sender, ending, watch, reassure):
                 task.cancel()
             self._samples.disconnect()
             if self._samples.engine is not None:
@@ -155,3 +157,10 @@ class Stream:
                 self._heard_at = now
             elif now - self._heard_at >= config.stream_idle_s:
                 raise TooSlow(f"the stream has open samples and said nothing for {config.stream_idle_s:g} s")
+
+    async def _reassure(self) -> None:
+        """A commit into an object store may take longer than a peer waits for an answer: acks of nothing say so."""
+        while self._shared.config.store is not None:
+            await asyncio.sleep(_REASSURE_S)
+            if self._samples.are_busy and not self._replies:
+                self._replies.add(pb.IngestReply(ack=pb.Ack()))
