@@ -161,3 +161,19 @@ def test_a_server_without_its_engines_says_so_until_they_are_back(world: World, 
     store._keeper.trouble = "the object store does not answer"
     with pytest.raises(StoreGone, match="does not answer"):
         store.check_directory()
+
+
+def test_one_object_that_cannot_be_removed_does_not_keep_others(world: World, proxy: S3Proxy) -> None:
+    store = world.open()
+    samples = [Sample(f"s{number}", seed=number) for number in range(5)]
+    for sample in samples:
+        sample.put(store)
+    for sample in samples:
+        store.delete(sample.key)
+    world.let_pass()
+    stuck = world.objects()[2]
+    proxy.plan("DELETE", stuck, *[Answer(403, "AccessDenied")] * 9)
+    with pytest.raises(IoError, match="AccessDenied"):
+        store._keeper.sweep()
+    assert world.objects() == [stuck]
+    assert len(world.sql("SELECT 1 FROM attempts")) == 1

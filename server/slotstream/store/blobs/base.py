@@ -12,6 +12,7 @@ from typing import Protocol
 
 from slotstream.wire.hashing import Buffer
 
+CHECK_PREFIX = ".slotstream-check/"  # Of what `check` puts, and removes again.
 Read = Callable[[int, int], Buffer]  # (at, nbytes) -> bytes of what is put; called again where they have to be sent again.
 
 

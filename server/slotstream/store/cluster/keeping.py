@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 
-from slotstream.store.blobs.base import Blobs
+from slotstream.store.blobs.base import CHECK_PREFIX, Blobs
 from slotstream.store.catalogue.attempts import LIFE_S, Attempt, SharedCatalogue
 from slotstream.store.cluster.reading import BlobFiles, object_key
 from slotstream.store.disk.clock import boot_ns
@@ -28,7 +28,7 @@ _AWAY_BEAT_S = 1.0  # While an engine is away.
 SWEEP_S = 5.0
 _LONG_READ_S = 20.0
 _PAGE = 100
-_NOWHERE = ".slotstream-check/none"  # Asked for, to see whether the store of objects answers.
+_NOWHERE = f"{CHECK_PREFIX}none"  # Asked for, to see whether the store of objects answers.
 
 
 class DatabaseTime:
@@ -180,21 +180,34 @@ class Keeper:
             self._over.wait(SWEEP_S)
 
     def sweep(self) -> int:
-        """As leader: all that are due. How many objects are gone for good. Raises what the engines raise."""
+        """As leader: all that are due. How many objects are gone. Raises what the engines raise, once all were tried."""
         gone = 0
         while not self._over.is_set():
             due = self._catalogue.ended_attempts(_PAGE)
-            for attempt in due:
-                if attempt.is_ended:
-                    self._blobs.abort(object_key(attempt.key, attempt.name))
-                    self._catalogue.forget_attempts([attempt.name]).result()
-                    gone += 1
-                else:
-                    self._decide(attempt)
-                self._catalogue.fail_abandoned(attempt.key).result()
+            done, failed = self._sweep_page(due)
+            self._catalogue.forget_attempts(done).result()
+            gone += len(done)
+            for settled in [self._catalogue.fail_abandoned(attempt.key) for attempt in due]:
+                settled.result()
+            if failed is not None:
+                raise failed  # They would come again at once.
             if len(due) < _PAGE:
                 return gone
         return gone
+
+    def _sweep_page(self, due: list[Attempt]) -> tuple[list[str], SlotStreamError | None]:
+        """Whose objects are gone; and why others are not."""
+        done, failed = [], None
+        for attempt in due:
+            try:
+                if attempt.is_ended:
+                    self._blobs.abort(object_key(attempt.key, attempt.name))
+                    done.append(attempt.name)
+                else:
+                    self._decide(attempt)
+            except SlotStreamError as error:
+                failed = error
+        return done, failed
 
     def _decide(self, attempt: Attempt) -> None:
         """Its server is gone. What it had sent whole is a sample, unless its id has one; anything else goes."""

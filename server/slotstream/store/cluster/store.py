@@ -11,7 +11,7 @@ from functools import partial
 from itertools import islice
 from typing import Any
 
-from slotstream.store.blobs.base import Blobs
+from slotstream.store.blobs.base import CHECK_PREFIX, Blobs
 from slotstream.store.catalogue.attempts import SharedCatalogue
 from slotstream.store.catalogue.base import scan
 from slotstream.store.cluster.keeping import DatabaseTime, Keeper
@@ -174,6 +174,8 @@ class ObjectStore(SampleStore):
             ours = [one for one in named.values() if one is not None]
             known = self._shared.known_attempts([attempt for _, attempt in ours], [key for key, _ in ours])
             for name, one in named.items():
+                if name.startswith(CHECK_PREFIX):
+                    continue  # Of a server that is starting.
                 if one is None or one[1] not in known:
                     space, _, rest = name.partition("/")
                     # It was listed before its row was looked for, so it may have been deleted or committed meanwhile.

@@ -6,12 +6,11 @@ import secrets
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
-from slotstream.store.blobs.base import Blobs
+from slotstream.store.blobs.base import CHECK_PREFIX, Blobs
 from slotstream.store.blobs.s3.requests import Refused, Requests
 from slotstream.wire.errors import ConfigError, IoError
 
 _BODY = b"slotstream was here, and checks what this bucket can do\n"
-PREFIX = ".slotstream-check/"
 
 
 def check(blobs: Blobs, requests: Requests, address: str, prefix: str) -> None:
@@ -19,7 +18,7 @@ def check(blobs: Blobs, requests: Requests, address: str, prefix: str) -> None:
 
     Raises ConfigError, naming the right or the feature that is missing, and IoError where nothing answers.
     """
-    key = PREFIX + secrets.token_hex(8)
+    key = CHECK_PREFIX + secrets.token_hex(8)
     try:
         _check(blobs, requests, address, prefix, key)
     except BaseException:
