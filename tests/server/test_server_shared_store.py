@@ -186,6 +186,7 @@ def test_while_the_catalogue_is_away_nothing_is_stored_and_after_it_all_goes_on(
         wait_until(stores)
 
 
+@pytest.mark.extended
 def test_while_the_object_store_is_away_nothing_is_lost(world: World, starts: _Starts) -> None:
     """It is killed while samples arrive, and comes back: what was acknowledged is there, and the rest can be sent again."""
     server = starts("a")

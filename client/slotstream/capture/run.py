@@ -242,8 +242,9 @@ class Run:
                     return reader.layer_names
             except SampleFailed:
                 # Perhaps of an earlier run: until the engine opens it anew, that is what the server knows of it.
-                failed = self._client.stat(name, namespace=self._setting.namespace)
-                if failed.created_unix_ns >= self._begun or time.monotonic() >= ends:
+                # It may be open by now, and not a failure any more.
+                now = self._client.stat(name, namespace=self._setting.namespace)
+                if (now.state == "FAILED" and now.created_unix_ns >= self._begun) or time.monotonic() >= ends:
                     raise
             time.sleep(_PAUSE_S)
 
