@@ -221,7 +221,7 @@ def _count(value: object) -> int:
 
 
 def _strings(value: object) -> dict[str, str]:
-    if not isinstance(value, Mapping) or not all(isinstance(k, str) and isinstance(v, str) for k, v in value.items()):
+    if not isinstance(value, Mapping) or not {str}.issuperset(map(type, (*value, *value.values()))):
         raise ValueError("metadata must map strings to strings")
     "".join((*value.keys(), *value.values())).encode()  # A lone surrogate, which JSON can spell, is no text.
     return dict(value)
