@@ -108,9 +108,13 @@ extended: $(VENV)/.vllm $(VENV)/.dev $(VENV)/.tools $(VENV)/.trainers packages  
 	SLOTSTREAM_HANG_UPS=1000 SLOTSTREAM_CAPTURE_LINES=5000 $(BIN)/python -m pytest -m extended
 	SLOTSTREAM_HANG_UPS=1000 $(BIN)/python -m pytest -k hang_up tests/engine/test_requests.py
 
+# STORE=cluster: two servers over a bucket and a PostgreSQL, which are started and struck too.
+STORE ?= files
+PAIR = $(if $(filter cluster,$(STORE)),postgres)
+
 KILL_ROUNDS ?= 200
-kills: $(VENV)/.dev  ## KILL_ROUNDS kills and stops of a real server and its senders; every promised sample accounted for.
-	$(BIN)/python tests/breaking/endurance/kills.py --rounds $(KILL_ROUNDS)
+kills: $(VENV)/.dev $(PAIR)  ## KILL_ROUNDS kills and stops of a real server and its senders; every promised sample accounted for.
+	$(BIN)/python tests/breaking/endurance/kills.py --store $(STORE) --rounds $(KILL_ROUNDS)
 
 SOAK_S ?= 600
 soak: $(VENV)/.dev  ## SOAK_S seconds of mixed load and faults; equal counts on both sides and flat memory.

@@ -11,6 +11,7 @@ from accounts import lies, settle
 from histories import run_histories
 from kills import run_rounds
 from ledger import HIDDEN, LAYER_IDS, NAMESPACE, ROW_BYTES, Ledger, Promise, Try, promises, row_data, token_ids
+from pair import Pair
 from register import Operation, cut_short, deleted_under_a_lease, explain
 from soak import run_soak
 from support.ingest_client import IngestClient
@@ -61,6 +62,26 @@ def test_a_few_kill_rounds_with_four_streams(rounds: int, spool: bool) -> None:
     assert found.cases["rounds: SIGKILL of a stream's process"] > 0
 
 
+@pytest.mark.postgres
+@pytest.mark.objects
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    ("rounds", "spool"),
+    [
+        pytest.param(10, True, id="with a spool"),
+        pytest.param(60, True, id="with a spool, longer", marks=pytest.mark.extended),
+        pytest.param(40, False, id="without, longer", marks=pytest.mark.extended),
+    ],
+)
+def test_a_few_kill_rounds_of_two_servers_with_a_bucket(rounds: int, spool: bool) -> None:
+    with Pair() as pair:
+        found = run_rounds(rounds, seed=7, spool=spool, pair=pair)
+    assert not found.wrong, found
+    assert found.cases["committed, server has committed"] > 0
+    for struck in ("of the object store", "of the database", "of the server", "of the sender"):
+        assert any(case.startswith("rounds: ") and case.endswith(struck) for case in found.cases), struck
+
+
 def test_what_the_server_may_not_say() -> None:
     """A failure of what it stored, and one that is final of what could be sent again."""
 
@@ -70,6 +91,7 @@ def test_what_the_server_may_not_say() -> None:
     assert wrong("", "duplicate") == wrong("STORE_FULL", "committed") == wrong("STORE_FULL", "", "duplicate") == []
     assert wrong("STORE_FULL", committed=False) == []
     assert "stored by a try" in wrong("INTERRUPTED", "duplicate")[0]
+    assert "committed twice" in wrong("committed", "committed")[0]
     assert "it is stored" in wrong("INTERRUPTED", "STORE_FULL")[0]
     assert "which is final" in wrong("INTERNAL", committed=False)[0]
     assert list(lies([Try(0, "SLOT_MISMATCH", gave_up="SLOT_MISMATCH")], "s", committed=False)) == []
