@@ -121,8 +121,8 @@ soak: $(VENV)/.dev  ## SOAK_S seconds of mixed load and faults; equal counts on 
 	$(BIN)/python tests/breaking/endurance/soak.py --seconds $(SOAK_S)
 
 HISTORY_S ?= 120
-histories: $(VENV)/.dev  ## HISTORY_S seconds of puts, reads, leases and deletions under kills, leaps, full disks and flips; each id is a register.
-	$(BIN)/python tests/breaking/endurance/histories.py --seconds $(HISTORY_S)
+histories: $(VENV)/.dev $(PAIR)  ## HISTORY_S seconds of puts, reads, leases and deletions under kills, leaps, full disks and flips; each id is a register.
+	$(BIN)/python tests/breaking/endurance/histories.py --store $(STORE) --seconds $(HISTORY_S)
 
 SEEDS ?= 1000
 simulation: $(VENV)/.dev  ## SEEDS seeds of a simulated server: threads, clock, disk, kills and losses of power; a seed replays its run.

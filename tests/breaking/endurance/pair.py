@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import random
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, closing
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -21,7 +21,8 @@ from support.waiting import wait_until
 
 from slotstream.store.blobs.s3.bucket import S3Blobs
 from slotstream.store.catalogue.postgres.migrating import migrate
-from slotstream.store.cluster.reading import attempt_of
+from slotstream.store.cluster.reading import attempt_of, object_key
+from slotstream.store.records import SampleKey
 
 _SWEEPS = 3
 _LONG_S = 7.0  # For so long that others take a stream, or a server, for dead.
@@ -113,6 +114,30 @@ class Pair:
         self._relay.links[:] = self._relay.live
         return "connections cut"
 
+    def flip(self, namespace: str, sample_id: str, rng: random.Random) -> bool | None:
+        """Flip a bit of a committed sample's object. None where there is none; False where it is another's by then."""
+        attempt = self._attempt(namespace, sample_id)
+        if attempt is None:
+            return None
+        key = object_key(SampleKey(namespace, sample_id), attempt)
+        with self._blobs() as blobs:
+            found = blobs.open(key)
+            if found is None:
+                return None
+            data = bytearray(found.read(0, found.nbytes))
+            data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+            blobs.put(key, len(data), lambda at, nbytes: bytes(data[at : at + nbytes])).finish(len(data))
+        return self._attempt(namespace, sample_id) == attempt
+
+    def _attempt(self, namespace: str, sample_id: str) -> str | None:
+        """Of a committed sample."""
+        rows = self._sql(
+            "SELECT attempt FROM slotstream.samples WHERE namespace = %s AND sample_id = %s AND state = 'committed'",
+            namespace,
+            sample_id,
+        )
+        return str(rows[0][0]) if rows else None
+
     # What is left over.
 
     def sweep(self) -> None:
@@ -126,7 +151,7 @@ class Pair:
         samples = self._sql("SELECT namespace, sample_id, attempt FROM slotstream.samples WHERE state = 'committed'")
         known = {(str(namespace), str(sample_id), str(attempt)) for namespace, sample_id, attempt in samples}
         there, foreign = set(), []
-        with patch.dict(os.environ, self.objects.environment()), closing(S3Blobs(self._store)) as blobs:
+        with self._blobs() as blobs:
             for stored in blobs.list():
                 one = attempt_of(stored.key)
                 if one is None:
@@ -141,9 +166,15 @@ class Pair:
             *(f"attempt {name} is left" for (name,) in attempts),
         ]
 
-    def _sql(self, statement: str) -> list[tuple[object, ...]]:
+    @contextmanager
+    def _blobs(self) -> Iterator[S3Blobs]:
+        """Past what cuts connections."""
+        with patch.dict(os.environ, self.objects.environment()), closing(S3Blobs(self._store)) as blobs:
+            yield blobs
+
+    def _sql(self, statement: str, *values: str) -> list[tuple[object, ...]]:
         with psycopg.connect(self._url, autocommit=True) as db:
-            done = db.execute(statement.encode())
+            done = db.execute(statement.encode(), values)
             return done.fetchall() if done.description else []
 
     def __enter__(self) -> Self:

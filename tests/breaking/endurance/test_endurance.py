@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -193,6 +195,19 @@ def test_a_longer_history(seed: int, streams: int) -> None:
     assert not run.wrong, run.wrong[0]
 
 
+@pytest.mark.postgres
+@pytest.mark.objects
+@pytest.mark.extended
+@pytest.mark.timeout(900)
+def test_a_history_of_two_servers_with_a_bucket() -> None:
+    with Pair() as pair:
+        run = run_histories(120.0, seed=5, pair=pair)
+    assert not run.wrong, run.wrong[0]
+    assert run.done["put committed"] > 0
+    for strike in ("server killed", "server stopped", "object's bit flipped"):
+        assert run.done[strike] > 0, strike
+
+
 @pytest.mark.extended
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("streams", [1, 4])
@@ -269,6 +284,14 @@ def test_what_is_not_accounted_for(address: str, promise: Promise, spool: bool, 
 def test_a_sample_that_nobody_promised(address: str) -> None:
     found = settle(address, _SOUND, spool=False)
     assert sorted(found.wrong) == ["arriving: nobody promised it", "wrong: nobody promised it"]
+
+
+@pytest.mark.parametrize("script", ["kills", "histories", "soak"])
+def test_each_starts_from_the_command_line(script: str) -> None:
+    """As `make` starts it, in a process that has no more paths than a script has."""
+    path = Path(__file__).with_name(f"{script}.py")
+    ran = subprocess.run([sys.executable, path, "--help"], capture_output=True, text=True, timeout=120, check=False)
+    assert ran.returncode == 0, ran.stderr
 
 
 def test_a_ledger_tells_killed_senders_from_those_that_ended(tmp_path: Path) -> None:
