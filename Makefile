@@ -126,7 +126,7 @@ histories: $(VENV)/.dev $(PAIR)  ## HISTORY_S seconds of puts, reads, leases and
 
 SEEDS ?= 1000
 simulation: $(VENV)/.dev  ## SEEDS seeds of a simulated server: threads, clock, disk, kills and losses of power; a seed replays its run.
-	$(BIN)/python tests/breaking/simulation/run.py --seeds $(SEEDS)
+	$(BIN)/python tests/breaking/simulation/run.py --store $(STORE) --seeds $(SEEDS)
 
 FUZZ_RUNS ?= 100000
 FUZZ_TARGETS ?=
