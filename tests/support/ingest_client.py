@@ -101,7 +101,11 @@ class IngestClient:
             columns=[sample_pb2.ColumnData(name=name, data=data) for name, data in (columns or {}).items()],
         )
         self.send(ingest_pb2.IngestRequest(commit=commit))
-        committed = self.next_reply("committed").committed
+        reply = next(self._replies)
+        while reply.WhichOneof("kind") == "ack" and not reply.ack.chunks:  # It takes long.
+            reply = next(self._replies)
+        assert reply.WhichOneof("kind") == "committed", f"expected committed, got {reply}"
+        committed: ingest_pb2.Committed = reply.committed
         assert committed.sample == number
         return committed
 

@@ -47,12 +47,14 @@ class Put(Protocol):
 
 
 class OpenBlob(Protocol):
-    """An object being read. It has nothing that must be closed."""
+    """An object being read. Close it: a connection and memory may be its own. No call of it may be under way then."""
 
     nbytes: int
 
     def read(self, at: int, nbytes: int) -> bytes:
-        """`nbytes` from `at`; fewer only at the end of the object."""
+        """`nbytes` from `at`; fewer only at the end of the object. Reads in order cost least."""
+
+    def close(self) -> None: ...
 
 
 class Blobs(Protocol):
@@ -63,8 +65,8 @@ class Blobs(Protocol):
         where it must not be: what it allows arrives within a minute, or never.
         """
 
-    def open(self, key: str) -> OpenBlob | None:
-        """None where there is no such object."""
+    def open(self, key: str, *, all_of_it: bool = False) -> OpenBlob | None:
+        """None where there is no such object. `all_of_it`: all of it will be read, and in order: more is asked for at once."""
 
     def delete(self, key: str) -> None:
         """One that is not there is fine."""

@@ -48,10 +48,10 @@ class ObjectStore(SampleStore):
         clock: DatabaseTime,
     ) -> None:
         """`parts`: those of the scratch directory, with this catalogue."""
-        objects = BlobFiles(blobs)
+        objects, self._whole_objects = BlobFiles(blobs), BlobFiles(blobs, all_of_it=True)
         lifetimes = ObjectLifetimes(parts, catalogue, blobs, objects)
         super().__init__(parts, lock_fd, uploads_max, lifetimes, ObjectPublisher(parts, catalogue, objects, lifetimes))
-        self._shared, self._blobs, self._objects = catalogue, blobs, objects
+        self._shared, self._blobs = catalogue, blobs
         self._senders = ThreadPoolExecutor(_SENDERS, thread_name_prefix="send")
         self._cleaners = ThreadPoolExecutor(_CLEANERS, thread_name_prefix="clean")
         self._keeper = Keeper(catalogue, blobs, objects, clock, self._open_attempts)
@@ -139,7 +139,9 @@ class ObjectStore(SampleStore):
             record = readable(key, record)
             self._keeper.reads.begin(record.attempt)
             try:
-                return SampleReader(self._objects, object_path(record), record, partial(self._read, record.attempt, closed))
+                return SampleReader(
+                    self._whole_objects, object_path(record), record, partial(self._read, record.attempt, closed)
+                )
             except FileNotFoundError:
                 error: SlotStreamError = Damaged(f"the object of {key} is gone")
             except OSError as failure:

@@ -9,8 +9,10 @@ from slotstream.store.blobs.base import Put, Read, Stored
 from slotstream.store.blobs.s3.address import Address
 from slotstream.store.blobs.s3.checking import check
 from slotstream.store.blobs.s3.put import S3Put
-from slotstream.store.blobs.s3.reading import S3Blob
+from slotstream.store.blobs.s3.reading import Room, S3Blob
 from slotstream.store.blobs.s3.requests import Refused, Requests
+
+_ROOM_BYTES = 128 << 20  # For small objects that are read whole; larger ones, and more of them, do without.
 
 
 class S3Blobs:
@@ -21,6 +23,7 @@ class S3Blobs:
         self.address = Address.parsed(url)
         self._prefix = self.address.prefix
         self._requests = Requests(self.address)
+        self._room = Room(_ROOM_BYTES)
 
     def __str__(self) -> str:
         return str(self.address)
@@ -32,9 +35,9 @@ class S3Blobs:
         look, remove = partial(self.checksum, key), partial(self.abort, key)
         return S3Put(self._requests, self._prefix + key, bytes_max, read, may, look, remove)
 
-    def open(self, key: str) -> S3Blob | None:
+    def open(self, key: str, *, all_of_it: bool = False) -> S3Blob | None:
         try:
-            return S3Blob(self._requests, self._prefix + key)
+            return S3Blob(self._requests, self._prefix + key, self._room, all_of_it=all_of_it)
         except Refused as error:
             if error.error == "NoSuchKey":  # And not that the bucket is gone: its objects are not, as far as anybody knows.
                 return None

@@ -61,6 +61,8 @@ def _check(blobs: Blobs, requests: Requests, address: str, prefix: str, key: str
     with needs("s3:GetObject", "give a range of an object"):
         opened = blobs.open(key)
         must(opened is not None and opened.read(4, 6) == _BODY[4:10], "give a range of an object")
+        assert opened is not None, "it was just looked at"
+        opened.close()
     with needs("s3:ListBucket", "list objects"):
         must([one.key for one in blobs.list(key)] == [key], "list an object that was just stored")
     with needs("s3:ListBucket", "say that an object is not there"):
