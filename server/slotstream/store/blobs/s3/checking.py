@@ -100,9 +100,8 @@ def _choose_checksum(blobs: Blobs, requests: Requests, key: str) -> None:
 
 
 def _refuses_wrong_bytes(requests: Requests, key: str) -> bool:
-    name, header, digest = requests.wrong_digest(_BODY)
     try:
-        requests.send_with("put_object", _BODY, {header: digest}, lambda: None, Key=key, **{name: digest})
+        requests.send_with("put_object", _BODY, requests.wrong_digest(_BODY), lambda: None, key)
     except Refused as error:
         return 400 <= error.http_status < 500
     return False

@@ -112,6 +112,6 @@ class S3Blob:
     def _signed(self) -> str:
         """One URL is good for many reads."""
         if time.monotonic() >= self._good_until:
-            self._url = self._requests.signed("get_object", READ_URL_S, Key=self._key)
+            self._url = self._requests.signed("get_object", READ_URL_S, self._key)
             self._good_until = time.monotonic() + READ_URL_S / 2
         return self._url

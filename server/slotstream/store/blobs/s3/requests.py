@@ -1,4 +1,4 @@
-"""How a request gets to the bucket: small ones through botocore, bodies through urllib3 to URLs that botocore signed.
+"""How a request gets to the bucket: small ones through botocore, bodies through urllib3 to signed URLs.
 
 botocore reads and hashes a body several times; a signed URL leaves it alone. What the store has to check of a body is a header
 that is signed with the URL. No URL is ever shown: its signature is as good as a password for some minutes.
@@ -23,6 +23,7 @@ from botocore.config import Config
 from botocore.exceptions import BotoCoreError, ClientError, NoCredentialsError
 
 from slotstream.store.blobs.s3.address import Address
+from slotstream.store.blobs.s3.signing import Signer
 from slotstream.wire.errors import ConfigError, IoError, StoreFull
 from slotstream.wire.hashing import Buffer
 
@@ -37,6 +38,7 @@ _ERROR_BYTES_MAX = 1 << 16
 _PAUSES_S = (0.1, 0.5, 2.0)  # Before a request is sent again; a little more or less each time.
 _PASSING = frozenset({408, 429, 500, 502, 503, 504})
 _NO_ROOM = frozenset({"QuotaExceeded", "InsufficientStorage", "InsufficientCapacity", "XMinioStorageFull", "507"})
+_NONE: Mapping[str, str] = {}
 _ABSENT = frozenset({"NoSuchKey", "NoSuchUpload", "NotFound", "404"})
 
 
@@ -101,8 +103,10 @@ class Requests:
                 response_checksum_validation="when_required",
             )
             self._client: Any = session.create_client("s3", region_name=region, config=config)
-            if session.get_credentials() is None:
+            credentials = session.get_credentials()
+            if credentials is None:
                 raise ConfigError(f"there are no credentials for {address}: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY")
+            self._signer = Signer(self._client, credentials, address.bucket)
         except (BotoCoreError, ValueError) as error:
             raise ConfigError(f"the object store {address} cannot be used: {' '.join(str(error).split())}") from None
         self._bucket = address.bucket
@@ -132,27 +136,31 @@ class Requests:
         except BotoCoreError as error:
             raise self._unanswered(error) from None
 
-    def signed(self, operation: str, seconds: int, **parameters: Any) -> str:
-        """A URL for one kind of request, good for so long."""
+    def signed(
+        self, operation: str, seconds: int, key: str, headers: Mapping[str, str] = _NONE, **parameters: str | int
+    ) -> str:
+        """A URL for one kind of request with `headers`, good for so long."""
         try:
-            url: str = self._client.generate_presigned_url(
-                operation, Params={"Bucket": self._bucket, **parameters}, ExpiresIn=seconds
-            )
-            return url
+            return self._signer.url(operation, seconds, key, headers, parameters)
         except (BotoCoreError, NoCredentialsError) as error:
             raise self._unanswered(error) from None
 
-    def send_body(self, operation: str, body: Buffer, may: Callable[[], None], **parameters: Any) -> str:
+    def send_body(self, operation: str, body: Buffer, may: Callable[[], None], key: str, **parameters: str | int) -> str:
         """PUT a body that the store checks; its ETag. `may`: raises where that is not wanted any more."""
-        name, header, digest = self._digest(body)
-        return self.send_with(operation, body, {header: digest}, may, **{name: digest}, **parameters)
+        return self.send_with(operation, body, self._digest(body), may, key, **parameters)
 
     def send_with(
-        self, operation: str, body: Buffer, headers: Mapping[str, str], may: Callable[[], None], **parameters: Any
+        self,
+        operation: str,
+        body: Buffer,
+        headers: Mapping[str, str],
+        may: Callable[[], None],
+        key: str,
+        **parameters: str | int,
     ) -> str:
-        """PUT a body with headers that `parameters` have too, so that they are signed; its ETag."""
+        """PUT a body with headers, which are signed too; its ETag."""
         for pause_s in (*_PAUSES_S, None):
-            url = self.signed(operation, _BODY_URL_S, **parameters)
+            url = self.signed(operation, _BODY_URL_S, key, headers, **parameters)
             may()  # After the signature: whoever is stopped here and goes on later has one that is good no more.
             answer = self._try("PUT", url, headers, body, last=pause_s is None)
             if answer is not None and answer.status == 200 and not _is_error(answer.data):
@@ -202,16 +210,16 @@ class Requests:
                 _pause(pause_s)
         raise IoError(f"the object store {self._address} does not say how large an object is")
 
-    def wrong_digest(self, body: Buffer) -> tuple[str, str, str]:
+    def wrong_digest(self, body: Buffer) -> dict[str, str]:
         """As what a body is sent with, of other bytes: the store has to refuse it."""
         return self._digest(bytes(body) + b"!")
 
-    def _digest(self, body: Buffer) -> tuple[str, str, str]:
-        """A body's checksum: botocore's name for it, its header, and its value."""
+    def _digest(self, body: Buffer) -> dict[str, str]:
+        """The header with a body's checksum."""
         if self.has_crc:
             raw = checksums.crc64nvme(body).to_bytes(8, "big")
-            return "ChecksumCRC64NVME", "x-amz-checksum-crc64nvme", base64.b64encode(raw).decode()
-        return "ContentMD5", "Content-MD5", base64.b64encode(hashlib.md5(body, usedforsecurity=False).digest()).decode()
+            return {"x-amz-checksum-crc64nvme": base64.b64encode(raw).decode()}
+        return {"Content-MD5": base64.b64encode(hashlib.md5(body, usedforsecurity=False).digest()).decode()}
 
     def _try(
         self,
