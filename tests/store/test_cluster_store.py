@@ -179,12 +179,12 @@ def test_what_is_deleted_is_gone_for_all_and_its_object_a_minute_later(world: Wo
             with pytest.raises(SampleNotFound):
                 store.reader(sample.key)
         assert b"".join(bytes(piece) for block in reader.blocks(0, 20) for piece in block.data) == sample.data
-    first._keeper.sweep()
+    world.sweep()
     assert len(world.objects()) == 1
     again = Sample(rows=20, seed=5)
     assert again.put(second) is False  # Its id is free at once.
     world.let_pass()
-    first._keeper.sweep()
+    world.sweep()
     assert len(world.objects()) == 1
     assert same(first, again)
 
@@ -198,10 +198,10 @@ def test_a_read_that_takes_long_is_waited_for(world: World) -> None:
         first._keeper.beat()
         second.delete(sample.key)
         world.let_pass()
-        second._keeper.sweep()
+        world.sweep()
         assert len(world.objects()) == 1
     world.sql("UPDATE holds SET until_unix_ns = 0")
-    second._keeper.sweep()
+    world.sweep()
     assert world.objects() == []
 
 
@@ -225,7 +225,7 @@ def test_one_of_them_applies_the_rules(world: World) -> None:
     sweeps[other].sweep()
     assert other.totals()[State.COMMITTED][0] == 2
     world.let_pass()
-    other._keeper.sweep()
+    world.sweep()
     assert len(world.objects()) == 2
 
 
@@ -239,12 +239,12 @@ def test_what_a_dead_server_had_not_sent_whole_is_swept(world: World) -> None:
     assert isinstance(upload, uploads.ObjectUpload)
     wait_until(lambda: all(send.done() for send in upload._sends.values()))
     world.die(first)
-    second._keeper.sweep()
+    world.sweep()
     assert second.stat(sample.key).state is State.ARRIVING  # type: ignore[union-attr]
     world.let_pass()
-    second._keeper.sweep()
+    world.sweep()
     world.let_pass()
-    second._keeper.sweep()
+    world.sweep()
     record = second.stat(sample.key)
     assert record is not None
     assert (record.state, record.error_code) == (State.FAILED, "INTERRUPTED")
@@ -268,9 +268,9 @@ def test_what_a_dead_server_had_sent_whole_is_a_sample_if_its_id_is_free(world: 
     if not is_free:
         other.put(second)
     world.let_pass()
-    second._keeper.sweep()
+    world.sweep()
     world.let_pass()
-    second._keeper.sweep()
+    world.sweep()
     assert same(second, sample if is_free else other)
     assert len(world.objects()) == 1
     assert [one.damage for one in second.verify_all()] == [""]
@@ -283,11 +283,11 @@ def test_a_server_that_was_taken_for_dead_commits_nothing(world: World) -> None:
     assert isinstance(upload, uploads.ObjectUpload)
     upload.begun.result()
     world.let_pass()
-    second._keeper.sweep()
+    world.sweep()
     with pytest.raises(Interrupted):
         upload.commit(10, sample.token_ids)
     world.let_pass()
-    second._keeper.sweep()
+    world.sweep()
     wait_until(lambda: world.objects() == [])
     assert sample.put(second) is False
 

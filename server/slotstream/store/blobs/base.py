@@ -1,6 +1,6 @@
 """What a store of objects is asked to do.
 
-An object is there whole or not at all. Keys are chosen so that none is ever used twice, so nothing is ever overwritten.
+An object is there whole or not at all. Keys are chosen so that none is ever used twice: only `swap` overwrites one.
 Everything here is thread safe, and raises IoError where the store does not answer as it should, StoreFull where it has no room.
 """
 
@@ -23,6 +23,14 @@ class Stored:
     key: str
     nbytes: int
     checksum: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Small:
+    """A small object, with all its bytes. `tag`: another one has another."""
+
+    data: bytes
+    tag: str
 
 
 class Put(Protocol):
@@ -73,6 +81,15 @@ class Blobs(Protocol):
 
     def abort(self, key: str) -> None:
         """Nothing is left of `key`: neither parts that anybody sent, nor an object. Who was sending has to have stopped."""
+
+    def get_small(self, key: str) -> Small | None:
+        """An object of a few bytes. None where there is none."""
+
+    def swap(self, key: str, data: bytes, instead_of: str) -> bool:
+        """Put an object of a few bytes in place of the one with this tag ("": of none). False where another is there.
+
+        After an error it may be there or not. The one kind of object that is ever overwritten.
+        """
 
     def list(self, prefix: str = "") -> Iterator[Stored]:
         """Objects whose keys begin so, in the order of their keys, without their checksums."""

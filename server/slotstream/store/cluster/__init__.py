@@ -6,5 +6,7 @@ uploads     a sample that arrives: its rows land in a scratch file, and go on to
 publishing  the step that commits it
 lifetimes   deletions and damage
 reading     objects, read as files are
+generation  whether the catalogue is older than the bucket, and nothing may be deleted
+rebuilding  the catalogue, brought up to what the bucket holds
 keeping     attempts are renewed, and those that ended are swept
 """

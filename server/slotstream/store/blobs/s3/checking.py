@@ -12,6 +12,9 @@ from slotstream.wire.errors import ConfigError, IoError
 
 _BODY = b"slotstream was here, and checks what this bucket can do\n"
 
+_SWAPPED = "-swap"
+_SWAP = "put an object only in place of one that is named (If-Match, If-None-Match)"
+
 
 def check(blobs: Blobs, requests: Requests, address: str, prefix: str) -> None:
     """`prefix`: of the keys of `blobs` in the bucket.
@@ -24,6 +27,7 @@ def check(blobs: Blobs, requests: Requests, address: str, prefix: str) -> None:
     except BaseException:
         with suppress(IoError):
             blobs.abort(key)
+            blobs.delete(key + _SWAPPED)
         raise
 
 
@@ -67,8 +71,11 @@ def _check(blobs: Blobs, requests: Requests, address: str, prefix: str, key: str
         must([one.key for one in blobs.list(key)] == [key], "list an object that was just stored")
     with needs("s3:ListBucket", "say that an object is not there"):
         must(blobs.checksum(key + "-none") is None, "say that an object is not there")
+    with needs("s3:PutObject", _SWAP):
+        must(_swaps(blobs, key + _SWAPPED), _SWAP)
     with needs("s3:DeleteObject", "delete an object"):
         blobs.delete(key)
+        blobs.delete(key + _SWAPPED)
         must(blobs.checksum(key) is None, "delete an object")
     with needs("s3:PutObject", "take an object in parts"):
         put = blobs.put(key, 1 << 30, puts(_BODY.ljust(1 << 24)))
@@ -81,6 +88,16 @@ def _check(blobs: Blobs, requests: Requests, address: str, prefix: str, key: str
         put.finish(put.part_bytes + 7)
     with needs("s3:DeleteObject", "delete an object"):
         blobs.delete(key)
+
+
+def _swaps(blobs: Blobs, key: str) -> bool:
+    if not blobs.swap(key, b"1", "") or blobs.swap(key, b"2", ""):
+        return False
+    first = blobs.get_small(key)
+    if first is None or first.data != b"1" or not blobs.swap(key, b"3", first.tag) or blobs.swap(key, b"4", first.tag):
+        return False
+    last = blobs.get_small(key)
+    return last is not None and last.data == b"3"
 
 
 def _choose_checksum(blobs: Blobs, requests: Requests, key: str) -> None:

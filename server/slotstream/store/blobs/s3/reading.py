@@ -2,7 +2,7 @@
 
 A request costs as much processor as a MiB of its answer. So what is read whole is asked for in few: a small object is one, and
 comes into memory, as long as all reads together have not too much there. Of a large one the rows are taken from the socket when
-they are wanted; what nobody took yet waits at the store. Whoever wants the header alone asks for half a MiB.
+they are wanted; what nobody took yet waits at the store. Where the header alone is wanted, half a MiB is asked for.
 """
 
 from __future__ import annotations
