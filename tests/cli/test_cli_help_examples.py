@@ -77,6 +77,7 @@ PRINTS = {
     "slotstream retention": r"samples_max",
     "slotstream retention --accept": r"The rules are accepted",
     "slotstream migrate": r"0001_samples.sql",
+    "slotstream copy": r"samples were copied .*, 0 did not go",
     "slotstream rebuild": r"0 samples are the same",
     "slotstream token": r"^$|sha256",
     "slotstream serve": r"listening on",
@@ -248,12 +249,17 @@ def _for_rebuild(folder: Path, served: ServerProcess, stack: ExitStack) -> dict[
     }
 
 
+def _for_copy(folder: Path, served: ServerProcess, stack: ExitStack) -> dict[str, str]:
+    return {**_for_rebuild(folder, served, stack), "/var/lib/slotstream": str(served.data_dir)}
+
+
 _NEEDS: dict[str, Callable[[Path, ServerProcess, ExitStack], dict[str, str]]] = {
     "": _for_all,
     "serve": _for_serve,
     "doctor": _for_doctor,
     "capture": _for_capture,
     "flags": _for_flags,
+    "copy": _for_copy,
     "migrate": _for_migrate,
     "rebuild": _for_rebuild,
     "retention": _for_retention,
@@ -295,6 +301,7 @@ _MARKS: dict[str, tuple[pytest.MarkDecorator, ...]] = {
     "certify": (pytest.mark.extended,),
     "migrate": (pytest.mark.postgres,),
     "rebuild": _PAIR,
+    "copy": _PAIR,
 }
 
 
