@@ -120,6 +120,7 @@ WINGS = {
             "catalogue",
             "upkeep",
             "blobs",
+            "failure_shares",
         },
     },
 }

@@ -14,14 +14,14 @@ from store.store_kit import Sample, read_all
 from support.waiting import wait_until
 
 from slotstream.store.catalogue.queries import ListQuery
-from slotstream.store.cluster import uploads
+from slotstream.store.cluster import failure_shares, uploads
 from slotstream.store.cluster.store import ObjectStore
 from slotstream.store.records import Failure, SampleSpec, State
 from slotstream.store.sample.upload import Upload
-from slotstream.store.upkeep.retention import Policy, Rule
+from slotstream.store.upkeep.retention import Policy, Reason, Rule
 from slotstream.store.upkeep.sweeping import Sweeper
 from slotstream.wire.columns import NO_COLUMNS, RowFormat
-from slotstream.wire.errors import AlreadyExists, ConfigError, Interrupted, SampleFailed, SampleNotFound, StillArriving
+from slotstream.wire.errors import AlreadyExists, ConfigError, Interrupted, IoError, SampleFailed, SampleNotFound, StillArriving
 
 pytestmark = [pytest.mark.postgres, pytest.mark.objects]
 MIB = 1 << 20
@@ -227,6 +227,53 @@ def test_one_of_them_applies_the_rules(world: World) -> None:
     world.let_pass()
     world.sweep()
     assert len(world.objects()) == 2
+
+
+def test_room_in_the_bucket_is_made_by_the_leader(world: World) -> None:
+    first, second = world.open(), world.open()
+    for number in range(5):
+        Sample(f"s{number}", seed=number).put(second)
+    nbytes = first.totals()[State.COMMITTED][1]
+    wait_until(lambda: first.leads or second.leads)
+    leader = first if first.leads else second
+    policy = Policy(default=Rule(delete_when_full=True), free_bytes_target=nbytes // 5, bucket_bytes_max=nbytes)
+    assert Sweeper(leader.lifetimes, policy, leader.free_bytes).make_room().samples == {Reason.FREE_SPACE: 1}
+    assert {record.sample_id for record in second.list_page(ListQuery())[0]} == {"s1", "s2", "s3", "s4"}
+
+
+def test_a_peer_has_one_share_of_failed_samples_over_all_servers(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = world.open(), world.open()
+    monkeypatch.setattr(failure_shares, "_AT_ONCE", 2)
+    shares = {store: failure_shares.SharedFailureShares(store._shared, 5, 1e-9) for store in (first, second)}
+    for store, own in shares.items():
+        monkeypatch.setattr(store, "_failure_shares", own)
+    for number in range(8):
+        upload = (first, second)[number % 2].open_upload(Sample(f"s{number}").spec(), "rude")
+        upload.abort(Failure("ABORTED", "no"))
+    first.open_upload(Sample("other").spec(), "polite").abort(Failure("ABORTED", "no"))
+    # The one that was left over was taken by one of both.
+    wait_until(lambda: world.sql("SELECT 1 FROM samples WHERE state = 'arriving'") == [])
+    known = [str(row[0]) for row in world.sql("SELECT sample_id FROM samples WHERE state = 'failed' ORDER BY sample_id")]
+    assert "other" in known
+    assert len(known) == 6
+    # While the catalogue does not answer, each server counts by itself.
+    monkeypatch.setattr(first._shared, "take_failures", _away)
+    assert [shares[first].take("third") for _ in range(6)] == [True] * 5 + [False]
+
+
+def _away(*unused: object) -> int:
+    raise IoError("the catalogue is away")
+
+
+def test_a_share_of_failed_samples_grows_again(world: World) -> None:
+    catalogue = world.open()._shared
+    assert [catalogue.take_failures("p", 4, 10, 0.001) for _ in range(4)] == [4, 4, 2, 0]
+    world.sql("UPDATE failure_shares SET at_unix_ns = at_unix_ns - 3000000000000")
+    assert catalogue.take_failures("p", 4, 10, 0.001) == 3
+    world.sql("UPDATE failure_shares SET at_unix_ns = 0")
+    assert catalogue.take_failures("q", 1, 10, 0.001) == 1
+    assert len(world.sql("SELECT 1 FROM failure_shares")) == 1  # Who has all of it again is forgotten.
+    assert catalogue.take_failures("\x00\ud800", 20, 10, 0.001) == 10
 
 
 # Servers that are gone.

@@ -68,6 +68,9 @@ class SharedCatalogue(Catalogue, Protocol):
     def hold_attempts(self, attempts: Sequence[str]) -> Future[None]:
         """Their objects are being read: they stay for another REMOVED_AFTER_S."""
 
+    def take_failures(self, peer: str, wanted: int, most: int, per_s: float) -> int:
+        """Up to `wanted` of the failed samples that a peer may leave here: `most`, and `per_s` more each second up to that."""
+
     def generation(self) -> Generation: ...
 
     def set_generation(self, number: int, term: int = 0) -> bool:

@@ -14,6 +14,7 @@ from typing import Any
 from slotstream.store.blobs.base import Blobs
 from slotstream.store.catalogue.attempts import SharedCatalogue
 from slotstream.store.catalogue.base import scan
+from slotstream.store.cluster.failure_shares import SharedFailureShares
 from slotstream.store.cluster.generation import Generations, is_own
 from slotstream.store.cluster.keeping import DatabaseTime, Keeper
 from slotstream.store.cluster.lifetimes import ObjectLifetimes
@@ -53,7 +54,8 @@ class ObjectStore(SampleStore):
         self._generations = Generations(catalogue, blobs)
         self._generations.look()
         lifetimes = ObjectLifetimes(parts, catalogue, blobs, objects, self._generations)
-        super().__init__(parts, lock_fd, uploads_max, lifetimes, ObjectPublisher(parts, catalogue, objects, lifetimes))
+        publisher = ObjectPublisher(parts, catalogue, objects, lifetimes)
+        super().__init__(parts, lock_fd, uploads_max, lifetimes, publisher, SharedFailureShares(catalogue))
         self._shared, self._blobs = catalogue, blobs
         self._senders = ThreadPoolExecutor(_SENDERS, thread_name_prefix="send")
         self._cleaners = ThreadPoolExecutor(_CLEANERS, thread_name_prefix="clean")

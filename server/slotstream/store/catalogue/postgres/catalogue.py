@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from slotstream.store.catalogue.attempts import Attempt, Generation
 from slotstream.store.catalogue.holds import Holds, ReadHold
-from slotstream.store.catalogue.postgres import attempts, leases, listing, questions
+from slotstream.store.catalogue.postgres import attempts, failure_shares, leases, listing, questions
 from slotstream.store.catalogue.postgres.database import Database, Work
 from slotstream.store.catalogue.queries import Candidate, ListQuery, Queue, Standing, Usage
 from slotstream.store.records import SampleKey, SampleRecord, State
@@ -277,6 +277,12 @@ class PostgresCatalogue(Database):
 
     def known_attempts(self, names: Sequence[str], keys: Sequence[SampleKey]) -> set[str]:
         return self._ask(lambda db: attempts.known(db, names, keys))
+
+    def take_failures(self, peer: str, wanted: int, most: int, per_s: float) -> int:
+        def operation(work: Work) -> int:
+            return failure_shares.take(work.db, peer, wanted, most, per_s, work.now)
+
+        return self._submit(operation).result()
 
     # A catalogue that is older than the bucket.
 
