@@ -6,6 +6,7 @@ What starts vLLM is only parsed here; a test of tests/engine runs such a command
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import shutil
@@ -15,6 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -23,7 +25,8 @@ from support.as_printed import Shell
 from support.fake_engine import FakeEngine
 from support.ingest_client import IngestClient
 from support.ports import free_port
-from support.postgres import cluster
+from support.postgres import catalogue_url, cluster
+from support.seaweedfs import object_store
 from support.secure import Authority, entry, token, write_tokens
 from support.server import ServerProcess
 from support.synthetic import SyntheticSample
@@ -74,6 +77,8 @@ PRINTS = {
     "slotstream retention": r"samples_max",
     "slotstream retention --accept": r"The rules are accepted",
     "slotstream migrate": r"0001_samples.sql",
+    "slotstream copy": r"samples were copied .*, 0 did not go",
+    "slotstream rebuild": r"0 samples are the same",
     "slotstream token": r"^$|sha256",
     "slotstream serve": r"listening on",
     "slotstream web": r"^http://127.0.0.1:\d+",
@@ -236,13 +241,27 @@ def _for_migrate(folder: Path, served: ServerProcess, stack: ExitStack) -> dict[
     return {"postgresql://slotstream@db.example/slotstream": cluster().database()}
 
 
+def _for_rebuild(folder: Path, served: ServerProcess, stack: ExitStack) -> dict[str, str]:
+    stack.enter_context(patch.dict(os.environ, object_store().environment()))
+    return {
+        "s3://bucket/samples": object_store().bucket(),
+        "postgresql://slotstream@db.example/slotstream": catalogue_url(),
+    }
+
+
+def _for_copy(folder: Path, served: ServerProcess, stack: ExitStack) -> dict[str, str]:
+    return {**_for_rebuild(folder, served, stack), "/var/lib/slotstream": str(served.data_dir)}
+
+
 _NEEDS: dict[str, Callable[[Path, ServerProcess, ExitStack], dict[str, str]]] = {
     "": _for_all,
     "serve": _for_serve,
     "doctor": _for_doctor,
     "capture": _for_capture,
     "flags": _for_flags,
+    "copy": _for_copy,
     "migrate": _for_migrate,
+    "rebuild": _for_rebuild,
     "retention": _for_retention,
     "status": _for_status,
     "verify": _for_verify,
@@ -277,7 +296,13 @@ def _capture_elsewhere(folder: Path, served: ServerProcess) -> None:
 _BEFORE = {"slotstream restore": _put_aside, "slotstream certify --files": _capture_elsewhere}
 
 
-_MARKS = {"certify": pytest.mark.extended, "migrate": pytest.mark.postgres}
+_PAIR = (pytest.mark.postgres, pytest.mark.objects)
+_MARKS: dict[str, tuple[pytest.MarkDecorator, ...]] = {
+    "certify": (pytest.mark.extended,),
+    "migrate": (pytest.mark.postgres,),
+    "rebuild": _PAIR,
+    "copy": _PAIR,
+}
 
 
 @pytest.mark.parametrize(

@@ -268,6 +268,26 @@ def test_what_belongs_to_the_store_is_told(words: str, sentence: str) -> None:
     assert "word" not in str(caught.value).replace("password", "")
 
 
+@pytest.mark.parametrize(
+    ("rules", "store", "sentence"),
+    [
+        ("free_bytes_target = 9000000000", True, "with --store free_bytes_target needs bucket_bytes_max"),
+        ("bucket_bytes_max = 9\nfree_bytes_target = 1", False, "bucket_bytes_max belongs to --store"),
+        ("bucket_bytes_max = 9\nfree_bytes_target = 1", True, ""),
+        ("free_bytes_target = 9000000000", False, ""),
+    ],
+)
+def test_a_bucket_has_the_room_that_the_rules_say(tmp_path: Path, rules: str, store: bool, sentence: str) -> None:
+    (tmp_path / "rules.toml").write_text(f"{rules}\n[default]\ndelete_when_full = true\n")
+    pair = "--store s3://b1b/x --catalogue postgresql://h/d --scratch s --experimental"
+    words = [*(pair if store else "--data d").split(), "--retention", str(tmp_path / "rules.toml")]
+    if not sentence:
+        assert _config(*words).retention.deletes_when_full
+        return
+    with pytest.raises(ConfigError, match=sentence):
+        _config(*words)
+
+
 def test_a_password_may_stand_in_the_environment() -> None:
     url = "postgresql://me:word@h/d"
     said = _config(*["--store", "s3://b1b/x", "--scratch", "s", "--experimental"], SLOTSTREAM_SERVE_CATALOGUE=url)

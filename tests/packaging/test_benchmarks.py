@@ -70,11 +70,16 @@ def test_transport(tmp_path: Path) -> None:
     assert "get, TCP / mmap + copy, whole samples" in judged
 
 
+_SERVERS = ("files", "1 with objects", "2 with objects")
+
+
 @pytest.mark.postgres
+@pytest.mark.objects
 def test_cluster(tmp_path: Path) -> None:
-    options = ["--catalogue", "300,600", "--questions", "2", "--json", str(tmp_path / "figures.json")]
-    subprocess.run([sys.executable, str(_BENCHMARKS / "cluster.py"), *options], check=True, timeout=240)
-    figures = json.loads((tmp_path / "figures.json").read_text())
+    options = ["--catalogue", "300,600", "--questions", "2", "--samples-mib", "1,2", "--total-mib", "4", "--rounds", "1"]
+    figures = _figures(tmp_path, "cluster.py", *options)
+    assert [line["sample_mib"] for line in figures["servers"]] == [1, 2]
+    assert all(line[name][what] >= 0 for line in figures["servers"] for name in _SERVERS for what in ("store", "read"))
     assert [row["samples"] for row in figures["catalogue"]] == [300, 600]
     assert {"stat", "page", "page of a rare tag", "oldest 64"} <= {verdict["what"] for verdict in figures["verdicts"]}
 

@@ -37,7 +37,7 @@ ARROWS = {
     "v1": set[str](),
 }
 # The command line speaks to a server through the client. These modules alone reach the server's halves: they start or read one.
-REACHING_THE_SERVER = {"migrate", "retention", "serve", "serve_arguments", "token", "verify"}
+REACHING_THE_SERVER = {"copy", "migrate", "rebuild", "retention", "serve", "serve_arguments", "token", "verify"}
 # What stands in front of the client: a process or a package of its own, which nobody imports.
 LEAVES = {"integrations", "web"}
 # Within a half: wing, or module that stands in front of the wings -> what it may import beside itself. docs/design.md draws it.
@@ -120,6 +120,7 @@ WINGS = {
             "catalogue",
             "upkeep",
             "blobs",
+            "failure_shares",
         },
     },
 }

@@ -14,6 +14,7 @@ from support.seaweedfs import object_store
 
 from slotstream.store.blobs.base import Blobs
 from slotstream.store.blobs.s3.bucket import S3Blobs
+from slotstream.store.cluster.generation import KEY
 from slotstream.store.cluster.opening import open_store
 from slotstream.store.cluster.store import ObjectStore
 
@@ -49,7 +50,7 @@ class World:
     def objects(self) -> list[str]:
         blobs = self.blobs()
         try:
-            return [one.key for one in blobs.list()]
+            return [one.key for one in blobs.list() if one.key != KEY]
         finally:
             blobs.close()
 
@@ -62,6 +63,11 @@ class World:
     def let_pass(self) -> None:
         """All attempts are due: what ended did so long ago, and what is open was not renewed for as long."""
         self.sql("UPDATE attempts SET due_unix_ns = 0")
+
+    def sweep(self) -> int:
+        """By the server that leads."""
+        leader = next(store for store in self.stores if store._shared.lead())
+        return leader._keeper.sweep()
 
     def die(self, store: ObjectStore) -> None:
         """Of a server that was killed: it renews, sweeps and removes nothing any more."""

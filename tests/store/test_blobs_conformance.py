@@ -119,6 +119,37 @@ def test_a_list_has_all_pages_in_order(blobs: Blobs) -> None:
     assert found == [(f"n/{number:04}", 1 + number % 7) for number in range(1005)]
 
 
+def test_a_small_one_is_swapped_for_the_one_that_is_named(blobs: Blobs) -> None:
+    assert blobs.get_small("g") is None
+    assert not blobs.swap("g", b"none", "an-other")
+    assert blobs.swap("g", b"1", "")
+    assert not blobs.swap("g", b"2", "")
+    first = blobs.get_small("g")
+    assert first is not None
+    assert first.data == b"1"
+    assert blobs.swap("g", b"2", first.tag)
+    assert not blobs.swap("g", b"3", first.tag)
+    second = blobs.get_small("g")
+    assert second is not None
+    assert second.data == b"2"
+    blobs.delete("g")
+    assert not blobs.swap("g", b"3", second.tag)
+    assert blobs.get_small("g") is None
+
+
+def test_of_several_that_swap_at_once_one_does(blobs: Blobs) -> None:
+    assert blobs.swap("g", b"0", "")
+    with ThreadPoolExecutor(8) as threads:
+        for turn in range(10):
+            there = blobs.get_small("g")
+            assert there is not None
+            tag = there.tag
+            did = list(threads.map(lambda n: blobs.swap("g", f"{turn}-{n}".encode(), tag), range(8)))  # noqa: B023
+            found = blobs.get_small("g")
+            assert found is not None
+            assert (did.count(True), found.data) == (1, f"{turn}-{did.index(True)}".encode())
+
+
 # In parts.
 
 

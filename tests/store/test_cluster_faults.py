@@ -151,7 +151,9 @@ def test_a_catalogue_that_is_away_at_the_commit_leaves_it_open(world: World, pro
 def test_what_the_leader_committed_for_a_server_that_slept_is_what_that_server_stored(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first, second = world.open(), world.open()
+    second = world.open()
+    wait_until(lambda: second.leads)
+    first = world.open()
     sample = Sample()
     upload = sample.send(first)
     commit = first._shared.commit
@@ -183,7 +185,7 @@ def test_a_server_that_could_not_renew_sends_nothing(world: World, proxy: S3Prox
 def test_a_server_without_its_engines_says_so_until_they_are_back(world: World, proxy: S3Proxy) -> None:
     store = world.open()
     store.check_directory()
-    proxy.plan("HEAD", "none", *[Answer(503)] * 9)
+    proxy.plan("GET", ".slotstream-generation", *[Answer(503)] * 9)
     with pytest.raises(IoError):
         store._keeper.beat()
     store._keeper.trouble = "the object store does not answer"

@@ -14,14 +14,14 @@ from store.store_kit import Sample, read_all
 from support.waiting import wait_until
 
 from slotstream.store.catalogue.queries import ListQuery
-from slotstream.store.cluster import uploads
+from slotstream.store.cluster import failure_shares, uploads
 from slotstream.store.cluster.store import ObjectStore
 from slotstream.store.records import Failure, SampleSpec, State
 from slotstream.store.sample.upload import Upload
-from slotstream.store.upkeep.retention import Policy, Rule
+from slotstream.store.upkeep.retention import Policy, Reason, Rule
 from slotstream.store.upkeep.sweeping import Sweeper
 from slotstream.wire.columns import NO_COLUMNS, RowFormat
-from slotstream.wire.errors import AlreadyExists, ConfigError, Interrupted, SampleFailed, SampleNotFound, StillArriving
+from slotstream.wire.errors import AlreadyExists, ConfigError, Interrupted, IoError, SampleFailed, SampleNotFound, StillArriving
 
 pytestmark = [pytest.mark.postgres, pytest.mark.objects]
 MIB = 1 << 20
@@ -180,12 +180,12 @@ def test_what_is_deleted_is_gone_for_all_and_its_object_a_minute_later(world: Wo
             with pytest.raises(SampleNotFound):
                 store.reader(sample.key)
         assert b"".join(bytes(piece) for block in reader.blocks(0, 20) for piece in block.data) == sample.data
-    first._keeper.sweep()
+    world.sweep()
     assert len(world.objects()) == 1
     again = Sample(rows=20, seed=5)
     assert again.put(second) is False  # Its id is free at once.
     world.let_pass()
-    first._keeper.sweep()
+    world.sweep()
     assert len(world.objects()) == 1
     assert same(first, again)
 
@@ -199,10 +199,10 @@ def test_a_read_that_takes_long_is_waited_for(world: World) -> None:
         first._keeper.beat()
         second.delete(sample.key)
         world.let_pass()
-        second._keeper.sweep()
+        world.sweep()
         assert len(world.objects()) == 1
     world.sql("UPDATE holds SET until_unix_ns = 0")
-    second._keeper.sweep()
+    world.sweep()
     assert world.objects() == []
 
 
@@ -226,8 +226,55 @@ def test_one_of_them_applies_the_rules(world: World) -> None:
     sweeps[other].sweep()
     assert other.totals()[State.COMMITTED][0] == 2
     world.let_pass()
-    other._keeper.sweep()
+    world.sweep()
     assert len(world.objects()) == 2
+
+
+def test_room_in_the_bucket_is_made_by_the_leader(world: World) -> None:
+    first, second = world.open(), world.open()
+    for number in range(5):
+        Sample(f"s{number}", seed=number).put(second)
+    nbytes = first.totals()[State.COMMITTED][1]
+    wait_until(lambda: first.leads or second.leads)
+    leader = first if first.leads else second
+    policy = Policy(default=Rule(delete_when_full=True), free_bytes_target=nbytes // 5, bucket_bytes_max=nbytes)
+    assert Sweeper(leader.lifetimes, policy, leader.free_bytes).make_room().samples == {Reason.FREE_SPACE: 1}
+    assert {record.sample_id for record in second.list_page(ListQuery())[0]} == {"s1", "s2", "s3", "s4"}
+
+
+def test_a_peer_has_one_share_of_failed_samples_over_all_servers(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = world.open(), world.open()
+    monkeypatch.setattr(failure_shares, "_AT_ONCE", 2)
+    shares = {store: failure_shares.SharedFailureShares(store._shared, 5, 1e-9) for store in (first, second)}
+    for store, own in shares.items():
+        monkeypatch.setattr(store, "_failure_shares", own)
+    for number in range(8):
+        upload = (first, second)[number % 2].open_upload(Sample(f"s{number}").spec(), "rude")
+        upload.abort(Failure("ABORTED", "no"))
+    first.open_upload(Sample("other").spec(), "polite").abort(Failure("ABORTED", "no"))
+    # The one that was left over was taken by one of both.
+    wait_until(lambda: world.sql("SELECT 1 FROM samples WHERE state = 'arriving'") == [])
+    known = [str(row[0]) for row in world.sql("SELECT sample_id FROM samples WHERE state = 'failed' ORDER BY sample_id")]
+    assert "other" in known
+    assert len(known) == 6
+    # While the catalogue does not answer, each server counts by itself.
+    monkeypatch.setattr(first._shared, "take_failures", _away)
+    assert [shares[first].take("third") for _ in range(6)] == [True] * 5 + [False]
+
+
+def _away(*unused: object) -> int:
+    raise IoError("the catalogue is away")
+
+
+def test_a_share_of_failed_samples_grows_again(world: World) -> None:
+    catalogue = world.open()._shared
+    assert [catalogue.take_failures("p", 4, 10, 0.001) for _ in range(4)] == [4, 4, 2, 0]
+    world.sql("UPDATE failure_shares SET at_unix_ns = at_unix_ns - 3000000000000")
+    assert catalogue.take_failures("p", 4, 10, 0.001) == 3
+    world.sql("UPDATE failure_shares SET at_unix_ns = 0")
+    assert catalogue.take_failures("q", 1, 10, 0.001) == 1
+    assert len(world.sql("SELECT 1 FROM failure_shares")) == 1  # Who has all of it again is forgotten.
+    assert catalogue.take_failures("\x00\ud800", 20, 10, 0.001) == 10
 
 
 # Servers that are gone.
@@ -240,12 +287,12 @@ def test_what_a_dead_server_had_not_sent_whole_is_swept(world: World) -> None:
     assert isinstance(upload, uploads.ObjectUpload)
     wait_until(lambda: all(send.done() for send in upload._sends.values()))
     world.die(first)
-    second._keeper.sweep()
+    world.sweep()
     assert second.stat(sample.key).state is State.ARRIVING  # type: ignore[union-attr]
     world.let_pass()
-    second._keeper.sweep()
+    world.sweep()
     world.let_pass()
-    second._keeper.sweep()
+    world.sweep()
     record = second.stat(sample.key)
     assert record is not None
     assert (record.state, record.error_code) == (State.FAILED, "INTERRUPTED")
@@ -269,9 +316,9 @@ def test_what_a_dead_server_had_sent_whole_is_a_sample_if_its_id_is_free(world: 
     if not is_free:
         other.put(second)
     world.let_pass()
-    second._keeper.sweep()
+    world.sweep()
     world.let_pass()
-    second._keeper.sweep()
+    world.sweep()
     assert same(second, sample if is_free else other)
     assert len(world.objects()) == 1
     assert [one.damage for one in second.verify_all()] == [""]
@@ -284,11 +331,11 @@ def test_a_server_that_was_taken_for_dead_commits_nothing(world: World) -> None:
     assert isinstance(upload, uploads.ObjectUpload)
     upload.begun.result()
     world.let_pass()
-    second._keeper.sweep()
+    world.sweep()
     with pytest.raises(Interrupted):
         upload.commit(10, sample.token_ids)
     world.let_pass()
-    second._keeper.sweep()
+    world.sweep()
     wait_until(lambda: world.objects() == [])
     assert sample.put(second) is False
 

@@ -29,7 +29,12 @@ from slotstream.wire.hashing import to_hex, xxh3
 pytestmark = pytest.mark.postgres
 
 # Migrations that were released -> xxh3-64 of their files. They never change, and a new one only adds.
-RELEASED = {"0001_samples.sql": "de28be6db70b9be2", "0002_attempts.sql": "b1cef39af46986d8"}
+RELEASED = {
+    "0001_samples.sql": "de28be6db70b9be2",
+    "0002_attempts.sql": "b1cef39af46986d8",
+    "0003_generation.sql": "22e63c6e03a9693c",
+    "0004_failure_shares.sql": "b330b710c9fb5b11",
+}
 
 
 def _sql(url: str, *statements: str) -> None:
@@ -229,7 +234,10 @@ def test_nothing_that_fails_shows_a_password(caplog: pytest.LogCaptureFixture) -
 def test_the_command_makes_the_tables_and_says_so_once_more() -> None:
     url = cluster().database()
     first, again = (run_cli("migrate", "--catalogue", url) for _ in range(2))
-    assert (first.returncode, first.stdout) == (0, "0001_samples.sql\n0002_attempts.sql\n"), first.stderr
+    assert (first.returncode, first.stdout) == (
+        0,
+        "".join(f"{name}\n" for name in RELEASED),
+    ), first.stderr
     assert (again.returncode, again.stdout) == (0, "")
     assert "already" in again.stderr
 

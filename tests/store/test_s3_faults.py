@@ -178,6 +178,8 @@ def test_the_right_that_lacks_is_named(opens: Opens, user: str, missing: str) ->
         ("GET", "uploads", Answer(403, "AccessDenied"), "s3:ListBucketMultipartUploads"),
         ("DELETE", "uploadId", Answer(403, "AccessDenied"), "s3:AbortMultipartUpload"),
         ("DELETE", "/", Answer(403, "AccessDenied"), "s3:DeleteObject"),
+        ("PUT", "-swap", Answer(501, "NotImplemented"), r"in place of one that is named \(If-Match, If-None-Match\)"),
+        ("PUT", "-swap", Answer(200), r"in place of one that is named \(If-Match, If-None-Match\)"),
         ("POST", "uploads", Answer(501, "NotImplemented"), "cannot take an object in parts: it answered 501 NotImplemented"),
     ],
 )

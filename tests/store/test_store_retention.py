@@ -23,6 +23,7 @@ from slotstream.store.disk.files import Files
 from slotstream.store.records import Failure, SampleKey, State
 from slotstream.store.samples import SampleStore
 from slotstream.store.upkeep import sweeping
+from slotstream.store.upkeep.preview import Imagined
 from slotstream.store.upkeep.retention import Policy, Reason, Rule, forgotten, over_limit, to_free
 from slotstream.store.upkeep.sweeping import Sweeper
 from slotstream.wire.errors import BadParams, ConfigError, Leased, SampleNotFound, StoreFull
@@ -78,6 +79,13 @@ def test_a_namespace_overrides_the_default_key_by_key(tmp_path: Path) -> None:
         ("[default]\ndelete_when_full = true", "needs a free_bytes_target above the 7 bytes"),
         ("free_bytes_target = 7\n[default]\ndelete_when_full = true", "needs a free_bytes_target above the 7 bytes"),
         ("free_bytes_target = 9", "does nothing unless"),
+        ("bucket_bytes_max = 0.5", "bucket_bytes_max must be a whole number"),
+        ("bucket_bytes_max = 9\n[default]\ndelete_when_full = true", "does nothing without a free_bytes_target"),
+        (
+            "bucket_bytes_max = 9\nfree_bytes_target = 9\n[default]\ndelete_when_full = true",
+            "free_bytes_target, 9, must be below the 9 of bucket_bytes_max",
+        ),
+        ("bucket_bytes_max = 9\nfree_bytes_target = 1", "does nothing unless"),
         ("[default]\ndelete_read_when_full = 1", "default: delete_read_when_full must be true or false"),
         ("[default]\ndelete_read_when_full = true", "delete_read_when_full needs a free_bytes_target above the 7 bytes"),
     ],
@@ -245,6 +253,25 @@ def test_when_space_runs_low_the_oldest_that_may_go_do(tmp_path: Path) -> None:
     assert (last.samples, last.still_short) == ({Reason.FREE_SPACE: 1}, True)
     assert sweeper.make_room().samples == {}
     assert _left(store, "kept") == "a"
+    store.close()
+
+
+def test_of_a_bucket_room_is_what_it_may_hold_and_does_not(tmp_path: Path) -> None:
+    """The disk is not where the samples are, so it does not matter what it says."""
+    policy = _policy(
+        tmp_path, "bucket_bytes_max = 1000\nfree_bytes_target = 5\n[default]\ndelete_when_full = true", free_bytes_min=7
+    )
+    assert (policy.bucket_bytes_max, policy.free_bytes_target) == (1000, 5)
+    store = SampleStore.open(tmp_path / "data", free_bytes_min=0)
+    for name in "abcde":
+        size = _put(store, name, namespace="x")
+    policy = replace(policy, bucket_bytes_max=5 * size + 100, free_bytes_target=100)
+    assert Sweeper(store.lifetimes, policy, lambda: 0).make_room().samples == {}
+    policy = replace(policy, bucket_bytes_max=4 * size)
+    imagined = Imagined(store._catalogue, store.lifetimes.now())
+    assert Sweeper(imagined, policy, lambda: 1 << 60).make_room().samples == {Reason.FREE_SPACE: 2}
+    assert Sweeper(store.lifetimes, policy, lambda: 1 << 60).make_room().samples == {Reason.FREE_SPACE: 2}
+    assert _left(store, "x") == "cde"
     store.close()
 
 

@@ -143,6 +143,17 @@ class Cluster:
     def url(self, database: str, host: Path | None = None) -> str:
         return f"postgresql://{_USER}@{quote(str(host or self.folder), safe='')}/{database}"
 
+    def dump(self, url: str) -> bytes:
+        """What pg_dump says of a catalogue."""
+        command = [str(self._bin / "pg_dump"), "--schema", "slotstream", "--dbname", url]
+        return subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout
+
+    def restore(self, url: str, dump: bytes) -> None:
+        """In place of the catalogue that is there, in one transaction."""
+        command = [str(self._bin / "psql"), "--quiet", "--single-transaction", "--set", "ON_ERROR_STOP=1", "--dbname", url]
+        sql = b"SET client_min_messages = warning; DROP SCHEMA slotstream CASCADE;\n" + dump
+        subprocess.run(command, check=True, input=sql, stdout=subprocess.DEVNULL)
+
     def database(self, template: str = "template1") -> str:
         """The URL of a new one."""
         name = f"test_{next(self._numbers)}"

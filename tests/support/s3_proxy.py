@@ -18,6 +18,7 @@ class Answer:
 
     status: int
     code: str = ""  # As in the body of an error.
+    cut: int = 0  # Of the store's own answer so many bytes come, and the connection ends. `status` has to be 0, too.
 
     @property
     def body(self) -> bytes:
@@ -84,7 +85,10 @@ class S3Proxy:
         self.before(line)
         plan = next((p for p in self._plans if p.answers and p.method == request.command and p.has in request.path), None)
         answer = plan.answers.pop(0) if plan is not None else None
-        if plan is None or plan.reaches:
+        cut = answer.cut if answer is not None else 0
+        if cut:
+            answer = None
+        if plan is None or plan.reaches or cut:
             store = http.client.HTTPConnection(self._store, timeout=60)
             store.request(request.command, request.path, body, dict(request.headers.items()))
             real = store.getresponse()
@@ -107,4 +111,6 @@ class S3Proxy:
         request.send_header("Content-Length", length or "0")
         request.end_headers()
         if request.command != "HEAD":
-            request.wfile.write(data)
+            request.wfile.write(data[:cut] if cut else data)
+        if cut:
+            request.close_connection = True

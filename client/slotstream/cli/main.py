@@ -48,6 +48,8 @@ COMMANDS = {
     "certify": Command("certify", "prove that an engine with your flags captures every row right", takes_rest=True),
     "retention": Command("retention", "show what retention rules would delete, and accept them"),
     "migrate": Command("migrate", "make the tables of a catalogue in PostgreSQL, or bring them up to this version"),
+    "copy": Command("copy", "copy the samples of a data directory into a bucket and its catalogue"),
+    "rebuild": Command("rebuild", "bring a catalogue in PostgreSQL up to what the bucket holds"),
     "web": Command("web", "show samples and the server's state to a browser"),
     "token": Command("token", "make a bearer token, and its entry for the server's tokens file"),
     "demo": Command("serve", "capture hidden states with a tiny model, end to end"),

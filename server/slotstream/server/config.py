@@ -358,8 +358,12 @@ class ServerConfig:
             (has_store and not self.experimental, "--store may still change, and lose what it stores: give --experimental too"),
             (has_store and self.workers > 1, "--workers: with --store one process takes all streams; start more servers"),
             (
-                has_store and self.retention.free_bytes_target > 0,
-                "--retention: with --store give bytes_max, not free_bytes_target",
+                has_store and self.retention.free_bytes_target > 0 and not self.retention.bucket_bytes_max,
+                "--retention: with --store free_bytes_target needs bucket_bytes_max: what the bucket may hold",
+            ),
+            (
+                not has_store and self.retention.bucket_bytes_max > 0,
+                "--retention: bucket_bytes_max belongs to --store; of a disk free_bytes_target is enough",
             ),
         ):
             if is_wrong:

@@ -67,8 +67,9 @@ class SampleStore:
         uploads_max: int,
         lifetimes: Lifetimes | None = None,
         publisher: Publisher | None = None,
+        failure_shares: FailureShares | None = None,
     ) -> None:
-        """`lifetimes` and `publisher`: where samples are not files."""
+        """`lifetimes`, `publisher` and `failure_shares`: where samples are not files."""
         self._parts = parts
         self.data_dir = parts.data_dir
         self._files, self._opened, self._catalogue = parts.files, parts.opened, parts.catalogue
@@ -83,7 +84,7 @@ class SampleStore:
         self._uploads_lock = threading.Lock()
         self.lifetimes = lifetimes or Lifetimes(parts)
         self._directories = DurableDirectories(parts.files)
-        self._failure_shares = FailureShares()
+        self._failure_shares = failure_shares or FailureShares()
         self.refusals = Refusals()
         self._publisher = publisher or Publisher(parts, self.lifetimes.put_aside_if_rotten)
         self._unrecorded = False  # A failure could not be recorded: the next start has to look.
@@ -214,8 +215,10 @@ class SampleStore:
     def _ended(self, upload: OpenSample, failure: Failure | None) -> None:
         """An upload's last word. At every moment `_uploads`, `_failing` or the catalogue knows the sample."""
         key = upload.spec.key
+        may_stay = True
         if failure is not None:
             self.refusals.note(key, failure)
+            may_stay = self._failure_shares.take(upload.peer)
         with self._uploads_lock:
             same = self._uploads[key]
             same.remove(upload)
@@ -226,7 +229,7 @@ class SampleStore:
             del self._uploads[key]
             if failure is None:
                 return
-            if not self._failure_shares.take(upload.peer):
+            if not may_stay:
                 self._catalogue.forget(key)
                 return
             failed, written = self._put_failed(SampleRecord.arriving(upload.spec, upload.created_unix_ns), failure)

@@ -1,6 +1,6 @@
 """What a store of objects is asked to do.
 
-An object is there whole or not at all. Keys are chosen so that none is ever used twice, so nothing is ever overwritten.
+An object is there whole or not at all. Keys are chosen so that none is ever used twice: only `swap` overwrites one.
 Everything here is thread safe, and raises IoError where the store does not answer as it should, StoreFull where it has no room.
 """
 
@@ -25,6 +25,14 @@ class Stored:
     checksum: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class Small:
+    """A small object, with all its bytes. `tag`: another one has another."""
+
+    data: bytes
+    tag: str
+
+
 class Put(Protocol):
     """One object on its way, in parts of `part_bytes` that are sent in any order, from any thread, and may be sent again."""
 
@@ -47,12 +55,14 @@ class Put(Protocol):
 
 
 class OpenBlob(Protocol):
-    """An object being read. It has nothing that must be closed."""
+    """An object being read. Close it: a connection and memory may be its own. No call of it may be under way then."""
 
     nbytes: int
 
     def read(self, at: int, nbytes: int) -> bytes:
-        """`nbytes` from `at`; fewer only at the end of the object."""
+        """`nbytes` from `at`; fewer only at the end of the object. Reads in order cost least."""
+
+    def close(self) -> None: ...
 
 
 class Blobs(Protocol):
@@ -63,14 +73,23 @@ class Blobs(Protocol):
         where it must not be: what it allows arrives within a minute, or never.
         """
 
-    def open(self, key: str) -> OpenBlob | None:
-        """None where there is no such object."""
+    def open(self, key: str, *, all_of_it: bool = False) -> OpenBlob | None:
+        """None where there is no such object. `all_of_it`: all of it will be read, and in order: more is asked for at once."""
 
     def delete(self, key: str) -> None:
         """One that is not there is fine."""
 
     def abort(self, key: str) -> None:
         """Nothing is left of `key`: neither parts that anybody sent, nor an object. Who was sending has to have stopped."""
+
+    def get_small(self, key: str) -> Small | None:
+        """An object of a few bytes. None where there is none."""
+
+    def swap(self, key: str, data: bytes, instead_of: str) -> bool:
+        """Put an object of a few bytes in place of the one with this tag ("": of none). False where another is there.
+
+        After an error it may be there or not. The one kind of object that is ever overwritten.
+        """
 
     def list(self, prefix: str = "") -> Iterator[Stored]:
         """Objects whose keys begin so, in the order of their keys, without their checksums."""

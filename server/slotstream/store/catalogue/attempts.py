@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from slotstream.store.catalogue.base import Catalogue
-from slotstream.store.records import SampleKey
+from slotstream.store.records import SampleKey, SampleRecord
 
 LIFE_S = 120.0  # Of an open attempt that nobody renews.
 REMOVED_AFTER_S = 60.0  # How long the object of a deleted sample stays, for who is reading it.
@@ -27,6 +27,14 @@ class Attempt:
     key: SampleKey
     name: str
     is_ended: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """How old a catalogue is: its number only grows, and another catalogue has another name."""
+
+    catalogue: str
+    number: int
 
 
 class SharedCatalogue(Catalogue, Protocol):
@@ -59,3 +67,29 @@ class SharedCatalogue(Catalogue, Protocol):
 
     def hold_attempts(self, attempts: Sequence[str]) -> Future[None]:
         """Their objects are being read: they stay for another REMOVED_AFTER_S."""
+
+    def take_failures(self, peer: str, wanted: int, most: int, per_s: float) -> int:
+        """Up to `wanted` of the failed samples that a peer may leave here: `most`, and `per_s` more each second up to that."""
+
+    def generation(self) -> Generation: ...
+
+    def set_generation(self, number: int, term: int = 0) -> bool:
+        """Its number is this from here on. False where it is as large already, or where another leads."""
+
+    def open_attempts(self) -> dict[str, tuple[SampleKey, int]]:
+        """Name -> its sample, and when it expires, Unix nanoseconds."""
+
+    def take_over(self, record: SampleRecord, over: str | None) -> Future[bool]:
+        """The sample that an object holds is committed, in place of the one of attempt `over`, or of none that is committed.
+
+        False where something else is there by now. All that is known of the attempt is forgotten. No other object has to go.
+        """
+
+    def let_go(self, attempts: Sequence[str]) -> Future[None]:
+        """Nothing is known of these any more, open ones or ended: nobody removes their objects."""
+
+    def keep_standing(self, record: SampleRecord, reads: int, acked_unix_ns: int) -> Future[None]:
+        """A committed sample, if it still has that header, was read so often elsewhere, and acked then (0: not)."""
+
+    def drop_lost(self, record: SampleRecord) -> Future[bool]:
+        """A committed sample is forgotten whose object is gone. False where its row is another one by now."""

@@ -1,7 +1,8 @@
 """What a server does for its attempts, and the leader for those of servers that are gone. Two threads.
 
 One renews what arrives here, holds what is read here for long, and asks what time it is. The other sweeps, if this server
-leads: it removes the objects of attempts that ended, and decides those that expired. Nothing else in the bucket is touched.
+leads: it removes the objects of attempts that ended, and decides those that expired. Nothing else in the bucket is touched, and
+nothing at all while the catalogue is older than the bucket.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 
-from slotstream.store.blobs.base import CHECK_PREFIX, Blobs
+from slotstream.store.blobs.base import Blobs
 from slotstream.store.catalogue.attempts import LIFE_S, Attempt, SharedCatalogue
+from slotstream.store.cluster.generation import Generations
 from slotstream.store.cluster.reading import BlobFiles, object_key
 from slotstream.store.disk.clock import boot_ns
 from slotstream.store.records import SampleRecord
@@ -28,7 +30,6 @@ _AWAY_BEAT_S = 1.0  # While an engine is away.
 SWEEP_S = 5.0
 _LONG_READ_S = 20.0
 _PAGE = 100
-_NOWHERE = f"{CHECK_PREFIX}none"  # Asked for, to see whether the store of objects answers.
 
 
 class DatabaseTime:
@@ -85,9 +86,11 @@ class Keeper:
         blobs: Blobs,
         objects: BlobFiles,
         clock: DatabaseTime,
+        generations: Generations,
         open_attempts: Callable[[], Iterable[str]],
     ) -> None:
         self._catalogue, self._blobs, self._objects, self._clock = catalogue, blobs, objects, clock
+        self._generations = generations
         self._open_attempts = open_attempts
         self.reads = Reads()
         self.leads = False  # As of the last look; what is done as leader asks again.
@@ -144,7 +147,7 @@ class Keeper:
                         self._good_until[name] = at + round(LIFE_S * 1e9) if name in still else 0
         if long := self.reads.long():
             self._catalogue.hold_attempts(long).result()
-        self._blobs.checksum(_NOWHERE)
+        self._generations.look()
 
     def _beat_forever(self) -> None:
         while not self._over.wait(_AWAY_BEAT_S if self.trouble else BEAT_S):
@@ -166,7 +169,10 @@ class Keeper:
         told = ""
         while not self._over.is_set():
             try:
-                self.leads = self._catalogue.lead() > 0
+                term = self._catalogue.lead()
+                if term and self._generations.is_due():
+                    self._generations.raise_both(term)
+                self.leads = term > 0 and not self._generations.is_behind
                 if self.leads:
                     self.sweep()
                 told = ""
@@ -184,6 +190,8 @@ class Keeper:
         gone = 0
         while not self._over.is_set():
             due = self._catalogue.ended_attempts(_PAGE)
+            if not due or not self._generations.raise_both(self._catalogue.lead()):
+                return gone
             done, failed = self._sweep_page(due)
             self._catalogue.forget_attempts(done).result()
             gone += len(done)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from slotstream.store.blobs.base import Blobs
 from slotstream.store.catalogue.attempts import SharedCatalogue
 from slotstream.store.catalogue.queries import Candidate
+from slotstream.store.cluster.generation import Generations
 from slotstream.store.cluster.reading import BlobFiles, object_path
 from slotstream.store.parts import StoreParts
 from slotstream.store.records import SampleRecord, State
@@ -23,11 +24,15 @@ _HEAD_BYTES = 1 << 16  # What a question counts for, beside bytes that are read.
 class ObjectLifetimes(Lifetimes):
     """As `Lifetimes`. `parts`: those of the scratch directory."""
 
-    def __init__(self, parts: StoreParts, catalogue: SharedCatalogue, blobs: Blobs, objects: BlobFiles) -> None:
+    def __init__(
+        self, parts: StoreParts, catalogue: SharedCatalogue, blobs: Blobs, objects: BlobFiles, generations: Generations
+    ) -> None:
         super().__init__(parts)
+        self._generations = generations
         self._shared, self._blobs, self._objects = catalogue, blobs, objects
 
     def delete(self, record: SampleRecord) -> None:
+        self._generations.check()
         if until := self._shared.mark_deleting(record):
             seconds = (until - self._shared.now()) / 1e9
             raise Leased(f"{record.key} is leased to a reader for another {seconds:.0f} seconds")
@@ -35,7 +40,7 @@ class ObjectLifetimes(Lifetimes):
 
     def delete_unused(self, candidates: Sequence[Candidate]) -> list[Candidate]:
         term = self._shared.lead()
-        if not term:
+        if not term or self._generations.is_behind:
             return []
         marked = self._shared.mark_unused(candidates, term)
         self._shared.drop_deleting([candidate.key for candidate in marked], term)
@@ -43,7 +48,9 @@ class ObjectLifetimes(Lifetimes):
 
     def finish_deletions(self) -> None:
         term = self._shared.lead()
-        stuck = [record.key for record in self._shared.unfinished() if record.state is State.DELETING] if term else []
+        if not term or self._generations.is_behind:
+            return
+        stuck = [record.key for record in self._shared.unfinished() if record.state is State.DELETING]
         if stuck:
             self._shared.drop_deleting(stuck, term)
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import resource
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from slotstream.store.blobs.base import Blobs
@@ -89,17 +90,29 @@ def open_store(
     return store
 
 
+@contextmanager
+def opened_pair(store_url: str, catalogue_url: str) -> Iterator[tuple[Blobs, SharedCatalogue]]:
+    """Both, for a command. Raises ConfigError."""
+    undo: list[Callable[[], object]] = []
+    try:
+        try:
+            blobs = S3Blobs(store_url)
+            undo.append(blobs.close)
+            blobs.check()
+            catalogue = PostgresCatalogue(catalogue_url)
+            undo.append(catalogue.close)
+        except SlotStreamError as error:
+            raise ConfigError(str(error)) from error
+        yield blobs, catalogue
+    finally:
+        for one in reversed(undo):
+            one()
+
+
 def check(store_url: str, catalogue_url: str) -> None:
     """Whether a server could use both. Raises ConfigError."""
-    try:
-        blobs = S3Blobs(store_url)
-        try:
-            blobs.check()
-        finally:
-            blobs.close()
-        PostgresCatalogue(catalogue_url).close()
-    except SlotStreamError as error:
-        raise ConfigError(str(error)) from error
+    with opened_pair(store_url, catalogue_url):
+        pass
 
 
 def _uploads_max() -> int:

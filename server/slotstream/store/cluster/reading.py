@@ -40,14 +40,15 @@ def attempt_of(name: str) -> tuple[SampleKey, str] | None:
 class BlobFiles(Files):
     """The reading operations of `Files`, of objects: a path is an object's key. Thread safe. Raises OSError, and IoError."""
 
-    def __init__(self, blobs: Blobs) -> None:
-        self._blobs = blobs
+    def __init__(self, blobs: Blobs, *, all_of_it: bool = False) -> None:
+        """`all_of_it`: most of what is opened is read to its end, and not its header alone."""
+        self._blobs, self._all_of_it = blobs, all_of_it
         self._open: dict[int, OpenBlob] = {}
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()  # Guards both.
 
     def open_read(self, path: Path) -> int:
-        blob = self._blobs.open(path.as_posix())
+        blob = self._blobs.open(path.as_posix(), all_of_it=self._all_of_it)
         if blob is None:
             raise FileNotFoundError(errno.ENOENT, "no such object", path.as_posix())
         with self._lock:
@@ -57,7 +58,8 @@ class BlobFiles(Files):
 
     def close(self, fd: int) -> None:
         with self._lock:
-            del self._open[fd]
+            blob = self._open.pop(fd)
+        blob.close()
 
     def pread(self, fd: int, nbytes: int, at: int) -> bytes:
         return self._open[fd].read(at, nbytes)
@@ -68,7 +70,10 @@ class BlobFiles(Files):
     def path_size(self, path: Path) -> int | None:
         """By a read: of a bucket that is gone, the store says only there that it is that, and not the object."""
         blob = self._blobs.open(path.as_posix())
-        return None if blob is None else blob.nbytes
+        if blob is None:
+            return None
+        blob.close()
+        return blob.nbytes
 
     def drop_cached(self, path: Path) -> None:
         """Nothing of it is here."""

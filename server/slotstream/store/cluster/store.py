@@ -11,9 +11,11 @@ from functools import partial
 from itertools import islice
 from typing import Any
 
-from slotstream.store.blobs.base import CHECK_PREFIX, Blobs
+from slotstream.store.blobs.base import Blobs
 from slotstream.store.catalogue.attempts import SharedCatalogue
 from slotstream.store.catalogue.base import scan
+from slotstream.store.cluster.failure_shares import SharedFailureShares
+from slotstream.store.cluster.generation import Generations, is_own
 from slotstream.store.cluster.keeping import DatabaseTime, Keeper
 from slotstream.store.cluster.lifetimes import ObjectLifetimes
 from slotstream.store.cluster.publishing import ObjectPublisher
@@ -48,13 +50,16 @@ class ObjectStore(SampleStore):
         clock: DatabaseTime,
     ) -> None:
         """`parts`: those of the scratch directory, with this catalogue."""
-        objects = BlobFiles(blobs)
-        lifetimes = ObjectLifetimes(parts, catalogue, blobs, objects)
-        super().__init__(parts, lock_fd, uploads_max, lifetimes, ObjectPublisher(parts, catalogue, objects, lifetimes))
-        self._shared, self._blobs, self._objects = catalogue, blobs, objects
+        objects, self._whole_objects = BlobFiles(blobs), BlobFiles(blobs, all_of_it=True)
+        self._generations = Generations(catalogue, blobs)
+        self._generations.look()
+        lifetimes = ObjectLifetimes(parts, catalogue, blobs, objects, self._generations)
+        publisher = ObjectPublisher(parts, catalogue, objects, lifetimes)
+        super().__init__(parts, lock_fd, uploads_max, lifetimes, publisher, SharedFailureShares(catalogue))
+        self._shared, self._blobs = catalogue, blobs
         self._senders = ThreadPoolExecutor(_SENDERS, thread_name_prefix="send")
         self._cleaners = ThreadPoolExecutor(_CLEANERS, thread_name_prefix="clean")
-        self._keeper = Keeper(catalogue, blobs, objects, clock, self._open_attempts)
+        self._keeper = Keeper(catalogue, blobs, objects, clock, self._generations, self._open_attempts)
         self._keeper.start()
 
     def _end(self) -> None:
@@ -113,7 +118,7 @@ class ObjectStore(SampleStore):
         """Of an attempt that is no sample. What cannot be removed now, the leader removes."""
         try:
             upload.stop_sending()
-            if was_ended() and upload.is_sure:
+            if was_ended() and upload.is_sure and not self._generations.is_behind:
                 upload.drop()
                 self._shared.forget_attempts([upload.attempt]).result()
         except SlotStreamError as error:
@@ -139,7 +144,9 @@ class ObjectStore(SampleStore):
             record = readable(key, record)
             self._keeper.reads.begin(record.attempt)
             try:
-                return SampleReader(self._objects, object_path(record), record, partial(self._read, record.attempt, closed))
+                return SampleReader(
+                    self._whole_objects, object_path(record), record, partial(self._read, record.attempt, closed)
+                )
             except FileNotFoundError:
                 error: SlotStreamError = Damaged(f"the object of {key} is gone")
             except OSError as failure:
@@ -174,8 +181,8 @@ class ObjectStore(SampleStore):
             ours = [one for one in named.values() if one is not None]
             known = self._shared.known_attempts([attempt for _, attempt in ours], [key for key, _ in ours])
             for name, one in named.items():
-                if name.startswith(CHECK_PREFIX):
-                    continue  # Of a server that is starting.
+                if is_own(name):
+                    continue
                 if one is None or one[1] not in known:
                     space, _, rest = name.partition("/")
                     # It was listed before its row was looked for, so it may have been deleted or committed meanwhile.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 from slotstream.store.catalogue.base import CatalogueUnreadable, Questions
@@ -47,6 +47,19 @@ def verify_directory(data_dir: Path, *, namespace: str = "", sample_id: str = ""
         if (data_dir / CATALOGUE_NAME).exists():
             yield Verdict("", CATALOGUE_NAME, "UNREADABLE", f"the catalogue cannot be read: {error}")
         yield from _verify_files_alone(files, data_dir, namespace, wanted)
+
+
+@contextmanager
+def opened_to_read(data_dir: Path) -> Iterator[Questions]:
+    """The catalogue of a data directory, also beside a running server. Raises ConfigError where it cannot be read."""
+    data_dir = Path(data_dir).absolute()
+    if not (data_dir / CATALOGUE_NAME).is_file():
+        raise ConfigError(f"there is no data directory {data_dir}")
+    try:
+        with closing(ReadOnlyCatalogue(data_dir / CATALOGUE_NAME)) as catalogue:
+            yield catalogue
+    except (CatalogueUnreadable, OSError) as error:
+        raise ConfigError(f"the catalogue of {data_dir} cannot be read: {error}") from error
 
 
 def namespaces_of(data_dir: Path) -> list[str]:

@@ -140,7 +140,8 @@ def digest_of(policy: Policy) -> str:
     """Equal for two policies that say the same, however their files are written."""
     rules = {"default": policy.default, **{f"namespace {name}": rule for name, rule in policy.namespaces.items()}}
     said = {name: {key: float(value) for key, value in rule.limits().items()} for name, rule in rules.items()}
-    return f"{xxh3(json.dumps([said, policy.free_bytes_target], sort_keys=True).encode()):016x}"
+    room = [policy.free_bytes_target, *([policy.bucket_bytes_max] if policy.bucket_bytes_max else ())]
+    return f"{xxh3(json.dumps([said, *room], sort_keys=True).encode()):016x}"
 
 
 def _sparing(policy: Policy, namespaces: frozenset[str]) -> Policy:

@@ -82,7 +82,8 @@ class Policy:
 
     default: Rule = field(default_factory=Rule)
     namespaces: Mapping[str, Rule] = field(default_factory=dict)
-    free_bytes_target: int = 0  # Bytes of disk that rules with a key of WHEN_FULL keep free.
+    free_bytes_target: int = 0  # Bytes that rules with a key of WHEN_FULL keep free: of the disk, or of bucket_bytes_max.
+    bucket_bytes_max: int = 0  # What a bucket may hold; it does not say itself. 0: samples are files.
 
     def rule_for(self, namespace: str) -> Rule:
         return self.namespaces.get(namespace, self.default)
@@ -132,7 +133,7 @@ class Policy:
 
     @classmethod
     def _from_document(cls, document: Mapping[str, Any], free_bytes_min: int) -> Self:
-        known = {"default", "namespaces", "free_bytes_target"}
+        known = {"default", "namespaces", "free_bytes_target", "bucket_bytes_max"}
         if unknown := sorted(document.keys() - known):
             raise ConfigError(f"unknown keys {unknown}; known: {sorted(known)}")
         base = _table("default", document.get("default", {}))
@@ -146,13 +147,16 @@ class Policy:
             except BadNamespace as error:
                 raise ConfigError(f"namespaces: {error}") from error
             rules[name] = _rule(f"namespaces.{name}", {**base, **_table(f"namespaces.{name}", values)})
-        target = document.get("free_bytes_target", 0)
+        target, most = document.get("free_bytes_target", 0), document.get("bucket_bytes_max", 0)
         try:
             check_number("free_bytes_target", target, 0, whole=True)
+            check_number("bucket_bytes_max", most, 0, whole=True)
         except ValueError as error:
             raise ConfigError(str(error)) from error
-        policy = cls(default=_rule("default", base), namespaces=rules, free_bytes_target=target)
-        if policy.deletes_when_full and target <= free_bytes_min:
+        policy = cls(default=_rule("default", base), namespaces=rules, free_bytes_target=target, bucket_bytes_max=most)
+        if most:  # What uploads leave free is of scratch then.
+            policy._check_bucket()
+        elif policy.deletes_when_full and target <= free_bytes_min:
             key = policy._when_full[0]
             raise ConfigError(
                 f"{key} needs a free_bytes_target above the {free_bytes_min} bytes of --free-bytes-min, not {target}"
@@ -160,6 +164,14 @@ class Policy:
         if target and not policy.deletes_when_full:
             raise ConfigError(f"free_bytes_target does nothing unless a rule says {' or '.join(WHEN_FULL)} = true")
         return policy
+
+    def _check_bucket(self) -> None:
+        if not self.free_bytes_target:
+            raise ConfigError("bucket_bytes_max does nothing without a free_bytes_target")
+        if self.free_bytes_target >= self.bucket_bytes_max:
+            raise ConfigError(
+                f"free_bytes_target, {self.free_bytes_target}, must be below the {self.bucket_bytes_max} of bucket_bytes_max"
+            )
 
 
 _KEYS = frozenset(f.name for f in fields(Rule))

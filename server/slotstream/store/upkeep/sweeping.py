@@ -104,10 +104,16 @@ class Sweeper:
         """While less is free than the policy's target, delete the oldest samples that may go for that. Raises as `sweep`."""
         sweep = self._begin()
         if self.policy.deletes_when_full:
-            missing = self.policy.free_bytes_target - self._free_bytes()
+            missing = self.policy.free_bytes_target - self._room()
             if missing > 0:
                 sweep.free(missing)
         return sweep.done
+
+    def _room(self) -> int:
+        """Bytes that are free: of the disk, or of what the bucket may hold."""
+        if not self.policy.bucket_bytes_max:
+            return self._free_bytes()
+        return self.policy.bucket_bytes_max - sum(usage.bytes for usage in self._stock.every_usage())
 
 
 class _Sweep:

@@ -3,7 +3,8 @@
 bucket    the operations
 put       one object on its way
 reading   one object being read
-requests  how a request is signed, sent and sent again
+signing   URLs that are as good as credentials, for some minutes
+requests  how a request is sent, and sent again
 checking  whether the bucket and the credentials can do what is asked of them
 address   s3://bucket/prefix
 """

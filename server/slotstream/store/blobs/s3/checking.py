@@ -12,6 +12,9 @@ from slotstream.wire.errors import ConfigError, IoError
 
 _BODY = b"slotstream was here, and checks what this bucket can do\n"
 
+_SWAPPED = "-swap"
+_SWAP = "put an object only in place of one that is named (If-Match, If-None-Match)"
+
 
 def check(blobs: Blobs, requests: Requests, address: str, prefix: str) -> None:
     """`prefix`: of the keys of `blobs` in the bucket.
@@ -24,6 +27,7 @@ def check(blobs: Blobs, requests: Requests, address: str, prefix: str) -> None:
     except BaseException:
         with suppress(IoError):
             blobs.abort(key)
+            blobs.delete(key + _SWAPPED)
         raise
 
 
@@ -61,12 +65,17 @@ def _check(blobs: Blobs, requests: Requests, address: str, prefix: str, key: str
     with needs("s3:GetObject", "give a range of an object"):
         opened = blobs.open(key)
         must(opened is not None and opened.read(4, 6) == _BODY[4:10], "give a range of an object")
+        assert opened is not None, "it was just looked at"
+        opened.close()
     with needs("s3:ListBucket", "list objects"):
         must([one.key for one in blobs.list(key)] == [key], "list an object that was just stored")
     with needs("s3:ListBucket", "say that an object is not there"):
         must(blobs.checksum(key + "-none") is None, "say that an object is not there")
+    with needs("s3:PutObject", _SWAP):
+        must(_swaps(blobs, key + _SWAPPED), _SWAP)
     with needs("s3:DeleteObject", "delete an object"):
         blobs.delete(key)
+        blobs.delete(key + _SWAPPED)
         must(blobs.checksum(key) is None, "delete an object")
     with needs("s3:PutObject", "take an object in parts"):
         put = blobs.put(key, 1 << 30, puts(_BODY.ljust(1 << 24)))
@@ -79,6 +88,16 @@ def _check(blobs: Blobs, requests: Requests, address: str, prefix: str, key: str
         put.finish(put.part_bytes + 7)
     with needs("s3:DeleteObject", "delete an object"):
         blobs.delete(key)
+
+
+def _swaps(blobs: Blobs, key: str) -> bool:
+    if not blobs.swap(key, b"1", "") or blobs.swap(key, b"2", ""):
+        return False
+    first = blobs.get_small(key)
+    if first is None or first.data != b"1" or not blobs.swap(key, b"3", first.tag) or blobs.swap(key, b"4", first.tag):
+        return False
+    last = blobs.get_small(key)
+    return last is not None and last.data == b"3"
 
 
 def _choose_checksum(blobs: Blobs, requests: Requests, key: str) -> None:
@@ -98,9 +117,8 @@ def _choose_checksum(blobs: Blobs, requests: Requests, key: str) -> None:
 
 
 def _refuses_wrong_bytes(requests: Requests, key: str) -> bool:
-    name, header, digest = requests.wrong_digest(_BODY)
     try:
-        requests.send_with("put_object", _BODY, {header: digest}, lambda: None, Key=key, **{name: digest})
+        requests.send_with("put_object", _BODY, requests.wrong_digest(_BODY), lambda: None, key)
     except Refused as error:
         return 400 <= error.http_status < 500
     return False

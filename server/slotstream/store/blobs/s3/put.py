@@ -52,7 +52,7 @@ class S3Put:
     def finish(self, nbytes: int) -> None:
         if nbytes <= self.part_bytes and not self._upload:
             self._is_touched = True
-            self._requests.send_body("put_object", self._read(0, nbytes), self._may, Key=self._key)
+            self._requests.send_body("put_object", self._read(0, nbytes), self._may, self._key)
             return
         count = -(-nbytes // self.part_bytes)
         for number in reversed(range(count)):  # The first part has the header: while it lacks, nothing looks whole.
@@ -68,7 +68,7 @@ class S3Put:
     def _send(self, number: int, length: int) -> None:
         upload = self._begun()
         body = self._read(number * self.part_bytes, length)
-        etag = self._requests.send_body("upload_part", body, self._may, Key=self._key, UploadId=upload, PartNumber=number + 1)
+        etag = self._requests.send_body("upload_part", body, self._may, self._key, UploadId=upload, PartNumber=number + 1)
         with self._lock:
             self._sent[number] = (etag, length)
 

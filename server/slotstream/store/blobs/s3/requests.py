@@ -1,4 +1,4 @@
-"""How a request gets to the bucket: small ones through botocore, bodies through urllib3 to URLs that botocore signed.
+"""How a request gets to the bucket: small ones through botocore, bodies through urllib3 to signed URLs.
 
 botocore reads and hashes a body several times; a signed URL leaves it alone. What the store has to check of a body is a header
 that is signed with the URL. No URL is ever shown: its signature is as good as a password for some minutes.
@@ -23,19 +23,22 @@ from botocore.config import Config
 from botocore.exceptions import BotoCoreError, ClientError, NoCredentialsError
 
 from slotstream.store.blobs.s3.address import Address
+from slotstream.store.blobs.s3.signing import Signer
 from slotstream.wire.errors import ConfigError, IoError, StoreFull
 from slotstream.wire.hashing import Buffer
 
-for _name in ("botocore", "urllib3"):  # What they say of each request has its URL in it.
-    logging.getLogger(_name).setLevel(logging.WARNING)
+for _name in ("botocore", "urllib3"):  # What they say of each request has its URL in it; and connections beyond some are fine.
+    logging.getLogger(_name).setLevel(logging.ERROR)
 READ_URL_S = 600  # How long a signed URL is good.
 _BODY_URL_S = 60  # A body that somebody hangs on to must not arrive long after.
 _CONNECT_S = 5
 _ANSWER_S = 60
 _CONNECTIONS = 32
+_ERROR_BYTES_MAX = 1 << 16
 _PAUSES_S = (0.1, 0.5, 2.0)  # Before a request is sent again; a little more or less each time.
 _PASSING = frozenset({408, 429, 500, 502, 503, 504})
 _NO_ROOM = frozenset({"QuotaExceeded", "InsufficientStorage", "InsufficientCapacity", "XMinioStorageFull", "507"})
+_NONE: Mapping[str, str] = {}
 _ABSENT = frozenset({"NoSuchKey", "NoSuchUpload", "NotFound", "404"})
 
 
@@ -51,6 +54,35 @@ class Refused(IoError):
     def is_absent(self) -> bool:
         """Whether it says that there is no such object or upload; the bucket is there."""
         return self.error in _ABSENT
+
+
+class Body:
+    """What an answer brings, taken as it comes: what nobody took yet waits at the store, and takes no memory here."""
+
+    def __init__(
+        self, answer: urllib3.BaseHTTPResponse, nbytes: int, total: int, failure: Callable[[Exception], IoError]
+    ) -> None:
+        """`nbytes` are left to come, of an object of `total`."""
+        self.nbytes, self.total = nbytes, total
+        self._answer, self._failure = answer, failure
+
+    def read(self, nbytes: int) -> bytes:
+        """The next so many, which must be there. Raises IoError, and no more can be read then."""
+        try:
+            data = self._answer.read(nbytes, decode_content=False) if nbytes else b""
+            if len(data) < nbytes:
+                raise urllib3.exceptions.ProtocolError("the answer ended early")
+        except (urllib3.exceptions.HTTPError, OSError) as error:
+            self.close()
+            raise self._failure(error) from None
+        self.nbytes -= nbytes
+        return data
+
+    def close(self) -> None:
+        """The connection can be used again only where all was read."""
+        if self.nbytes:
+            self.nbytes = 0
+            _drop(self._answer)
 
 
 class Requests:
@@ -71,8 +103,10 @@ class Requests:
                 response_checksum_validation="when_required",
             )
             self._client: Any = session.create_client("s3", region_name=region, config=config)
-            if session.get_credentials() is None:
+            credentials = session.get_credentials()
+            if credentials is None:
                 raise ConfigError(f"there are no credentials for {address}: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY")
+            self._signer = Signer(self._client, credentials, address.bucket)
         except (BotoCoreError, ValueError) as error:
             raise ConfigError(f"the object store {address} cannot be used: {' '.join(str(error).split())}") from None
         self._bucket = address.bucket
@@ -102,27 +136,31 @@ class Requests:
         except BotoCoreError as error:
             raise self._unanswered(error) from None
 
-    def signed(self, operation: str, seconds: int, **parameters: Any) -> str:
-        """A URL for one kind of request, good for so long."""
+    def signed(
+        self, operation: str, seconds: int, key: str, headers: Mapping[str, str] = _NONE, **parameters: str | int
+    ) -> str:
+        """A URL for one kind of request with `headers`, good for so long."""
         try:
-            url: str = self._client.generate_presigned_url(
-                operation, Params={"Bucket": self._bucket, **parameters}, ExpiresIn=seconds
-            )
-            return url
+            return self._signer.url(operation, seconds, key, headers, parameters)
         except (BotoCoreError, NoCredentialsError) as error:
             raise self._unanswered(error) from None
 
-    def send_body(self, operation: str, body: Buffer, may: Callable[[], None], **parameters: Any) -> str:
+    def send_body(self, operation: str, body: Buffer, may: Callable[[], None], key: str, **parameters: str | int) -> str:
         """PUT a body that the store checks; its ETag. `may`: raises where that is not wanted any more."""
-        name, header, digest = self._digest(body)
-        return self.send_with(operation, body, {header: digest}, may, **{name: digest}, **parameters)
+        return self.send_with(operation, body, self._digest(body), may, key, **parameters)
 
     def send_with(
-        self, operation: str, body: Buffer, headers: Mapping[str, str], may: Callable[[], None], **parameters: Any
+        self,
+        operation: str,
+        body: Buffer,
+        headers: Mapping[str, str],
+        may: Callable[[], None],
+        key: str,
+        **parameters: str | int,
     ) -> str:
-        """PUT a body with headers that `parameters` have too, so that they are signed; its ETag."""
+        """PUT a body with headers, which are signed too; its ETag."""
         for pause_s in (*_PAUSES_S, None):
-            url = self.signed(operation, _BODY_URL_S, **parameters)
+            url = self.signed(operation, _BODY_URL_S, key, headers, **parameters)
             may()  # After the signature: whoever is stopped here and goes on later has one that is good no more.
             answer = self._try("PUT", url, headers, body, last=pause_s is None)
             if answer is not None and answer.status == 200 and not _is_error(answer.data):
@@ -134,40 +172,76 @@ class Requests:
         assert answer is not None, "the last try raises"
         raise self._refused(answer.status, _code(answer.data, answer.status))
 
-    def get(self, url: str, at: int, nbytes: int) -> tuple[bytes, int]:
-        """So many bytes from `at` of what a signed URL names, fewer at its end; and how many it has. `nbytes`: 1 at least."""
+    def get(self, url: str, at: int, nbytes: int) -> bytes:
+        """So many bytes from `at` of what a signed URL names, fewer at its end. `nbytes`: 1 at least."""
         for pause_s in (*_PAUSES_S, None):
-            answer = self._try("GET", url, {"Range": f"bytes={at}-{at + nbytes - 1}"}, None, last=pause_s is None)
+            body = self.open(url, at, nbytes)
+            try:
+                return body.read(body.nbytes)
+            except IoError:
+                if pause_s is None:
+                    raise
+                _pause(pause_s)
+        raise AssertionError("the last try returns or raises")
+
+    def open(self, url: str, at: int, nbytes: int) -> Body:
+        """So many bytes from `at` of what a signed URL names, fewer at its end, as they come. `nbytes`: 1 at least."""
+        for pause_s in (*_PAUSES_S, None):
+            answer = self._try(
+                "GET", url, {"Range": f"bytes={at}-{at + nbytes - 1}"}, None, last=pause_s is None, is_read=False
+            )
             if answer is not None and answer.status == 206:
                 total = _total(answer.headers.get("Content-Range", ""))
-                if total > 0 and len(answer.data) == min(nbytes, total - at):
-                    return answer.data, total
+                if total > at:
+                    return Body(answer, min(nbytes, total - at), total, self._unanswered)
+                _drop(answer)
             elif answer is not None and answer.status == 200:  # All of it.
-                return answer.data[at : at + nbytes], len(answer.data)
-            elif answer is not None and answer.status not in _PASSING:
-                break
+                total = int(answer.headers.get("Content-Length", 0))
+                if total > at:
+                    body = Body(answer, min(at + nbytes, total), total, self._unanswered)
+                    body.read(at)
+                    return body
+                _drop(answer)
+            elif answer is not None and (answer.status not in _PASSING or pause_s is None):
+                raise self._refused(answer.status, _code(_said(answer), answer.status))
+            elif answer is not None:
+                _drop(answer)
             if pause_s is not None:
                 _pause(pause_s)
-        assert answer is not None, "the last try raises"
-        raise self._refused(answer.status, _code(answer.data, answer.status))
+        raise IoError(f"the object store {self._address} does not say how large an object is")
 
-    def wrong_digest(self, body: Buffer) -> tuple[str, str, str]:
+    def wrong_digest(self, body: Buffer) -> dict[str, str]:
         """As what a body is sent with, of other bytes: the store has to refuse it."""
         return self._digest(bytes(body) + b"!")
 
-    def _digest(self, body: Buffer) -> tuple[str, str, str]:
-        """A body's checksum: botocore's name for it, its header, and its value."""
+    def _digest(self, body: Buffer) -> dict[str, str]:
+        """The header with a body's checksum."""
         if self.has_crc:
             raw = checksums.crc64nvme(body).to_bytes(8, "big")
-            return "ChecksumCRC64NVME", "x-amz-checksum-crc64nvme", base64.b64encode(raw).decode()
-        return "ContentMD5", "Content-MD5", base64.b64encode(hashlib.md5(body, usedforsecurity=False).digest()).decode()
+            return {"x-amz-checksum-crc64nvme": base64.b64encode(raw).decode()}
+        return {"Content-MD5": base64.b64encode(hashlib.md5(body, usedforsecurity=False).digest()).decode()}
 
     def _try(
-        self, method: str, url: str, headers: Mapping[str, str], body: Buffer | None, *, last: bool
+        self,
+        method: str,
+        url: str,
+        headers: Mapping[str, str],
+        body: Buffer | None,
+        *,
+        last: bool,
+        is_read: bool = True,
     ) -> urllib3.BaseHTTPResponse | None:
-        """The answer; None where there is none. Raises IoError for that if it is the last try."""
+        """The answer, with all its bytes if `is_read`; None where there is none: IoError if it is the last try."""
         try:
-            return self._pool.request(method, url, headers=headers, body=body, redirect=False)  # type: ignore[arg-type]  # http.client takes any buffer.
+            return self._pool.request(
+                method,
+                url,
+                headers=headers,
+                body=body,  # type: ignore[arg-type]  # http.client takes any buffer.
+                redirect=False,
+                preload_content=is_read,
+                decode_content=False,
+            )
         except urllib3.exceptions.HTTPError as error:
             if last:
                 raise self._unanswered(error) from None
@@ -194,6 +268,22 @@ def _pause(seconds: float) -> None:
 def _is_error(body: bytes) -> bool:
     """Whether an answer of 200 says that it failed all the same."""
     return b"<Error>" in body
+
+
+def _said(answer: urllib3.BaseHTTPResponse) -> bytes:
+    """The body of an answer that is an error."""
+    try:
+        return answer.read(_ERROR_BYTES_MAX, decode_content=False)
+    except (urllib3.exceptions.HTTPError, OSError):
+        return b""
+    finally:
+        _drop(answer)
+
+
+def _drop(answer: urllib3.BaseHTTPResponse) -> None:
+    """What it has left is not read: its connection is closed."""
+    answer.close()
+    answer.release_conn()
 
 
 def _total(content_range: str) -> int:

@@ -93,3 +93,12 @@ def oldest(db: psycopg.Connection) -> int:
 def known(db: psycopg.Connection, attempts: Sequence[str], keys: Sequence[SampleKey]) -> set[str]:
     names = list(attempts), [key.namespace for key in keys], [key.sample_id for key in keys]
     return {row[0] for row in db.execute(_KNOWN, names)}
+
+
+def all_open(db: psycopg.Connection) -> dict[str, tuple[SampleKey, int]]:
+    rows = db.execute("SELECT attempt, namespace, sample_id, due_unix_ns FROM attempts WHERE NOT ended")
+    return {name: (SampleKey(namespace, sample_id), int(due)) for name, namespace, sample_id, due in rows}
+
+
+def let_go(db: psycopg.Connection, attempts: Sequence[str]) -> None:
+    db.execute("DELETE FROM attempts WHERE attempt = ANY (%s)", (list(attempts),))

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 
-from slotstream.store.catalogue.attempts import Attempt
+from slotstream.store.catalogue.attempts import Attempt, Generation
 from slotstream.store.catalogue.holds import Holds, ReadHold
-from slotstream.store.catalogue.postgres import attempts, leases, listing, questions
+from slotstream.store.catalogue.postgres import attempts, failure_shares, leases, listing, questions
 from slotstream.store.catalogue.postgres.database import Database, Work
 from slotstream.store.catalogue.queries import Candidate, ListQuery, Queue, Standing, Usage
 from slotstream.store.records import SampleKey, SampleRecord, State
@@ -277,6 +277,63 @@ class PostgresCatalogue(Database):
 
     def known_attempts(self, names: Sequence[str], keys: Sequence[SampleKey]) -> set[str]:
         return self._ask(lambda db: attempts.known(db, names, keys))
+
+    def take_failures(self, peer: str, wanted: int, most: int, per_s: float) -> int:
+        def operation(work: Work) -> int:
+            return failure_shares.take(work.db, peer, wanted, most, per_s, work.now)
+
+        return self._submit(operation).result()
+
+    # A catalogue that is older than the bucket.
+
+    def generation(self) -> Generation:
+        return self._ask(questions.generation)
+
+    def set_generation(self, number: int, term: int = 0) -> bool:
+        def operation(work: Work) -> bool:
+            return work.leads(term) and questions.set_generation(work.db, number)
+
+        return self._submit(operation, term=term).result()
+
+    def open_attempts(self) -> dict[str, tuple[SampleKey, int]]:
+        return self._ask(attempts.all_open)
+
+    def take_over(self, record: SampleRecord, over: str | None) -> Future[bool]:
+        def operation(work: Work) -> bool:
+            before = work.rows.get(record.key)
+            committed = before.attempt if before is not None and before.state is State.COMMITTED else None
+            if committed != over:
+                return False
+            attempts.let_go(work.db, [record.attempt])
+            work.rows.put(record)
+            return True
+
+        return self._submit(operation, [record.key])
+
+    def let_go(self, names: Sequence[str]) -> Future[None]:
+        return self._submit(lambda work: attempts.let_go(work.db, names))
+
+    def keep_standing(self, record: SampleRecord, reads: int, acked_unix_ns: int) -> Future[None]:
+        def keep(work: Work) -> None:
+            row = work.rows.find(record.key)
+            if row is None or (row["state"], row["header_xxh3"]) != (State.COMMITTED, record.header_xxh3):
+                return
+            kept = {"reads": max(row["reads"], reads), "acked_unix_ns": row["acked_unix_ns"] or acked_unix_ns}
+            if any(row[name] != value for name, value in kept.items()):
+                work.rows.change(record.key, **kept)
+
+        return self._submit(keep, [record.key])
+
+    def drop_lost(self, record: SampleRecord) -> Future[bool]:
+        def operation(work: Work) -> bool:
+            before = work.rows.get(record.key)
+            if before is None or before.state is not State.COMMITTED or before.attempt != record.attempt:
+                return False
+            work.rows.drop(record.key)
+            leases.release(work.db, [record.key])
+            return True
+
+        return self._submit(operation, [record.key])
 
     # The rest.
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import psycopg
 
+from slotstream.store.catalogue.attempts import Generation
 from slotstream.store.catalogue.postgres import leases
 from slotstream.store.catalogue.postgres.rows import NAMES, STORED, checked, record_from_row, stored_values
 from slotstream.store.catalogue.postgres.texts import kept, told
@@ -127,3 +128,14 @@ def set_meta(db: psycopg.Connection, name: str, value: str) -> None:
     """In a transaction that writes."""
     text = kept(f"{value} {row_sum((value,))}")
     db.execute("INSERT INTO meta VALUES (%s, %s) ON CONFLICT (key) DO UPDATE SET value = excluded.value", (kept(name), text))
+
+
+def generation(db: psycopg.Connection) -> Generation:
+    row = db.execute("SELECT catalogue, number FROM generation").fetchone()
+    assert row is not None, "the table has one row"
+    return Generation(row[0], int(row[1]))
+
+
+def set_generation(db: psycopg.Connection, number: int) -> bool:
+    """In a transaction that writes. False where it is as large already."""
+    return db.execute("UPDATE generation SET number = %s WHERE number < %s", (number, number)).rowcount > 0
