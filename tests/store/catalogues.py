@@ -7,7 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from support.memory_catalogue import MemoryCatalogue, Tables
+from support.memory_catalogue import MemoryCatalogue
+from support.memory_tables import Tables
 
 from slotstream.store.catalogue.base import Catalogue
 from slotstream.store.catalogue.postgres.catalogue import PostgresCatalogue

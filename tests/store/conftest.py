@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from store.catalogues import CATALOGUES, PARAMETERS, RECORDS, HandClock
 from support.memory_blobs import Bucket, MemoryBlobs
-from support.memory_catalogue import MemoryCatalogue, Tables
+from support.memory_catalogue import MemoryCatalogue
+from support.memory_tables import Tables
 
 from slotstream.store.catalogue.base import Catalogue
 from slotstream.store.cluster.opening import open_store

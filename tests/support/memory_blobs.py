@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 from functools import partial
 
-from slotstream.store.blobs.base import Blobs, OpenBlob, Put, Read, Stored
+from slotstream.store.blobs.base import Blobs, OpenBlob, Put, Read, Small, Stored
 from slotstream.store.blobs.s3.put import part_bytes_for
 from slotstream.wire.errors import IoError
 from slotstream.wire.hashing import xxh3
@@ -44,10 +44,25 @@ class MemoryBlobs(Blobs):
     def put(self, key: str, bytes_max: int, read: Read, may: Callable[[], None] = lambda: None) -> Put:
         return _MemoryPut(self, key, self._part_bytes(bytes_max), read, may)
 
-    def open(self, key: str) -> OpenBlob | None:
+    def open(self, key: str, *, all_of_it: bool = False) -> OpenBlob | None:
         self._ask("open")
         data = self._bucket.objects.get(key)
         return None if data is None else _MemoryBlob(self, data)
+
+    def get_small(self, key: str) -> Small | None:
+        self._ask("get")
+        data = self._bucket.objects.get(key)
+        return None if data is None else Small(data, f"{xxh3(data):016x}")
+
+    def swap(self, key: str, data: bytes, instead_of: str) -> bool:
+        def request() -> None:
+            there = self._bucket.objects.get(key)
+            if ("" if there is None else f"{xxh3(there):016x}") == instead_of:
+                self._bucket.objects[key] = data
+
+        self._do(request, "swap")
+        found = self.get_small(key)
+        return found is not None and found.data == data
 
     def delete(self, key: str) -> None:
         self._do(partial(self._bucket.objects.pop, key, None), "delete")  # type: ignore[arg-type]
@@ -87,6 +102,9 @@ class _MemoryBlob(OpenBlob):
     def read(self, at: int, nbytes: int) -> bytes:
         self._blobs._ask("read")
         return self._data[at : at + nbytes]
+
+    def close(self) -> None:
+        pass
 
 
 class _MemoryPut(Put):

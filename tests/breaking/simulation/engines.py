@@ -13,7 +13,8 @@ from typing import Any, TypeVar
 from simulation.scheduler import Process, SimThread, running
 from simulation.threads import START_UNIX_NS, Future, Lock, SimpleQueue, Thread
 from support.memory_blobs import Bucket, MemoryBlobs
-from support.memory_catalogue import MemoryCatalogue, Tables
+from support.memory_catalogue import MemoryCatalogue
+from support.memory_tables import Tables
 
 from slotstream.store.records import SampleKey
 from slotstream.wire.errors import Interrupted, IoError, VerdictUnknown

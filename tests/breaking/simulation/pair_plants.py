@@ -11,9 +11,10 @@ from typing import Any
 
 from simulation.plants import _set
 from simulation.threads import Future, SimTime
-from support import memory_blobs, memory_catalogue
+from support import memory_blobs, memory_catalogue, memory_tables
 from support.memory_blobs import MemoryBlobs
-from support.memory_catalogue import Begun, MemoryCatalogue
+from support.memory_catalogue import MemoryCatalogue
+from support.memory_tables import Begun
 
 from slotstream.store.cluster.keeping import DatabaseTime, Keeper
 from slotstream.store.cluster.publishing import ObjectPublisher
@@ -120,7 +121,8 @@ def _() -> None:
 @_pair_plant("removed-at-once")
 def _() -> None:
     """The object of an attempt that ended goes at once: what was under way to it arrives later."""
-    _set(memory_catalogue, "REMOVED_AFTER_S", 0.0)
+    for module in (memory_catalogue, memory_tables):
+        _set(module, "REMOVED_AFTER_S", 0.0)
 
 
 @_pair_plant("repeated-and-sure")
