@@ -108,21 +108,25 @@ extended: $(VENV)/.vllm $(VENV)/.dev $(VENV)/.tools $(VENV)/.trainers packages  
 	SLOTSTREAM_HANG_UPS=1000 SLOTSTREAM_CAPTURE_LINES=5000 $(BIN)/python -m pytest -m extended
 	SLOTSTREAM_HANG_UPS=1000 $(BIN)/python -m pytest -k hang_up tests/engine/test_requests.py
 
+# STORE=cluster: two servers over a bucket and a PostgreSQL, which are started and struck too.
+STORE ?= files
+PAIR = $(if $(filter cluster,$(STORE)),postgres)
+
 KILL_ROUNDS ?= 200
-kills: $(VENV)/.dev  ## KILL_ROUNDS kills and stops of a real server and its senders; every promised sample accounted for.
-	$(BIN)/python tests/breaking/endurance/kills.py --rounds $(KILL_ROUNDS)
+kills: $(VENV)/.dev $(PAIR)  ## KILL_ROUNDS kills and stops of a real server and its senders; every promised sample accounted for.
+	$(BIN)/python tests/breaking/endurance/kills.py --store $(STORE) --rounds $(KILL_ROUNDS)
 
 SOAK_S ?= 600
 soak: $(VENV)/.dev  ## SOAK_S seconds of mixed load and faults; equal counts on both sides and flat memory.
 	$(BIN)/python tests/breaking/endurance/soak.py --seconds $(SOAK_S)
 
 HISTORY_S ?= 120
-histories: $(VENV)/.dev  ## HISTORY_S seconds of puts, reads, leases and deletions under kills, leaps, full disks and flips; each id is a register.
-	$(BIN)/python tests/breaking/endurance/histories.py --seconds $(HISTORY_S)
+histories: $(VENV)/.dev $(PAIR)  ## HISTORY_S seconds of puts, reads, leases and deletions under kills, leaps, full disks and flips; each id is a register.
+	$(BIN)/python tests/breaking/endurance/histories.py --store $(STORE) --seconds $(HISTORY_S)
 
 SEEDS ?= 1000
 simulation: $(VENV)/.dev  ## SEEDS seeds of a simulated server: threads, clock, disk, kills and losses of power; a seed replays its run.
-	$(BIN)/python tests/breaking/simulation/run.py --seeds $(SEEDS)
+	$(BIN)/python tests/breaking/simulation/run.py --store $(STORE) --seeds $(SEEDS)
 
 FUZZ_RUNS ?= 100000
 FUZZ_TARGETS ?=

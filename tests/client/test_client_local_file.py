@@ -7,9 +7,12 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
+import grpc
 import pytest
 import torch
+from support.fake_samples import serving
 from support.ingest_client import IngestClient
 from support.server import ServerProcess
 from support.synthetic import SyntheticSample
@@ -17,6 +20,7 @@ from torch.utils.data import DataLoader
 
 from slotstream.client import Client, Damaged, SampleNotFound, connect
 from slotstream.client.dataset import SampleDataset
+from slotstream.v1 import samples_pb2 as pb
 
 LARGE = SyntheticSample("large", layer_ids=(1, 2, 4, 6), hidden_size=512, num_tokens=1200)  # Two hash groups, and a part.
 
@@ -115,6 +119,43 @@ def test_what_is_not_the_samples_file_is_not_read(
             assert _bytes(client.get("s").hidden_states) == SyntheticSample("s").rows()
     (said,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert "rows come from the server" in said
+
+
+@pytest.mark.parametrize(
+    ("told", "is_read"),
+    [
+        pytest.param(None, True, id="an older server"),
+        pytest.param({}, True, id="as it is"),
+        pytest.param({"header_bytes": 1 << 30}, False, id="no header is as long"),
+        pytest.param({"header_bytes": 4095}, False, id="another header"),
+        pytest.param({"hash_rows": 0}, False, id="no groups"),
+        pytest.param({"hash_rows": 1}, False, id="more groups than hashes"),
+    ],
+)
+def test_a_server_says_where_a_file_has_its_rows(own: ServerProcess, told: dict[str, Any] | None, is_read: bool) -> None:
+    """Or leaves it to the file's header. What cannot be sizes no buffer, and the rows are sent."""
+    asked: list[bool] = []
+
+    def read(request: pb.ReadRequest, context: grpc.ServicerContext) -> Iterator[Any]:
+        asked.append(request.in_place)
+        with grpc.insecure_channel(own.address) as channel:
+            for frame in channel.unary_stream(
+                "/slotstream.v1.Samples/Read", pb.ReadRequest.SerializeToString, pb.ReadReply.FromString
+            )(request):
+                if told is None:
+                    frame.header.ClearField("file")
+                elif frame.header.HasField("file"):
+                    assert frame.header.file.header_bytes > 4095
+                    frame.header.file.MergeFrom(pb.FilePlaces(**told))
+                    frame.header.file.hash_rows = told.get("hash_rows", frame.header.file.hash_rows)
+                yield frame
+
+    with (
+        serving(Read=read, CountRead=lambda request, context: pb.CountReadReply()) as address,
+        connect(address, data_dir=own.data_dir) as client,
+    ):
+        assert _bytes(client.get("large").hidden_states) == LARGE.rows()
+    assert asked == ([True] if is_read else [True, False])
 
 
 def test_a_sample_deleted_after_it_was_opened_is_read_to_its_end(client: Client, own: ServerProcess) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -225,6 +226,41 @@ def test_a_read_that_breaks_goes_on_with_its_next_row() -> None:
     assert server.starts == [0, 15, 15, 33, 0]
     assert_rows(answers[1], sample)
     assert_rows(answers[3], sample)
+
+
+def test_the_next_call_is_made_before_the_last_answer_is_taken() -> None:
+    """So that the server reads on meanwhile; and only once it has ended the present one, so that a stream is one read."""
+    sample = SyntheticSample("s", dtype="F32", num_tokens=40)
+    calls: list[int] = []
+    server = _Breaking(sample)
+
+    def read_many(request: pb.ReadManyRequest, context: grpc.ServicerContext) -> Iterator[Any]:
+        calls.append(len(request.reads))
+        return server(request, context)
+
+    with serving(ReadMany=read_many) as address, connect(address) as client:
+        answers = client.get_many(["s"] * 22)
+        for answer in itertools.islice(answers, 5):
+            assert_rows(answer, sample)
+        assert calls == [1, 4]  # Who wants a few has no others read.
+        for answer in itertools.islice(answers, 16):
+            assert_rows(answer, sample)
+        wait_until(lambda: len(calls) == 4)
+        assert calls == [1, 4, 16, 1]
+        assert [outcome(answer) for answer in answers] == ["s"]
+
+
+def test_what_was_asked_for_is_answered_before_an_error_of_the_ids() -> None:
+    def ids() -> Iterator[str]:
+        yield from ["s"] * 21
+        raise RuntimeError("no more ids")
+
+    server = _Breaking(SyntheticSample("s", dtype="F32", num_tokens=40))
+    with serving(ReadMany=server) as address, connect(address) as client:
+        answers = client.get_many(ids())
+        assert [outcome(answer) for answer in itertools.islice(answers, 21)] == ["s"] * 21
+        with pytest.raises(RuntimeError, match="no more ids"):
+            next(answers)
 
 
 def test_a_sample_that_was_replaced_meanwhile_is_not_mixed_with_the_other() -> None:

@@ -67,7 +67,7 @@ class _Device:
         self.kernel = kernel
         self.at_once = True
         self.launched = 0
-        self.holds = 0
+        self.holds: list[int] = []
         self._waiting: list[tuple[int, ...]] = []
 
     def prepare(self, memory: Sequence[torch.Tensor], constants: Sequence[int]) -> None:
@@ -90,8 +90,8 @@ class _Device:
     def clear(self) -> None:
         self._waiting.clear()
 
-    def hold_model(self) -> None:
-        self.holds += 1
+    def hold_model(self, number: int) -> None:
+        self.holds.append(number)
 
     def settle(self) -> None:
         self.go_on()
@@ -296,13 +296,26 @@ def test_a_page_that_is_given_away_while_it_is_read_is_waited_for_on_the_device(
     rig.read({"a": 7})
     give = TableUpdate(9, {1: 6, 7: -1}, clear=False, live=1)
     rig.worker.bind(StepPlan(table=give))
-    assert rig.device.holds == 0  # Page 7 is taken away from its entry, and page 6 is not read.
+    assert not rig.device.holds  # Page 7 is taken away from its entry, and page 6 is not read.
     rig.worker.bind(StepPlan(table=TableUpdate(10, {2: 7}, clear=False, live=2)))
-    assert rig.device.holds == 1
+    assert rig.device.holds == [1]
     rig.device.go_on()
     rig.worker.bind(StepPlan(table=TableUpdate(11, {3: 7, 2: -1}, clear=False, live=2)))
-    assert rig.device.holds == 1
+    assert rig.device.holds == [1]
     assert isinstance(rig.sink.verdict(1), Committed)
+
+
+def test_a_page_is_waited_for_up_to_its_own_last_read_and_not_for_later_reads(rig: _Rig) -> None:
+    """A pool of two steps' rows gives each page to the next step but one: that must not wait for the reads of the last."""
+    rig.device.at_once = False
+    for name, at in (("a", 7), ("b", 3), ("c", 2)):  # Reads 1, 2 and 3.
+        rig.read({name: at})
+    assert not rig.device.holds
+    rig.worker.bind(StepPlan(table=TableUpdate(9, {1: 7}, clear=False, live=1)))
+    rig.worker.bind(StepPlan(table=TableUpdate(10, {4: 3, 5: 7, 6: -1}, clear=False, live=2)))
+    assert rig.device.holds == [1, 2]
+    rig.device.go_on()
+    assert all(isinstance(rig.sink.verdict(number), Committed) for number in (1, 2, 3))
 
 
 def test_after_a_sleep_the_numbers_of_reads_come_as_before(rig: _Rig) -> None:

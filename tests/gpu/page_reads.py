@@ -13,6 +13,7 @@ import statistics
 import sys
 import time
 from array import array
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -62,20 +63,22 @@ class Rig:
             )
         return plans
 
-    def start(self, plans: list[RowPlan]) -> tuple[int, RowEvidence, list[Segment], np.ndarray, float]:
-        """Of a read: its number, evidence, segments, rows in the pool, and seconds that it took this thread."""
+    def start(
+        self, plans: list[RowPlan], free: Sequence[int] = range(SLOTS)
+    ) -> tuple[int, RowEvidence, list[Segment], np.ndarray, float]:
+        """Of a read into the `free` slots: its number, evidence, segments, rows in the pool, and this thread's seconds."""
         index = []
         for plan in plans:
             assert isinstance(plan.place, PagePlace)
             at = range(plan.start % PAGE_ROWS, plan.start % PAGE_ROWS + plan.stop - plan.start)
             index += [plan.place.pages[row // PAGE_ROWS] * PAGE_ROWS + row % PAGE_ROWS for row in at]
-        slots = random.sample(range(1, SLOTS), SLOTS - 1)
+        scratch, slots = free[0], random.sample(free[1:], len(free) - 1)
         began = time.perf_counter()
         located = self.pages.locate(plans, self.shape.rows_per_slot)
         segments = [
             Segment(part.req_id, part.first_row, part.rows, slot) for part, slot in zip(located.parts, slots, strict=False)
         ]
-        number, evidence = self.pages.read(located, located.parts, segments, [0])
+        number, evidence = self.pages.read(located, located.parts, segments, [scratch])
         return number, evidence, segments, np.array(index), time.perf_counter() - began
 
     def wait(self, number: int) -> float:
@@ -128,6 +131,32 @@ def check(rig: Rig, reads: int) -> int:
     return wrong
 
 
+def check_several(rig: Rig, turns: int) -> int:
+    """Of so many turns, in how many a read was wrong: five are under way, and the pages of one are given away at once."""
+    rng, wrong, reads = random.Random(1), 0, 5
+    each = SLOTS // reads
+    for turn in range(turns):
+        rig.memory.memory.fill_(turn % 251)
+        plans, started = rig.plans(rng, 3 * reads, rng.choice((15, 40))), []
+        for at in range(reads):
+            rig.a @ rig.a
+            started.append(rig.start(plans[at::reads], range(at * each, (at + 1) * each)))
+        kept = [rig.pool[torch.from_numpy(index).cuda()] for _, _, _, index, _ in started]
+        given = turn % reads
+        rig.reads.wait_for([int(row) // PAGE_ROWS for row in started[given][3]])
+        for index, rows in zip([one[3] for one in started[: given + 1]], kept, strict=False):
+            rig.pool[torch.from_numpy(index).cuda()] = -rows
+        rig.wait(started[-1][0])
+        for (_, evidence, segments, index, _), rows in zip(started, kept, strict=True):
+            got = torch.cat([rig.memory.tensor(s.staging_slot, s.rows * rig.shape.row_bytes) for s in segments])
+            same = torch.equal(got, rows.view(torch.uint8).flatten().cpu())
+            if not same or evidence.find(rig.memory.area, segments).problem(0, len(index)):
+                wrong += 1
+                print(f"  turn {turn}: a read is wrong, where the pages of read {given} of {reads} were given away")
+                break
+    return wrong
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--reads", type=int, default=200)
@@ -147,9 +176,10 @@ def main() -> int:
         if asked.only not in (0, row_bytes):
             continue
         rig = Rig(row_bytes, dtype)
-        wrong = check(rig, asked.reads)
-        failed += wrong
+        wrong, wrong_turns = check(rig, asked.reads), check_several(rig, asked.reads // 4)
+        failed += wrong + wrong_turns
         print(f"rows of {row_bytes} bytes, {dtype}: {wrong} of {asked.reads} reads wrong", flush=True)
+        print(f"  five at a time: wrong in {wrong_turns} of {asked.reads // 4} turns", flush=True)
         for count, rows in ((1, 32), (16, 32), (1, 1024 if row_bytes <= 32 << 10 else 256)):
             spent, took = [], []
             for turn in range(50):

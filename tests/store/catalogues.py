@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from support.memory_catalogue import MemoryCatalogue, Tables
 
 from slotstream.store.catalogue.base import Catalogue
 from slotstream.store.catalogue.postgres.catalogue import PostgresCatalogue
@@ -55,11 +56,18 @@ def _postgres(place: Path, clock: HandClock) -> Catalogue:
     return PostgresCatalogue(named.read_text())
 
 
+_TABLES: dict[Path, Tables] = {}  # Of the tests' places.
+
+
+def _memory(place: Path, clock: HandClock) -> Catalogue:
+    return MemoryCatalogue(_TABLES.setdefault(place, Tables(clock)))
+
+
 # Name -> opens the catalogue of a place (a directory of the test's own); the same place again is the same catalogue.
 # `clock`: the one by which its leases end.
-CATALOGUES: dict[str, Callable[[Path, HandClock], Catalogue]] = {"sqlite": _sqlite, "postgres": _postgres}
+CATALOGUES: dict[str, Callable[[Path, HandClock], Catalogue]] = {"sqlite": _sqlite, "postgres": _postgres, "memory": _memory}
 # As parameters of a fixture: some need an engine.
-PARAMETERS = ["sqlite", pytest.param("postgres", marks=pytest.mark.postgres)]
+PARAMETERS = ["sqlite", pytest.param("postgres", marks=pytest.mark.postgres), "memory"]
 
 RECORDS = [
     SampleRecord(

@@ -10,8 +10,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from slotstream.store.catalogue.base import scan
+from slotstream.store.cluster.reading import object_path
+from slotstream.store.cluster.store import ObjectStore
 from slotstream.store.disk.files import Files
-from slotstream.store.records import SampleKey, SampleSpec
+from slotstream.store.records import SampleKey, SampleSpec, State
 from slotstream.store.sample.upload import Upload
 from slotstream.store.samples import SampleStore
 from slotstream.wire.columns import LateColumns, RowFormat
@@ -184,3 +187,16 @@ def tree(directory: Path) -> dict[str, int]:
         for path in found
         if path.parent != directory or not path.name.startswith(("catalog.sqlite", ".lock"))
     }
+
+
+def stored(store: SampleStore) -> dict[str, int]:
+    """The files of a store's samples, with their sizes; of objects, those of committed samples, named as files would be."""
+    if not isinstance(store, ObjectStore):
+        return tree(store.data_dir)
+    found = {}
+    for record in scan(store._catalogue):
+        if record.state is State.COMMITTED:
+            there = store._blobs.checksum(object_path(record).as_posix())
+            assert there is not None, f"the object of {record.key} is gone"
+            found[str(record.key.path(Path()))] = there.nbytes
+    return found

@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from support.memory_blobs import Bucket, MemoryBlobs
 
 from slotstream.store.blobs.base import Blobs, Put
 
-pytestmark = pytest.mark.objects
 MIB = 1 << 20
 
 
@@ -25,10 +25,14 @@ def _s3(monkeypatch: pytest.MonkeyPatch) -> Blobs:
     return S3Blobs(store.bucket())
 
 
-BLOBS: dict[str, Callable[[pytest.MonkeyPatch], Blobs]] = {"s3": _s3}
+def _memory(monkeypatch: pytest.MonkeyPatch) -> Blobs:
+    return MemoryBlobs(Bucket())
 
 
-@pytest.fixture(params=BLOBS)
+BLOBS: dict[str, Callable[[pytest.MonkeyPatch], Blobs]] = {"s3": _s3, "memory": _memory}
+
+
+@pytest.fixture(params=[pytest.param("s3", marks=pytest.mark.objects), "memory"])
 def blobs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Blobs]:
     opened = BLOBS[request.param](monkeypatch)
     yield opened

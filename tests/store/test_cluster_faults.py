@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import suppress
@@ -20,7 +21,7 @@ from slotstream.store.blobs.s3 import requests
 from slotstream.store.cluster.store import ObjectStore
 from slotstream.store.cluster.uploads import ObjectUpload
 from slotstream.store.records import SampleRecord, State
-from slotstream.wire.errors import Interrupted, IoError, StoreFull, StoreGone, VerdictUnknown
+from slotstream.wire.errors import AlreadyExists, Interrupted, IoError, StoreFull, StoreGone, VerdictUnknown
 
 pytestmark = [pytest.mark.postgres, pytest.mark.objects]
 
@@ -92,6 +93,33 @@ def test_an_upload_whose_end_nobody_told(world: World, proxy: S3Proxy) -> None:
     wait_until(lambda: swept(world, store))
     assert world.objects() == []
     assert store.stat(sample.key).state is State.FAILED  # type: ignore[union-attr]
+
+
+def test_a_request_that_arrives_after_its_repetition(world: World, proxy: S3Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was given up and sent again, and the sample lost its id to another one: what comes late is removed, too."""
+    monkeypatch.setattr(requests, "_ANSWER_S", 2)
+    store, second = world.open(), world.open()
+    winner, loser = Sample(seed=1), Sample(seed=2)
+    upload, other = loser.send(store), winner.send(second)
+    may_arrive = threading.Event()
+    first = [True]
+
+    def hold(line: str) -> None:
+        if line.startswith("PUT /") and "/default/" in line and first:
+            first.clear()
+            other.commit(10, winner.token_ids)
+            may_arrive.wait(60)
+
+    proxy.before = hold
+    with pytest.raises(AlreadyExists):
+        upload.commit(10, loser.token_ids)
+    world.stores.remove(store)
+    store.close()  # What it cleans at once is cleaned.
+    may_arrive.set()
+    wait_until(lambda: len(world.objects()) == 2)
+    wait_until(lambda: swept(world, second))
+    assert len(world.objects()) == 1
+    assert same(second, winner)
 
 
 def test_a_catalogue_that_is_away_at_the_commit_leaves_it_open(world: World, proxy: S3Proxy) -> None:
@@ -172,9 +200,9 @@ def test_one_object_that_cannot_be_removed_does_not_keep_others(world: World, pr
         sample.put(store)
     for sample in samples:
         store.delete(sample.key)
-    world.let_pass()
     stuck = world.objects()[2]
     proxy.plan("DELETE", stuck, *[Answer(403, "AccessDenied")] * 9)
+    world.let_pass()  # From here on the store itself may sweep, too.
     with pytest.raises(IoError, match="AccessDenied"):
         store._keeper.sweep()
     assert world.objects() == [stuck]

@@ -42,6 +42,7 @@ def _read(store: SampleStore, sample: Sample, name: str, start: int = 0, stop: i
         return bytes(reader.column(name, start, stop))
 
 
+@pytest.mark.files_only
 def test_a_late_column_is_stored_and_read(store: SampleStore) -> None:
     assert MASKED.put(store) is False
     assert read_all(store, MASKED.key) == (MASKED.data, MASKED.token_ids)
@@ -56,6 +57,7 @@ def test_a_late_column_is_stored_and_read(store: SampleStore) -> None:
     assert verdict.damage == ""
 
 
+@pytest.mark.files_only
 def test_columns_stand_in_the_order_of_the_file(store: SampleStore) -> None:
     positions = b"".join(n.to_bytes(8, "little") for n in range(10))
     both = Sample("both", columns={"loss_mask": MASK, "positions": positions})
@@ -66,11 +68,13 @@ def test_columns_stand_in_the_order_of_the_file(store: SampleStore) -> None:
     assert (_read(store, both, "positions"), _read(store, both, "loss_mask")) == (positions, MASK)
 
 
+@pytest.mark.files_only
 def test_the_default_pair_has_no_new_key(store: SampleStore) -> None:
     Sample("plain").put(store)
     assert "columns" not in _header(Sample("plain").path(store))
 
 
+@pytest.mark.files_only
 def test_what_the_catalogue_says_comes_from_the_file_too(store: SampleStore) -> None:
     MASKED.put(store)
     before = store.stat(MASKED.key)
@@ -85,6 +89,7 @@ def test_what_the_catalogue_says_comes_from_the_file_too(store: SampleStore) -> 
     again.close()
 
 
+@pytest.mark.files_only
 @pytest.mark.parametrize("at", [-1, -10], ids=["last", "first"])
 def test_a_flipped_bit_in_a_column_is_found(store: SampleStore, at: int) -> None:
     MASKED.put(store)
@@ -228,6 +233,7 @@ def test_it_is_deleted_by_name_and_by_rule(found: tuple[SampleStore, bytes]) -> 
     assert tree(store.data_dir) == {}
 
 
+@pytest.mark.files_only
 def test_rows_of_an_unknown_element_type_are_kept_and_listed(store: SampleStore, caplog: pytest.LogCaptureFixture) -> None:
     raw = _fp8(store)
     again = _without_catalogue(store)
@@ -241,6 +247,7 @@ def test_rows_of_an_unknown_element_type_are_kept_and_listed(store: SampleStore,
     again.close()
 
 
+@pytest.mark.files_only
 def test_verify_without_a_server_says_so_with_and_without_a_catalogue(store: SampleStore) -> None:
     _put_new(store)
     store.close()
@@ -250,6 +257,7 @@ def test_verify_without_a_server_says_so_with_and_without_a_catalogue(store: Sam
     assert {(v.sample_id, v.damage) for v in verify_directory(store.data_dir)} == {("new", "UNSUPPORTED_FORMAT")}
 
 
+@pytest.mark.files_only
 def test_a_file_that_appears_under_a_running_server_is_kept(store: SampleStore, tmp_path: Path) -> None:
     """Somebody put it back: it has no row, or one that says that it failed."""
     other = SampleStore.open(tmp_path / "other")
@@ -272,6 +280,7 @@ def test_a_file_that_appears_under_a_running_server_is_kept(store: SampleStore, 
     other.close()
 
 
+@pytest.mark.files_only
 def test_the_quarantine_keeps_what_it_cannot_read(store: SampleStore) -> None:
     """Where an earlier version put it: that took it for damaged."""
     raw = _put_new(store)
@@ -292,6 +301,7 @@ def test_the_quarantine_keeps_what_it_cannot_read(store: SampleStore) -> None:
         assert _read(store, NEW, "weights") == NEW.columns["weights"]
 
 
+@pytest.mark.files_only
 @pytest.mark.parametrize("restart", [_stopped, _restarted], ids=["stop", "crash"])
 def test_a_header_that_is_not_the_committed_one_is_damage_whatever_it_looks_like(
     store: SampleStore, restart: Callable[[SampleStore], SampleStore]
@@ -310,6 +320,7 @@ def test_a_header_that_is_not_the_committed_one_is_damage_whatever_it_looks_like
     again.close()
 
 
+@pytest.mark.files_only
 def test_what_was_committed_and_cannot_be_parsed_at_all_is_no_damage(store: SampleStore) -> None:
     """The header's hash is the one that was committed: these bytes are what a later version wrote."""
     sample = Sample("s")

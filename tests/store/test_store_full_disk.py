@@ -118,6 +118,7 @@ def test_uploads_that_took_the_same_room_give_it_back(tmp_path: Path) -> None:
     store.close()
 
 
+@pytest.mark.files_only
 def test_what_was_not_committed_stores_little(store: SampleStore) -> None:
     before = _catalogue_bytes(store)
     for number in range(200):

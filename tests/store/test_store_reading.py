@@ -86,6 +86,7 @@ def _flip(offset: int) -> Callable[[Path], None]:
     return damage
 
 
+@pytest.mark.files_only
 @pytest.mark.parametrize(
     "damage",
     [
@@ -109,6 +110,7 @@ def test_a_damaged_file_is_never_served(store: SampleStore, damage: Callable[[Pa
         read_all(store, SAMPLE.key)
 
 
+@pytest.mark.files_only
 @pytest.mark.parametrize("layers", [[2, 5, 6, 9], [9, 6, 5, 2], [5, 9, 2], [2, 5], [2]], ids=str)
 def test_damage_in_a_layer_that_is_not_wanted_is_found(store: SampleStore, layers: list[int]) -> None:
     SAMPLE.put(store)
@@ -117,6 +119,7 @@ def test_damage_in_a_layer_that_is_not_wanted_is_found(store: SampleStore, layer
         list(reader.blocks(0, 23, reader.positions(layers)))
 
 
+@pytest.mark.files_only
 def test_damage_elsewhere_does_not_hide_sound_rows(store: SampleStore) -> None:
     SAMPLE.put(store)
     _flip(-23 * 8 - 1)(SAMPLE.path(store))
@@ -126,6 +129,7 @@ def test_damage_elsewhere_does_not_hide_sound_rows(store: SampleStore) -> None:
             list(reader.blocks(22, 23))
 
 
+@pytest.mark.files_only
 def test_another_samples_file_is_not_served(store: SampleStore) -> None:
     SAMPLE.put(store)
     other = replace(SAMPLE, sample_id="other")
@@ -154,6 +158,7 @@ def test_what_was_never_there(store: SampleStore) -> None:
         store.reader(SAMPLE.key)
 
 
+@pytest.mark.files_only
 def test_a_file_that_shrinks_while_it_is_read_is_an_error_and_no_more(store: SampleStore) -> None:
     SAMPLE.put(store)
     with store.reader(SAMPLE.key) as reader:

@@ -43,6 +43,7 @@ def put(store: SampleStore, sample: Sample) -> bool:
     return begin(store, sample)[1].commit(sample.rows, sample.token_ids)
 
 
+@pytest.mark.files_only
 def test_it_is_stored_like_any_other(store: SampleStore) -> None:
     sample = Sample(tags={"a": "b"}, metadata={"c": "d"})
     assert put(store, sample) is False
@@ -54,6 +55,7 @@ def test_it_is_stored_like_any_other(store: SampleStore) -> None:
     assert len(tree(store.data_dir)) == 1
 
 
+@pytest.mark.files_only
 @pytest.mark.parametrize("group_bytes", [256, 64, 1024])
 def test_the_same_content_is_a_duplicate_however_it_is_hashed(
     store: SampleStore, monkeypatch: pytest.MonkeyPatch, group_bytes: int
@@ -84,6 +86,7 @@ def test_a_commit_that_the_disk_refuses_fails_it_and_leaves_no_file(tmp_path: Pa
     store.close()
 
 
+@pytest.mark.files_only
 def test_a_sample_ends_once(store: SampleStore) -> None:
     remote, upload = begin(store, Sample())
     assert remote.abort(GONE)

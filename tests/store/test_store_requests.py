@@ -88,6 +88,7 @@ def test_in_every_namespace_and_with_other_filters(filled: SampleStore) -> None:
     assert _found(filled, "cmpl-a", model="none") == []
 
 
+@pytest.mark.files_only
 def test_a_look_up_walks_the_index_of_the_ids_at_any_size(filled: SampleStore) -> None:
     plans: list[str] = []
 

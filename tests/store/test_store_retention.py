@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from store.store_kit import BROKEN, FaultyFiles, Sample, crash, read_all, tree
+from store.store_kit import BROKEN, FaultyFiles, Sample, crash, read_all, stored, tree
 from support.sqlite_of import sqlite_of
 from support.waiting import WAIT_S, wait_until
 
@@ -154,9 +154,7 @@ def _put(store: SampleStore, *names: str, namespace: str = "default") -> int:
 
 def _left(store: SampleStore, namespace: str = "default") -> str:
     """The ids of the files in a namespace, sorted; and its rows say the same."""
-    names = sorted(
-        Path(path).name.removesuffix(".safetensors") for path in tree(store.data_dir) if path.startswith(f"{namespace}/")
-    )
+    names = sorted(Path(path).name.removesuffix(".safetensors") for path in stored(store) if path.startswith(f"{namespace}/"))
     found = store.lifetimes.candidates(Queue.OLDEST, namespace, (-1, -1), 1000)
     assert sorted(candidate.key.sample_id for candidate in found) == names
     assert store.lifetimes.usage(namespace).samples == len(names)
@@ -361,6 +359,7 @@ def test_leases(tmp_path: Path) -> None:
     store.close()
 
 
+@pytest.mark.files_only
 def test_a_lease_that_is_granted_while_a_deletion_begins_holds(store: SampleStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """The deletion has looked at the sample, and the lease is written before anything is marked as being deleted."""
     Sample().put(store)
@@ -377,6 +376,7 @@ def test_a_lease_that_is_granted_while_a_deletion_begins_holds(store: SampleStor
     assert read_all(store, Sample().key)[0] == Sample().data
 
 
+@pytest.mark.files_only
 def test_leases_have_a_limit_and_those_that_ended_do_not_count(store: SampleStore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("slotstream.store.upkeep.lifetimes.LEASES_MAX", 2)
     _put(store, "a")
@@ -387,6 +387,7 @@ def test_leases_have_a_limit_and_those_that_ended_do_not_count(store: SampleStor
     store.lifetimes.lease(Sample("a").key, "three", 60)
 
 
+@pytest.mark.files_only
 @pytest.mark.parametrize("refused", ["unknown", "full"])
 def test_a_lease_that_is_refused_leaves_what_shares_its_transaction_alone(
     store: SampleStore, monkeypatch: pytest.MonkeyPatch, refused: str
@@ -454,6 +455,7 @@ def test_a_sample_that_was_replaced_since_it_was_chosen_stays(store: SampleStore
 # The index.
 
 
+@pytest.mark.files_only
 @pytest.mark.parametrize("queue", Queue, ids=lambda queue: queue.name)
 def test_candidates_come_from_an_index_whatever_the_size(store: SampleStore, queue: Queue) -> None:
     """A page of candidates costs the same beside a million samples: no scan of the table, no sort."""
@@ -571,6 +573,7 @@ def test_totals_by_namespace_follow_every_change(tmp_path: Path) -> None:
     catalogue.close()
 
 
+@pytest.mark.files_only
 def test_a_lease_that_comes_between_a_deletions_look_and_its_mark_holds(
     store: SampleStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -588,6 +591,7 @@ def test_a_lease_that_comes_between_a_deletions_look_and_its_mark_holds(
     assert read_all(store, Sample("a").key)[0] == Sample("a").data
 
 
+@pytest.mark.files_only
 def test_a_sample_that_is_deleted_while_a_sweep_looks_is_no_damage(store: SampleStore, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in "abc":
         Sample(name).put(store)

@@ -46,6 +46,7 @@ ROTS = [
 ]
 
 
+@pytest.mark.files_only
 @pytest.mark.parametrize("rot", ROTS)
 def test_the_good_copy_takes_the_place_of_the_rotten_one(store: SampleStore, rot: Callable[[Path], None]) -> None:
     SAMPLE.put(store)
@@ -60,6 +61,7 @@ def test_the_good_copy_takes_the_place_of_the_rotten_one(store: SampleStore, rot
     assert SAMPLE.put(store) is True
 
 
+@pytest.mark.files_only
 def test_a_file_that_nobody_catalogued_is_checked_too(store: SampleStore) -> None:
     SAMPLE.put(store)
     raw = SAMPLE.path(store).read_bytes()
@@ -70,6 +72,7 @@ def test_a_file_that_nobody_catalogued_is_checked_too(store: SampleStore) -> Non
     assert read_all(store, SAMPLE.key)[0] == SAMPLE.data
 
 
+@pytest.mark.files_only
 def test_other_content_is_still_refused(store: SampleStore) -> None:
     SAMPLE.put(store)
     _flip(SAMPLE.path(store), -81)
@@ -108,6 +111,7 @@ def test_a_disk_that_does_not_say_commits_nothing_and_asks_for_the_sample_again(
     store.close()
 
 
+@pytest.mark.files_only
 def test_an_old_row_does_not_stand_against_the_good_copy_whatever_their_stamps(store: SampleStore) -> None:
     """The log was cut, and the row is that of the rotten copy again. Where the clock is behind, the good one may bear less."""
     SAMPLE.put(store)

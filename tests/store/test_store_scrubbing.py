@@ -106,6 +106,7 @@ def test_damage_is_never_served_found_and_put_aside(tmp_path: Path, damage: Call
     assert {v.sample_id for v in verify_directory(tmp_path / "data") if not v.damage} == {"bad", "sound"}
 
 
+@pytest.mark.files_only
 def test_foreign_files_are_never_served_and_never_touched(store: SampleStore) -> None:
     sample = Sample("real")
     sample.put(store)
@@ -191,6 +192,7 @@ def test_what_says_nothing_about_the_bytes_is_no_damage(tmp_path: Path, number: 
     store.close()
 
 
+@pytest.mark.files_only
 def test_a_sample_that_changed_since_its_check_stays(store: SampleStore) -> None:
     Sample().put(store)
     _flip(Sample().path(store))

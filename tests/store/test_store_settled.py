@@ -79,6 +79,7 @@ def test_a_commit_that_takes_too_long_is_after_it(tmp_path: Path, monkeypatch: p
     store.close()
 
 
+@pytest.mark.files_only
 def test_what_another_process_writes_commits_after_it(store: SampleStore) -> None:
     remote, upload = begin(store, Sample())
     as_of = store.settled()

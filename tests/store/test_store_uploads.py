@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from store.store_kit import CHUNK_ROWS, Sample, read_all, tree
+from store.store_kit import CHUNK_ROWS, Sample, read_all, stored
 from support.sqlite_of import sqlite_of
 
 from slotstream.store.records import Failure, SampleRecord, SampleSpec, State
@@ -45,9 +45,10 @@ def test_a_sample_comes_back_as_it_went_in(store: SampleStore) -> None:
     assert (record.tags, _told(record)) == ({"run": "a"}, {"engine": "e1", "hits": "3"})
     assert 0 < record.created_unix_ns <= record.committed_unix_ns
     assert read_all(store, sample.key) == (sample.data, sample.token_ids)
-    assert tree(store.data_dir) == {f"default/{sample.key.shard}/s.safetensors": record.file_bytes}
+    assert stored(store) == {f"default/{sample.key.shard}/s.safetensors": record.file_bytes}
 
 
+@pytest.mark.files_only
 def test_a_sample_is_known_at_every_moment_of_its_failure(store: SampleStore) -> None:
     """Its rows of the catalogue are queued behind slow work: neither that it arrived nor that it failed is written yet."""
     sample, goes_on = Sample(), threading.Event()
@@ -68,6 +69,7 @@ def test_a_sample_is_known_at_every_moment_of_its_failure(store: SampleStore) ->
     assert store.stat(sample.key) == record
 
 
+@pytest.mark.files_only
 def test_the_file_is_plain_safetensors(store: SampleStore) -> None:
     torch = pytest.importorskip("torch")
     load_file = pytest.importorskip("safetensors.torch").load_file
@@ -81,6 +83,7 @@ def test_the_file_is_plain_safetensors(store: SampleStore) -> None:
     assert tensors["token_ids"].tolist() == sample.token_ids
 
 
+@pytest.mark.files_only
 def test_the_file_describes_itself(store: SampleStore) -> None:
     sample = Sample(tags={"k": "v"}, metadata={"engine": "e", "model": "spoofed", "hashes": "spoofed"})
     sample.put(store)
@@ -144,7 +147,7 @@ def test_the_same_content_again_is_stored_once(store: SampleStore) -> None:
     assert sample.put(store, sample.chunks()[::-1]) is True
     assert replace(sample, exact=False, rows_max=1000, tags={"other": "tags"}).put(store) is True
     assert store.stat(sample.key) == before
-    assert len(tree(store.data_dir)) == 1
+    assert len(stored(store)) == 1
 
 
 def test_the_same_content_hashed_in_other_groups_is_the_same_content(
@@ -174,7 +177,7 @@ def test_other_content_under_a_stored_id_is_refused(store: SampleStore, other: S
     record = store.stat(sample.key)
     assert record is not None
     assert record.state is State.COMMITTED
-    assert len(tree(store.data_dir)) == 1
+    assert len(stored(store)) == 1
 
 
 def test_other_token_ids_are_other_content(store: SampleStore) -> None:
@@ -203,7 +206,7 @@ def test_of_two_uploads_of_one_id_one_is_stored(store: SampleStore, seeds: tuple
         winner = samples[outcomes.index(False)]
         assert read_all(store, winner.key) == (winner.data, winner.token_ids)
         assert store.verify(winner.key).damage == ""
-    assert len(tree(store.data_dir)) == 10
+    assert len(stored(store)) == 10
 
 
 def test_a_failure_does_not_hide_another_upload_or_a_committed_sample(store: SampleStore) -> None:
@@ -228,7 +231,7 @@ def test_a_failed_sample_says_why_and_can_be_sent_again(store: SampleStore) -> N
     record = store.stat(sample.key)
     assert record is not None
     assert (record.state, record.error_code, record.error_message) == (State.FAILED, "SLOT_MISMATCH", "slots differ")
-    assert tree(store.data_dir) == {}
+    assert stored(store) == {}
     with pytest.raises(errors.SampleFailed) as failed:
         store.reader(sample.key)
     assert failed.value.reason == "SLOT_MISMATCH"
@@ -267,7 +270,7 @@ def test_what_is_wrong_fails_the_sample_and_leaves_nothing(
     record = store.stat(Sample().key)
     assert record is not None
     assert (record.state, record.error_code) == (State.FAILED, error.code)
-    assert tree(store.data_dir) == {}
+    assert stored(store) == {}
 
 
 def test_missing_rows_are_named(store: SampleStore) -> None:
@@ -369,6 +372,7 @@ def test_only_so_many_samples_may_arrive_at_a_time(tmp_path: Path) -> None:
     assert (tmp_path / "catalog.sqlite").exists()
 
 
+@pytest.mark.files_only
 def test_files_and_directories_are_not_for_everybody(store: SampleStore) -> None:
     sample = Sample()
     sample.put(store)
@@ -388,7 +392,7 @@ def test_deleting(store: SampleStore) -> None:
     reader = store.reader(sample.key)
     store.delete(sample.key)
     assert store.stat(sample.key) is None
-    assert tree(store.data_dir) == {}
+    assert stored(store) == {}
     # A reader that was there first reads on.
     assert b"".join(bytes(p) for block in reader.blocks(0, 10) for p in block.data) == sample.data
     reader.close()

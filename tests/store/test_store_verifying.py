@@ -42,6 +42,7 @@ CASES = [
 ]
 
 
+@pytest.mark.files_only
 @pytest.mark.parametrize(("damage", "found"), CASES)
 def test_each_class_of_damage(store: SampleStore, damage: Callable[[Path], None], found: str) -> None:
     Sample("a").put(store)
@@ -55,6 +56,7 @@ def test_each_class_of_damage(store: SampleStore, damage: Callable[[Path], None]
         assert bool(verdict.bytes_checked) != bool(found)
 
 
+@pytest.mark.files_only
 def test_files_that_nobody_committed_are_foreign(store: SampleStore) -> None:
     sample = Sample("a")
     sample.put(store)
@@ -71,6 +73,7 @@ def test_files_that_nobody_committed_are_foreign(store: SampleStore) -> None:
     arriving.commit(10, sample.token_ids)
 
 
+@pytest.mark.files_only
 def test_a_namespace_can_be_checked_alone(store: SampleStore) -> None:
     Sample("a").put(store)
     Sample("b", namespace="other").put(store)
@@ -94,6 +97,7 @@ def test_a_directory_is_checked_without_touching_it(tmp_path: Path, end: Callabl
     assert after["catalog.sqlite"] == before["catalog.sqlite"]
 
 
+@pytest.mark.files_only
 def test_a_copy_of_a_running_store_can_be_checked(store: SampleStore, tmp_path: Path) -> None:
     Sample("a").put(store)
     copy = tmp_path / "copy"
@@ -137,6 +141,7 @@ def test_a_row_that_was_lost_leaves_a_foreign_file_even_when_it_was_committed_ju
     assert [v.damage for v in verify_directory(tmp_path)] == ["FOREIGN"]
 
 
+@pytest.mark.files_only
 def test_what_cannot_be_checked(store: SampleStore, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no data directory"):
         list(verify_directory(tmp_path / "nowhere"))

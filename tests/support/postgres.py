@@ -101,26 +101,41 @@ class Cluster:
         assert self._process is not None
         self._process.wait()
         until = time.monotonic() + _WAIT_S
-        while self._has_children(pid):
+        while set(self._pids()) - {pid}:  # A new server refuses to start beside one.
             assert time.monotonic() < until
             time.sleep(0.02)
         (self.data / "postmaster.pid").unlink()
+
+    def pause(self) -> None:
+        """SIGSTOP of all its processes, as a machine that hangs, until `go_on`."""
+        for pid in self._pids():
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        assert self._process is not None
+        self._process.send_signal(signal.SIGCONT)  # Where that is runuser, it stopped as well.
+        for pid in self._pids():
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
 
     def pid(self) -> int:
         """Of the server's first process."""
         return int((self.data / "postmaster.pid").read_text().splitlines()[0])
 
-    def _has_children(self, pid: int) -> bool:
-        """Whether some process of the server is left: a new server refuses to start beside one."""
+    def _pids(self) -> list[int]:
+        """Of all the server's processes."""
+        found = []
         for entry in Path("/proc").iterdir():
             with suppress(OSError):
-                if entry.name.isdigit() and int(entry.name) != pid and (entry / "cwd").readlink() == self.data:
-                    return True
-        return False
+                if entry.name.isdigit() and (entry / "cwd").readlink() == self.data:
+                    found.append(int(entry.name))
+        return found
 
     def stop(self) -> None:
         """For good."""
         if self._process is not None and self._process.poll() is None:
+            self.go_on()
             os.kill(self.pid(), signal.SIGQUIT)
             self._process.wait()
         shutil.rmtree(self.folder)

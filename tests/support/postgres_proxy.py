@@ -46,7 +46,12 @@ class Proxy:
                     client.close()
                     continue
                 server = socket.socket(socket.AF_UNIX)
-                server.connect(str(self._target))
+                try:
+                    server.connect(str(self._target))
+                except OSError:  # The server is away.
+                    server.close()
+                    client.close()
+                    continue
                 self._open |= {client, server}
                 threading.Thread(target=self._up, args=(client, server), daemon=True).start()
                 threading.Thread(target=self._down, args=(client, server), daemon=True).start()

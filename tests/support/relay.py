@@ -17,6 +17,8 @@ class Link:
 
     def __init__(self, caller: socket.socket, server: socket.socket) -> None:
         self._ends = (caller, server)
+        for end in self._ends:
+            end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # Small pieces go at once, as they came.
         self._passing = threading.Event()
         self._passing.set()
         self.slow_s = 0.0

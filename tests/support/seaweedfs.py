@@ -109,6 +109,15 @@ class ObjectStore:
         self._process.kill()
         self._process.wait()
 
+    def pause(self) -> None:
+        """SIGSTOP, as a machine that hangs, until `go_on`."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        assert self._process is not None
+        self._process.send_signal(signal.SIGCONT)
+
     def stop(self) -> None:
         """For good."""
         if self._process is not None and self._process.poll() is None:

@@ -7,8 +7,9 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import TypeVar, cast
 
 from slotstream.client.call_errors import AWAY, NoServerLeft, NotServed
 from slotstream.client.info import SampleInfo
@@ -35,6 +36,7 @@ Read = samples_pb2.ReadRequest
 _log = logging.getLogger(__name__)
 _CALL_BYTES_MAX = 192 << 10  # Of a request; a server takes a little more.
 _READS_IN_CALL = 256  # A server takes more; but what is asked for early may be deleted before its turn.
+_AHEAD_FROM = 16  # Reads in a call behind which the next one is made early: who takes as many wants more.
 _PAUSE_S, _PAUSE_S_MAX = 0.1, 2.0
 _HEADER_TAG, _ERROR_TAG = 0x0A, 0x1A  # What a reply begins with: ReadReply.header, ReadReply.error.
 # The connection's failures, and not a sample's: they end the stream, where trying again did not help.
@@ -58,6 +60,11 @@ class _Call:
 
     def put_back(self, frame: Frame | None) -> None:
         self._ahead.append(frame)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the server is done with it: what is left of its replies is here."""
+        return self._stream.has_ended
 
     def close(self) -> None:
         self._stream.close()
@@ -101,31 +108,6 @@ def _error_of(answer: samples_pb2.ReadError) -> SlotStreamError:
     return error_from_code(answer.code, answer.message)
 
 
-class PatientReader:
-    """A RowReader whose `read_into` goes on at the row at which the connection broke."""
-
-    def __init__(self, reader: RowReader, again: Callable[[RowReader, SlotStreamError], RowReader]) -> None:
-        self._reader = reader
-        self._again = again
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._reader, name)
-
-    def read_into(self, memory: memoryview) -> None:
-        """All rows, to `memory` of `nbytes` bytes. Raises what `RowReader.read_into` raises, once trying again is over."""
-        reader, done = self._reader, 0
-        while True:
-            try:
-                reader.read_into(memory[done:])
-                if reader.start != self._reader.start:
-                    self._reader.was_taken()
-                return
-            except SlotStreamError as error:
-                failed = error
-            done = (reader.next_row - self._reader.start) * self._reader.row_bytes
-            reader = self._again(reader, failed)
-
-
 class ManyReads:
     """Reads of one client, many in a call. Not thread safe: one object a stream."""
 
@@ -151,6 +133,7 @@ class ManyReads:
         self._most = 1
         self._reads: list[Read] = []
         self._call: _Call | None = None
+        self._early: _Call | None = None  # The next one, where it is made before the present one's replies are all taken.
         self._turn: _Turn | None = None
         self._ends = 0.0  # When trying again is over; 0 while all is well.
         self._pause_s = _PAUSE_S
@@ -164,15 +147,35 @@ class ManyReads:
         Raises what ends all reads: the server is away for longer than `retry_s`, or does not know the token.
         """
         rest = iter(wanted)
+        ahead: Future[list[tuple[K, Read | SlotStreamError]]] | None = None
         try:
-            while asked := self._next_call(rest):
+            while asked := self._next_call(rest) if ahead is None else ahead.result():
                 self._reads = [read for _, read in asked if isinstance(read, Read)]
+                self._call, self._early, ahead = self._early, None, None
                 numbers = itertools.count()
                 for key, read in asked:
-                    yield key, self._answer(next(numbers), receive) if isinstance(read, Read) else read
+                    answer = self._answer(next(numbers), receive) if isinstance(read, Read) else read
+                    is_long = len(asked) >= _AHEAD_FROM
+                    if ahead is None and is_long and self._call is not None and self._call.has_ended:
+                        ahead = self._asked_ahead(rest)
+                    yield key, answer
                 self._end_call()
         finally:
             self._end_call()
+            if self._early is not None:
+                self._early.close()
+
+    def _asked_ahead(self, rest: Iterator[tuple[K, Read | SlotStreamError]]) -> Future[list[tuple[K, Read | SlotStreamError]]]:
+        """Make the next call: the server reads on while the caller takes what is left of the present one, which has ended."""
+        asked: Future[list[tuple[K, Read | SlotStreamError]]] = Future()
+        try:
+            entries = self._next_call(rest)
+            if reads := [read for _, read in entries if isinstance(read, Read)]:
+                self._early = self._call_of(reads, 0)
+            asked.set_result(entries)
+        except Exception as error:  # Raised once what was asked before is answered.
+            asked.set_exception(error)
+        return asked
 
     def _next_call(self, rest: Iterator[tuple[K, Read | SlotStreamError]]) -> list[tuple[K, Read | SlotStreamError]]:
         asked, nbytes = [], 0
@@ -190,7 +193,8 @@ class ManyReads:
     def _answer(self, number: int, receive: Callable[[RowReader], R]) -> R | SlotStreamError:
         try:
             reader = self._opened(number, None)
-            answer = receive(cast(RowReader, PatientReader(reader, functools.partial(self._again, number))))
+            reader.go_on_with(functools.partial(self._again, number))
+            answer = receive(reader)
             # Where `receive` wanted fewer rows: the next read's come after them.
             while self._turn is not None and not self._turn.is_over:
                 self._turn.receive(self._stall_limit_s)
@@ -251,10 +255,13 @@ class ManyReads:
         if not self._is_served:
             return self._open_alone(number, start, 0.0)
         if self._call is None:
-            asked = [self._from(number, start), *self._reads[number + 1 :]]
-            self._call = _Call(self._rpc.read_many(samples_pb2.ReadManyRequest(reads=asked, batches=True)), number)
+            self._call = self._call_of([self._from(number, start), *self._reads[number + 1 :]], number)
         self._turn = _Turn(self._call, number)
-        return self._reader(cast(WatchedStream[bytes], self._turn), self._from(number, start))
+        read = self._reads[number] if start is None else self._from(number, start)
+        return self._reader(cast(WatchedStream[bytes], self._turn), read)
+
+    def _call_of(self, reads: list[Read], first: int) -> _Call:
+        return _Call(self._rpc.read_many(samples_pb2.ReadManyRequest(reads=reads, batches=True)), first)
 
     def _open_alone(self, number: int, start: int | None, wait_s: float, *, in_place: bool | None = None) -> RowReader:
         self._turn = None

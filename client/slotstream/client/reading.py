@@ -12,12 +12,12 @@ from types import TracebackType
 from typing import Self
 
 from slotstream.client.info import SampleInfo
-from slotstream.client.local_file import SampleFile, WrongFileError
+from slotstream.client.local_file import Places, SampleFile, WrongFileError
 from slotstream.client.rpc import WatchedStream
 from slotstream.v1 import sample_pb2, samples_pb2
 from slotstream.wire import dtypes
 from slotstream.wire.columns import RowFormat
-from slotstream.wire.errors import Interrupted, ProtocolViolation
+from slotstream.wire.errors import Damaged, Interrupted, ProtocolViolation, SlotStreamError
 from slotstream.wire.frames import Frame, decode_reply
 from slotstream.wire.layout import byte_runs, file_path, pick
 from slotstream.wire.names import LAYERS_MAX, ROWS_MAX, SAMPLE_BYTES_MAX
@@ -56,8 +56,9 @@ class RowReader:
         self._file: SampleFile | None = None  # Where the rows are taken from, if not from the stream.
         self._file_rows: Iterator[RowBlock] = iter(())
         self._taken: Callable[[], None] = lambda: None
+        self._again: Callable[[RowReader, SlotStreamError], RowReader] | None = None
         self._verify = not request.unverified
-        self._path = file_path(request.namespace, request.sample_id)  # Of the names asked for: the peer's could be any path.
+        self._asked = request.namespace, request.sample_id
         try:
             self._take_header(stream.receive(header_limit_s), request)
         except BaseException:
@@ -77,6 +78,8 @@ class RowReader:
     @property
     def layer_names(self) -> tuple[str, ...]:
         """What people call the layers of the rows that follow, in their order."""
+        if self.layer_ids == self.info.layer_ids:
+            return self.info.layer_names
         names = dict(zip(self.info.layer_ids, self.info.layer_names, strict=True))
         return tuple(names[layer_id] for layer_id in self.layer_ids)
 
@@ -114,16 +117,42 @@ class RowReader:
                 raise ProtocolViolation("the server sends rows that were to be taken out of the file")
         finally:
             self._stream.close()
-        path = data_dir / self._path
-        file = SampleFile(path, self._header_xxh3)
+        path = f"{data_dir}/{file_path(*self._asked)}"  # Of the names asked for: the peer's could be any path.
         stored = RowFormat.of(self.info.dtype, len(self.info.layer_ids), self.info.hidden_size, self.row_format.names)
-        if (file.header.row_format, file.header.num_tokens) != (stored, self.info.num_tokens):
-            file.close()
-            raise WrongFileError(f"{path} is not what the server says of the sample")
-        self._file, self._file_rows = file, self._rows_of(file)
+        self._file = SampleFile(path, self._header_xxh3, stored, self.info.num_tokens, self._places_of(stored))
+        self._file_rows = self._rows_of(self._file)
+
+    def _places_of(self, stored: RowFormat) -> Places | None:
+        """Where the server says that the file has its rows. Raises WrongFileError where that cannot be."""
+        told = self._told_places
+        if not told.header_bytes:
+            return None
+        try:
+            return Places(told.header_bytes, stored.row_bytes, self.info.num_tokens, told.hash_rows, told.row_xxh3)
+        except Damaged as error:
+            raise WrongFileError(str(error)) from error
+
+    def go_on_with(self, again: Callable[[RowReader, SlotStreamError], RowReader]) -> None:
+        """Where `read_into` breaks, it goes on with the reader that `again(the one that broke, why)` returns. Or it raises."""
+        self._again = again
 
     def read_into(self, memory: memoryview) -> None:
         """All rows, to `memory` of `nbytes` bytes; instead of iterating. Raises what iterating raises."""
+        reader, done = self, 0
+        while True:
+            try:
+                reader._read_rest(memory[done:])
+                break
+            except SlotStreamError as error:
+                if self._again is None:
+                    raise
+                failed = error
+            done = (reader.next_row - self.start) * self.row_bytes
+            reader = self._again(reader, failed)
+        if reader.start != self.start:  # Else it was one of all rows.
+            self.was_taken()
+
+    def _read_rest(self, memory: memoryview) -> None:
         if self._file is not None and self.layer_ids == self.info.layer_ids:
             self._file_rows = self._rows_of(self._file, memory)
             for _ in self:
@@ -174,6 +203,7 @@ class RowReader:
         self.start, self.stop = header.start, header.stop
         self._counted_by_call = header.counted_by_call
         self._header_xxh3 = header.header_xxh3 if header.HasField("header_xxh3") else None
+        self._told_places = header.file
         wanted_layers = tuple(request.layer_ids) or self.info.layer_ids
         wanted_stop = request.stop if request.HasField("stop") else self.info.num_tokens
         asked = (self.info.sample_id, self.layer_ids) == (request.sample_id, wanted_layers)
@@ -215,7 +245,7 @@ class RowReader:
             positions = [self.info.layer_ids.index(layer) for layer in self.layer_ids]
             runs = byte_runs(positions, self.row_format.layer_bytes)
         rows = file.rows(self.start, self.stop, verify=self._verify, into=into)
-        return _blocks(rows, file.header.row_bytes, runs)
+        return _blocks(rows, file.row_bytes, runs)
 
     def _block_of(self, frame: Frame) -> RowBlock:
         reply, data = decode_reply(frame)

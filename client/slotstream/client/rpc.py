@@ -191,10 +191,13 @@ class _Replies:
         self.call = call
         self.asked: SimpleQueue[bool] = SimpleQueue()  # False: that was all.
         self.came: SimpleQueue[Any] = SimpleQueue()  # A reply, None after the last, or the error that ended the call.
+        self.have_ended = False  # None has come.
 
     def run(self) -> None:
         while self.asked.get():
-            self.came.put(self._next())
+            reply = self._next()
+            self.have_ended = reply is None
+            self.came.put(reply)
 
     def _next(self) -> Any:
         try:
@@ -231,6 +234,11 @@ class WatchedStream(Generic[T]):
         replies.asked.put(True)
         threading.Thread(target=replies.run, name="slotstream-replies", daemon=True).start()
         return replies
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the server has ended the call well: the replies that are still to be received are here."""
+        return self._replies.have_ended
 
     def receive(self, limit_s: float) -> T | None:
         """The next reply; None after the last. Raises what the server answered, or DeadlineExceeded after `limit_s`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import mmap
 from pathlib import Path
 
@@ -24,6 +25,7 @@ def map_memory(nbytes: int, fd: int = -1) -> mmap.mmap:
     return memory
 
 
+@functools.cache  # Once a process: what was freed first is kept, so another one of that size is megabytes to clear.
 def keep_freed_blocks() -> None:
     """Have glibc keep freed blocks of megabytes, as gRPC's messages are, for the next ones.
 

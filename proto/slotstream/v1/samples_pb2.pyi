@@ -65,7 +65,7 @@ class ReadReply(_message.Message):
     def __init__(self, header: _Optional[_Union[ReadHeader, _Mapping]] = ..., rows: _Optional[_Union[RowsHeader, _Mapping]] = ..., error: _Optional[_Union[ReadError, _Mapping]] = ..., batch: _Optional[_Union[ReadReplyBatch, _Mapping]] = ..., data: _Optional[bytes] = ...) -> None: ...
 
 class ReadHeader(_message.Message):
-    __slots__ = ("info", "layer_ids", "start", "stop", "token_ids", "header_xxh3", "columns", "counted_by_call")
+    __slots__ = ("info", "layer_ids", "start", "stop", "token_ids", "header_xxh3", "columns", "counted_by_call", "file")
     INFO_FIELD_NUMBER: _ClassVar[int]
     LAYER_IDS_FIELD_NUMBER: _ClassVar[int]
     START_FIELD_NUMBER: _ClassVar[int]
@@ -74,6 +74,7 @@ class ReadHeader(_message.Message):
     HEADER_XXH3_FIELD_NUMBER: _ClassVar[int]
     COLUMNS_FIELD_NUMBER: _ClassVar[int]
     COUNTED_BY_CALL_FIELD_NUMBER: _ClassVar[int]
+    FILE_FIELD_NUMBER: _ClassVar[int]
     info: _sample_pb2.SampleInfo
     layer_ids: _containers.RepeatedScalarFieldContainer[int]
     start: int
@@ -82,7 +83,18 @@ class ReadHeader(_message.Message):
     header_xxh3: int
     columns: _containers.RepeatedCompositeFieldContainer[_sample_pb2.ColumnData]
     counted_by_call: bool
-    def __init__(self, info: _Optional[_Union[_sample_pb2.SampleInfo, _Mapping]] = ..., layer_ids: _Optional[_Iterable[int]] = ..., start: _Optional[int] = ..., stop: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., header_xxh3: _Optional[int] = ..., columns: _Optional[_Iterable[_Union[_sample_pb2.ColumnData, _Mapping]]] = ..., counted_by_call: bool = ...) -> None: ...
+    file: FilePlaces
+    def __init__(self, info: _Optional[_Union[_sample_pb2.SampleInfo, _Mapping]] = ..., layer_ids: _Optional[_Iterable[int]] = ..., start: _Optional[int] = ..., stop: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., header_xxh3: _Optional[int] = ..., columns: _Optional[_Iterable[_Union[_sample_pb2.ColumnData, _Mapping]]] = ..., counted_by_call: bool = ..., file: _Optional[_Union[FilePlaces, _Mapping]] = ...) -> None: ...
+
+class FilePlaces(_message.Message):
+    __slots__ = ("header_bytes", "hash_rows", "row_xxh3")
+    HEADER_BYTES_FIELD_NUMBER: _ClassVar[int]
+    HASH_ROWS_FIELD_NUMBER: _ClassVar[int]
+    ROW_XXH3_FIELD_NUMBER: _ClassVar[int]
+    header_bytes: int
+    hash_rows: int
+    row_xxh3: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, header_bytes: _Optional[int] = ..., hash_rows: _Optional[int] = ..., row_xxh3: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class ReadReplyBatch(_message.Message):
     __slots__ = ("replies",)

@@ -87,9 +87,9 @@ class Place:
         return self.end - self.begin
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class RowFormat:
-    """The columns of one sample, in the file's order. Made by `of`."""
+    """The columns of one sample, in the file's order. Made by `of`; samples of one format share it, worked out once."""
 
     columns: tuple[Column, ...]
 
@@ -109,40 +109,40 @@ class RowFormat:
             raise UnsupportedFormat(f"column {unknown[0][:64]!r} is not one of {sorted(further_columns())}")
         return _of_sample(tuple(COLUMNS[name] for name in names), dtype, num_layers, hidden_size)
 
-    @property
+    @functools.cached_property
     def dtype(self) -> str:
         """Of hidden states."""
         return self.columns[0].dtype
 
-    @property
+    @functools.cached_property
     def num_layers(self) -> int:
         return self.columns[0].shape(0)[1]
 
-    @property
+    @functools.cached_property
     def hidden_size(self) -> int:
         return self.columns[0].shape(0)[2]
 
-    @property
+    @functools.cached_property
     def row_bytes(self) -> int:
         """Bytes of one row of hidden states: what arrives of it before the commit."""
         return self.columns[0].row_bytes
 
-    @property
+    @functools.cached_property
     def layer_bytes(self) -> int:
         """Bytes of one layer of a row of hidden states."""
         return self.columns[0].element_bytes * self.hidden_size
 
-    @property
+    @functools.cached_property
     def late(self) -> tuple[Column, ...]:
         """What comes with the commit, token ids included."""
         return tuple(column for column in self.columns if column.late)
 
-    @property
+    @functools.cached_property
     def further(self) -> tuple[Column, ...]:
         """What there is beside the default pair."""
         return tuple(column for column in self.columns if column.name not in _DEFAULT_PAIR)
 
-    @property
+    @functools.cached_property
     def names(self) -> list[str]:
         """Of what there is beside the default pair: what messages and files call the format by."""
         return [column.name for column in self.further]
@@ -151,14 +151,19 @@ class RowFormat:
         """Where the columns of a sample of so many rows lie, without gaps."""
         places: list[Place] = []
         begin = 0
-        for column in self.columns:
-            places.append(Place(column, begin, begin + rows * column.row_bytes))
-            begin = places[-1].end
+        for column, row_bytes in self._row_bytes:
+            end = begin + rows * row_bytes
+            places.append(Place(column, begin, end))
+            begin = end
         return tuple(places)
 
     def data_bytes(self, rows: int) -> int:
         """Of all columns."""
-        return rows * sum(column.row_bytes for column in self.columns)
+        return rows * sum(row_bytes for _, row_bytes in self._row_bytes)
+
+    @functools.cached_property
+    def _row_bytes(self) -> list[tuple[Column, int]]:
+        return [(column, column.row_bytes) for column in self.columns]
 
     def check_commit(self, rows_max: int) -> None:
         """Raises UnsupportedFormat where a column cannot come with a commit, and TooLarge where they are longer than a message.

@@ -166,8 +166,7 @@ def parse_header(raw: bytes) -> FileHeader:
     if header_length(raw) != len(raw):
         raise Damaged("the file's header is cut short, or its length is wrong")
     try:
-        text = raw[_LENGTH.size :].rstrip(b" ").decode()  # `json` looks at padding one character at a time.
-        parsed = json.loads(text, object_pairs_hook=_without_repeats)
+        parsed = json.loads(_without_padding(raw[_LENGTH.size :]).decode(), object_pairs_hook=_without_repeats)
         metadata = _strings(parsed.pop(_METADATA))
         tensors = {name: _tensor(entry) for name, entry in parsed.items()}
         hidden = tensors[HIDDEN_STATES]
@@ -182,6 +181,12 @@ def parse_header(raw: bytes) -> FileHeader:
     if hidden.begin or len(tensors) == 1:
         raise Damaged("the file's header does not describe hidden_states followed by token_ids")
     return FileHeader(tensors, metadata, len(raw))
+
+
+def _without_padding(text: bytes) -> bytes:
+    """Without the spaces at its end, of which there are thousands: `json` and `rstrip` look at them one by one."""
+    end = text.rfind(b"}") + 1
+    return text[:end] if text[end:] == b" " * (len(text) - end) else text
 
 
 def _tensor(entry: object) -> Tensor:
@@ -216,7 +221,7 @@ def _count(value: object) -> int:
 
 
 def _strings(value: object) -> dict[str, str]:
-    if not isinstance(value, Mapping) or not all(isinstance(k, str) and isinstance(v, str) for k, v in value.items()):
+    if not isinstance(value, Mapping) or not {str}.issuperset(map(type, (*value, *value.values()))):
         raise ValueError("metadata must map strings to strings")
     "".join((*value.keys(), *value.values())).encode()  # A lone surrogate, which JSON can spell, is no text.
     return dict(value)

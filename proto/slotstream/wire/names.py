@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -94,9 +95,14 @@ def check_tags(value: object) -> dict[str, str]:
 
 def layer_names(layer_ids: Sequence[int], metadata: Mapping[str, str]) -> tuple[str, ...]:
     """What people call the layers of a sample with this metadata: their ids, but for "final". Other metadata change nothing."""
+    return _layer_names(tuple(layer_ids), metadata.get(LAYER_NAMES_KEY, "null"))
+
+
+@functools.lru_cache(maxsize=256)  # Most samples of a store have the same, and a reader asks of each.
+def _layer_names(layer_ids: tuple[int, ...], named: str) -> tuple[str, ...]:
     plain = tuple(str(layer_id) for layer_id in layer_ids)
     try:
-        names = json.loads(metadata.get(LAYER_NAMES_KEY, "null"))
+        names = json.loads(named)
     except ValueError:
         return plain
     return (*plain[:-1], FINAL) if names == [*plain[:-1], FINAL] else plain

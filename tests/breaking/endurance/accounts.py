@@ -57,6 +57,8 @@ def settle(
 def lies(made: Sequence[Try], sample_id: str, *, committed: bool) -> Iterator[str]:
     """What the server said of a sample's tries that was not so, or more than it could know."""
     may_be_stored = False
+    if sum(one.said == "committed" for one in made) > 1:
+        yield f"{sample_id}: it was committed twice"
     for one in made:
         is_failure = one.said not in ("", "committed", "duplicate")
         if one.said == "duplicate" and not may_be_stored:

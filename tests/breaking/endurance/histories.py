@@ -1,9 +1,12 @@
-"""Histories: `python tests/breaking/endurance/histories.py [--seconds N] [--seed N] [--streams N]`; `make histories` calls it.
+"""Histories: `histories.py [--seconds N] [--seed N] [--streams N] [--store cluster]`; `make histories` calls it.
 
 Clients put, repeat, conflict, read, lease and delete the same few ids, on a server of two processes. Senders break off in the
 middle of a sample, and keep what a full disk refuses until it has room. Meanwhile a nemesis (`nemesis.py`) kills the primary
 and the worker, shifts the clock, fills the disk, and flips bits of samples and of the catalogue. What every client saw of an id
 must be what a register could have answered (`register.py`).
+
+With `--store cluster` there are two servers over a bucket and a PostgreSQL, each call goes to one of them, and another nemesis
+strikes all four (`pair_nemesis.py`). In the end the bucket must hold the objects of committed samples, and nothing else.
 """
 
 from __future__ import annotations
@@ -12,19 +15,26 @@ import argparse
 import itertools
 import random
 import re
+import signal
+import struct
 import sys
 import tempfile
 import threading
 import time
 from collections import Counter, defaultdict
+from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
-sys.path.insert(1, str(Path(__file__).parents[2]))
+sys.path.insert(1, str(Path(__file__).parents[1]))
+sys.path.insert(2, str(Path(__file__).parents[2]))
 
 import grpc
-from nemesis import NAMESPACE, RULES, Below, Nemesis
+from nemesis import NAMESPACE, RULES, Below, Nemesis, Strikes
+from pair import Pair
+from pair_nemesis import PairNemesis
 from register import NONE, Operation, cut_short, deleted_under_a_lease, explain
 from support.ingest_client import IngestClient
 from support.synthetic import SyntheticSample
@@ -34,11 +44,13 @@ from slotstream.client import SampleNotFound, SlotStreamError, connect
 from slotstream.v1 import ingest_pb2
 from slotstream.wire.frames import encode_chunk
 from slotstream.wire.hashing import xxh3
+from slotstream.wire.names import CHUNK_BYTES_MAX
 
 _CLIENTS = 5
 _IDS = 6  # At a time; new ones take their place, for the search grows with what happened to an id.
 _OPERATIONS_OF_ID = 40
 _VALUES = ("a", "b", "c")
+_LARGE = "large"  # With a bucket: a sample whose object is sent in parts.
 _LEASE_S = 0.5
 _CALL_S = 10.0
 _HANGS_S = 120.0
@@ -52,8 +64,8 @@ _NOT_STORED = {"NOT_FOUND", "SAMPLE_FAILED", "DEADLINE_EXCEEDED", "STILL_ARRIVIN
 class Histories:
     """One run. `wrong` is empty when all is well."""
 
-    def __init__(self, world: World, below: Below, seed: int, streams: int = 1) -> None:
-        """`streams` of a client: what was not stored over one goes over the next at once."""
+    def __init__(self, world: World, below: Below | None, seed: int, streams: int = 1) -> None:
+        """`streams` of a client: what was not stored over one goes over the next at once. `below`: None with a pair."""
         self.world = world
         self.wrong: list[str] = []
         self.done: Counter[str] = Counter()
@@ -67,7 +79,15 @@ class Histories:
         self._leases: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
         self._uses: Counter[str] = Counter()
         self._held: dict[int, list[tuple[str, str]]] = {client: [] for client in range(_CLIENTS)}
-        self._nemesis = Nemesis(world, below, random.Random(seed), lambda: list(self._ids), self._note)
+        strikes = random.Random(seed)
+        self._nemesis: Strikes
+        if world.pair is None:
+            assert below is not None, "one server has a disk and a clock of its own"
+            self._values: tuple[str, ...] = _VALUES
+            self._nemesis = Nemesis(world, below, strikes, lambda: list(self._ids), self._note)
+        else:
+            self._values = (*_VALUES, _LARGE)
+            self._nemesis = PairNemesis(world, world.pair, strikes, lambda: list(self._ids), self._note)
 
     def run(self, seconds: float) -> None:
         """For so long, and until the nemesis did everything once."""
@@ -88,7 +108,12 @@ class Histories:
             if thread.is_alive():
                 self.wrong.append(f"client {client} hangs, whatever its deadlines say")
         self._send_held()
+        if self.world.pair is not None:
+            self._restart_all()
         self._read_all()
+        if self.world.pair is not None:
+            self.world.pair.sweep()
+            self.wrong += self.world.pair.left_over()
         self.done += self._nemesis.done
         self.wrong += self._nemesis.wrong
         for sample_id, history in self._history.items():
@@ -116,7 +141,7 @@ class Histories:
         kind = rng.choice(("put", "put", "put", "read", "read", "read", "delete", "lease"))
         called_at = time.monotonic()
         if kind == "put":
-            self._put_and_note(client, sample_id, rng.choice(_VALUES), breaks_off=rng.random() < 0.1)
+            self._put_and_note(client, sample_id, rng.choice(self._values), breaks_off=rng.random() < 0.1)
         elif kind == "lease":
             self._lease(sample_id, f"client{client}")
         elif kind == "read":
@@ -153,13 +178,28 @@ class Histories:
                 self._ids[at] = next(self._names)
             return sample_id
 
+    def _address(self) -> str:
+        """Of one of the servers: what it says must hold for all."""
+        return self.world.address if self.world.pair is None else random.choice(self.world.addresses)
+
+    def _restart_all(self) -> None:
+        """What was committed is there in the servers' next lives too."""
+        for server in self.world.servers:
+            server.end(signal.SIGKILL)
+            server.start()
+        for server in self.world.servers:
+            self.world.wait_for(server)
+
     def _put(self, sample: SyntheticSample, *, breaks_off: bool) -> str:
         try:
-            with IngestClient(self.world.address, timeout_s=_CALL_S) as peer:
+            with IngestClient(self._address(), timeout_s=_CALL_S) as peer:
                 number = peer.open(sample)
-                data = sample.rows()
-                header = ingest_pb2.ChunkHeader(sample=number, chunk=1, rows=sample.num_tokens, xxh3=xxh3(data))
-                peer.send_raw(encode_chunk(header, data))
+                rows = max(1, min(sample.num_tokens, CHUNK_BYTES_MAX // 2 // sample.row_bytes))
+                for chunk, first in enumerate(range(0, sample.num_tokens, rows), 1):
+                    data = sample.rows(first, min(first + rows, sample.num_tokens))
+                    count = len(data) // sample.row_bytes
+                    header = ingest_pb2.ChunkHeader(sample=number, chunk=chunk, first_row=first, rows=count, xxh3=xxh3(data))
+                    peer.send_raw(encode_chunk(header, data))
                 if breaks_off:
                     return "failed"  # It was never committed, whenever the server notices.
                 request = ingest_pb2.CommitSample(sample=number, row_count=sample.num_tokens, token_ids=sample.token_ids)
@@ -171,7 +211,7 @@ class Histories:
     def _read(self, sample_id: str) -> tuple[str, str]:
         try:
             with (
-                connect(self.world.address, connect_timeout_s=_CALL_S, call_timeout_s=_CALL_S) as client,
+                connect(self._address(), connect_timeout_s=_CALL_S, call_timeout_s=_CALL_S) as client,
                 client.read(sample_id, wait_s=0) as reader,
             ):
                 token_ids, data = list(reader.token_ids), b"".join(bytes(block.data) for block in reader)
@@ -183,7 +223,7 @@ class Histories:
             if error.code == "DAMAGED":
                 return "damaged", NONE
             return "unknown", NONE
-        for value in _VALUES:
+        for value in self._values:
             sample = _sample(sample_id, value)
             if (token_ids, data) == (sample.token_ids, sample.rows()):
                 return "is", value
@@ -192,7 +232,7 @@ class Histories:
 
     def _delete(self, sample_id: str) -> str:
         try:
-            with connect(self.world.address, connect_timeout_s=_CALL_S, call_timeout_s=_CALL_S) as client:
+            with connect(self._address(), connect_timeout_s=_CALL_S, call_timeout_s=_CALL_S) as client:
                 client.delete(sample_id)
         except SampleNotFound:
             return "nothing"
@@ -203,7 +243,7 @@ class Histories:
     def _lease(self, sample_id: str, holder: str) -> None:
         called_at = time.monotonic()
         try:
-            with connect(self.world.address, connect_timeout_s=_CALL_S, call_timeout_s=_CALL_S) as client:
+            with connect(self._address(), connect_timeout_s=_CALL_S, call_timeout_s=_CALL_S) as client:
                 client.lease(sample_id, seconds=_LEASE_S, holder=holder)
         except SlotStreamError:
             return
@@ -239,7 +279,22 @@ def _verdict(peer: IngestClient) -> str:
             return _FAILURES.get(reply.failed.code, "failed")
 
 
+@dataclass(frozen=True)
+class _LargeSample(SyntheticSample):
+    """More than one part has, and soon made."""
+
+    num_tokens: int = 4
+    hidden_size: int = 400_000
+    seed: int = len(_VALUES)
+
+    def rows(self, start: int = 0, stop: int | None = None, layers: tuple[int, ...] | None = None) -> bytes:
+        stop = self.num_tokens if stop is None else stop
+        return b"".join(struct.pack("<H", 0x3F80 + row) * (self.row_bytes // 2) for row in range(start, stop))
+
+
 def _sample(sample_id: str, value: str) -> SyntheticSample:
+    if value == _LARGE:
+        return _LargeSample(sample_id, NAMESPACE)
     return SyntheticSample(sample_id, NAMESPACE, num_tokens=4, seed=_VALUES.index(value))
 
 
@@ -247,7 +302,12 @@ def _sorted(history: list[Operation]) -> list[Operation]:
     return sorted(history, key=lambda one: one.called_at)
 
 
-def run_histories(seconds: float, seed: int, streams: int = 1) -> Histories:
+def run_histories(seconds: float, seed: int, streams: int = 1, pair: Pair | None = None) -> Histories:
+    if pair is not None:
+        with World(0, seed % 1000, pair=pair, server_options=("--scrub-every-s", "1", "--scrub-bytes-per-s", "1e9")) as world:
+            run = Histories(world, None, seed, streams)
+            run.run(seconds)
+        return run
     below = Below()
     with tempfile.TemporaryDirectory(prefix="slotstream-histories-") as directory:
         rules = Path(directory) / "rules.toml"
@@ -266,10 +326,12 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=120.0)
     parser.add_argument("--seed", type=int, default=0, help="0: any, and it is printed")
     parser.add_argument("--streams", type=int, default=1, help="of a client: what is cut goes over the next one at once")
+    parser.add_argument("--store", choices=["files", "cluster"], default="files", help="what the samples are kept in")
     arguments = parser.parse_args()
     seed = arguments.seed or random.SystemRandom().randrange(1, 1 << 31)
     print(f"seed {seed}", flush=True)
-    run = run_histories(arguments.seconds, seed, arguments.streams)
+    with Pair() if arguments.store == "cluster" else nullcontext() as pair:
+        run = run_histories(arguments.seconds, seed, arguments.streams, pair)
     print("\n".join(f"{count:>8}  {what}" for what, count in sorted(run.done.items())))
     print("\n".join(run.wrong[:5]) or "every answer can be explained")
     return int(bool(run.wrong))

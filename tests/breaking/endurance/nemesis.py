@@ -12,7 +12,7 @@ import random
 import signal
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from faults.faulty_disk import Call, FaultyDisk
@@ -44,8 +44,37 @@ class Below:
         return together(self.disk.environment, self.clock.environment)
 
 
-class Nemesis:
-    """Strikes one server. `wrong`: what it saw that may not be; `lease_ends`: moments at which leases may have ended."""
+class Strikes:
+    """Every strike of a nemesis in a random order, again and again. `wrong`: what it saw that may not be.
+
+    `lease_ends`: moments at which leases may have ended.
+    """
+
+    def __init__(self, rng: random.Random) -> None:
+        self.wrong: list[str] = []
+        self.done: Counter[str] = Counter()
+        self.lease_ends: list[tuple[float, float]] = []
+        self._rng = rng
+        self._deck = self._deal()
+
+    def strikes(self) -> Sequence[Callable[[], None]]:
+        raise NotImplementedError
+
+    def strike(self) -> None:
+        next(self._deck)()
+
+    def _deal(self) -> Iterator[Callable[[], None]]:
+        strikes = self.strikes()
+        while True:
+            yield from self._rng.sample(strikes, len(strikes))
+            self.done["rounds"] += 1
+
+    def _moment(self) -> None:
+        time.sleep(self._rng.random() * _MOMENT_S)
+
+
+class Nemesis(Strikes):
+    """Strikes one server, its disk and its clock."""
 
     def __init__(
         self,
@@ -56,23 +85,15 @@ class Nemesis:
         note: Callable[[str, Operation], None],
     ) -> None:
         """`ids`: which are in use; `note` is told what became of them here."""
-        self.wrong: list[str] = []
-        self.done: Counter[str] = Counter()
-        self.lease_ends: list[tuple[float, float]] = []
+        super().__init__(rng)
         self._world = world
         self._below = below
-        self._rng = rng
         self._ids = ids
         self._note = note
         self._leaps = 0
-        self._deck = self._deal()
 
-    def strike(self) -> None:
-        next(self._deck)()
-
-    def _deal(self) -> Iterator[Callable[[], None]]:
-        """Every strike in a random order, again and again."""
-        strikes = (
+    def strikes(self) -> Sequence[Callable[[], None]]:
+        return (
             self.kill_primary,
             self.kill_worker,
             self.kill_worker,
@@ -84,12 +105,6 @@ class Nemesis:
             self.flip_a_sample,
             self.flip_the_catalogue,
         )
-        while True:
-            yield from self._rng.sample(strikes, len(strikes))
-            self.done["rounds"] += 1
-
-    def _moment(self) -> None:
-        time.sleep(self._rng.random() * _MOMENT_S)
 
     def _restart(self, *options: str, meanwhile: Callable[[], None] = lambda: None) -> None:
         self._world.server.end(signal.SIGKILL)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +13,7 @@ from accounts import lies, settle
 from histories import run_histories
 from kills import run_rounds
 from ledger import HIDDEN, LAYER_IDS, NAMESPACE, ROW_BYTES, Ledger, Promise, Try, promises, row_data, token_ids
+from pair import Pair
 from register import Operation, cut_short, deleted_under_a_lease, explain
 from soak import run_soak
 from support.ingest_client import IngestClient
@@ -61,6 +64,26 @@ def test_a_few_kill_rounds_with_four_streams(rounds: int, spool: bool) -> None:
     assert found.cases["rounds: SIGKILL of a stream's process"] > 0
 
 
+@pytest.mark.postgres
+@pytest.mark.objects
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    ("rounds", "spool"),
+    [
+        pytest.param(10, True, id="with a spool"),
+        pytest.param(60, True, id="with a spool, longer", marks=pytest.mark.extended),
+        pytest.param(40, False, id="without, longer", marks=pytest.mark.extended),
+    ],
+)
+def test_a_few_kill_rounds_of_two_servers_with_a_bucket(rounds: int, spool: bool) -> None:
+    with Pair() as pair:
+        found = run_rounds(rounds, seed=7, spool=spool, pair=pair)
+    assert not found.wrong, found
+    assert found.cases["committed, server has committed"] > 0
+    for struck in ("of the object store", "of the database", "of the server", "of the sender"):
+        assert any(case.startswith("rounds: ") and case.endswith(struck) for case in found.cases), struck
+
+
 def test_what_the_server_may_not_say() -> None:
     """A failure of what it stored, and one that is final of what could be sent again."""
 
@@ -70,6 +93,7 @@ def test_what_the_server_may_not_say() -> None:
     assert wrong("", "duplicate") == wrong("STORE_FULL", "committed") == wrong("STORE_FULL", "", "duplicate") == []
     assert wrong("STORE_FULL", committed=False) == []
     assert "stored by a try" in wrong("INTERRUPTED", "duplicate")[0]
+    assert "committed twice" in wrong("committed", "committed")[0]
     assert "it is stored" in wrong("INTERRUPTED", "STORE_FULL")[0]
     assert "which is final" in wrong("INTERNAL", committed=False)[0]
     assert list(lies([Try(0, "SLOT_MISMATCH", gave_up="SLOT_MISMATCH")], "s", committed=False)) == []
@@ -171,6 +195,19 @@ def test_a_longer_history(seed: int, streams: int) -> None:
     assert not run.wrong, run.wrong[0]
 
 
+@pytest.mark.postgres
+@pytest.mark.objects
+@pytest.mark.extended
+@pytest.mark.timeout(900)
+def test_a_history_of_two_servers_with_a_bucket() -> None:
+    with Pair() as pair:
+        run = run_histories(120.0, seed=5, pair=pair)
+    assert not run.wrong, run.wrong[0]
+    assert run.done["put committed"] > 0
+    for strike in ("server killed", "server stopped", "object's bit flipped"):
+        assert run.done[strike] > 0, strike
+
+
 @pytest.mark.extended
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("streams", [1, 4])
@@ -247,6 +284,14 @@ def test_what_is_not_accounted_for(address: str, promise: Promise, spool: bool, 
 def test_a_sample_that_nobody_promised(address: str) -> None:
     found = settle(address, _SOUND, spool=False)
     assert sorted(found.wrong) == ["arriving: nobody promised it", "wrong: nobody promised it"]
+
+
+@pytest.mark.parametrize("script", ["kills", "histories", "soak"])
+def test_each_starts_from_the_command_line(script: str) -> None:
+    """As `make` starts it, in a process that has no more paths than a script has."""
+    path = Path(__file__).with_name(f"{script}.py")
+    ran = subprocess.run([sys.executable, path, "--help"], capture_output=True, text=True, timeout=120, check=False)
+    assert ran.returncode == 0, ran.stderr
 
 
 def test_a_ledger_tells_killed_senders_from_those_that_ended(tmp_path: Path) -> None:

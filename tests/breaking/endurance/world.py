@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import re
 import signal
 import subprocess
@@ -12,11 +13,13 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 from ledger import Promise, Try, promises, tries
+from pair import Pair
 from support.descendants import descendants
 from support.files import files_below
 from support.ports import free_port
@@ -91,7 +94,7 @@ def _transport(number: int) -> str:
 class World:
     """A server in a directory of its own, `senders` senders, their ledgers, and a spool that they share, if `spool`.
 
-    Ends everything on leaving.
+    With a `pair` there are two equal servers, which keep everything in it. Ends everything on leaving.
     """
 
     def __init__(
@@ -105,6 +108,7 @@ class World:
         streams: int | None = None,
         shims: Callable[[Path, Path], Mapping[str, str]] | None = None,
         server_options: Sequence[str] = (),
+        pair: Pair | None = None,
     ) -> None:
         """`streams` of each sender: as many as `workers`, if not said. `shims`: the environment that puts something below the
         server, by a directory for it and the data directory.
@@ -112,20 +116,32 @@ class World:
         self._dir = tempfile.TemporaryDirectory(prefix="slotstream-endurance-")
         self.work = Path(self._dir.name)
         self.data_dir = self.work / "data"
+        self.pair = pair
         self._workers = workers
-        self.address = f"unix:{self.work}/s" if workers == 1 else f"127.0.0.1:{free_port()}"
+        sockets = [f"unix:{self.work}/s{number}" for number in range(1 if pair is None else 2)]
+        self.addresses = sockets if workers == 1 else [f"127.0.0.1:{free_port()}"]
+        self.address = ",".join(self.addresses)
         self._pause_ms = pause_ms
         self._streams = workers if streams is None else streams
         self._spool = self.work / "spool" if spool else None
         self._seeds = iter(range(seed * 1_000_000, (seed + 1) * 1_000_000))
         self.server_options = list(server_options)  # More of them, from its next start on.
-        below = shims(self.work, self.data_dir) if shims is not None else None
-        self.server = Process("server", self._server_command, self.work / "server.log", below)
-        self.wait_for_server()
+        below = shims(self.work, self.data_dir) if shims is not None else {}
+        self.servers: list[Process] = []
+        for number in range(len(self.addresses)):
+            name = "server" if pair is None else f"server{number}"
+            environment = below if pair is None else {**below, **pair.environment}
+            command = partial(self._server_command, number)
+            self.servers.append(Process(name, command, self.work / f"{name}.log", environment))
+        self.server = self.servers[0]
+        for server in self.servers:
+            self.wait_for(server)
         self.senders = [self._sender(f"sender{number}", "--transport", _transport(number)) for number in range(senders)]
 
-    def _server_command(self) -> list[str]:
-        options = ["--listen", self.address, "--data", str(self.data_dir), "--drain-s", "2", "--metrics", "127.0.0.1:0"]
+    def _server_command(self, number: int) -> list[str]:
+        options = ["--listen", self.addresses[number], "--drain-s", "2", "--metrics", "127.0.0.1:0"]
+        place = self.data_dir / str(number)
+        options += ["--data", str(self.data_dir)] if self.pair is None else self.pair.options(place)
         options += ["--workers", str(self._workers), *self.server_options]
         return [sys.executable, "-m", "slotstream.cli.main", "serve", *options, "--log-level", "info"]
 
@@ -158,13 +174,20 @@ class World:
 
     def wait_for_server(self) -> None:
         """Returns once the server answers. Raises AssertionError, with its log, when it does not."""
+        self.wait_for(self.server)
+
+    def wait_for(self, server: Process) -> None:
+        """As `wait_for_server`, of one of several."""
         deadline = time.monotonic() + _START_S
         while True:
             try:
-                return connect(self.address, connect_timeout_s=_START_S).close()
+                return connect(self.addresses[self.servers.index(server)], connect_timeout_s=_START_S).close()
             except ServerUnavailable:  # A worker of a killed server may have listened still, and hung up.
-                if time.monotonic() >= deadline or not self.server.alive:
-                    raise AssertionError(f"the server did not start:\n{self.server.log()[-4000:]}") from None
+                if time.monotonic() >= deadline or not server.alive:
+                    raise AssertionError(f"the {server.name} did not start:\n{server.log()[-4000:]}") from None
+
+    def any_server(self, rng: random.Random) -> Process:
+        return self.server if len(self.servers) == 1 else rng.choice(self.servers)
 
     def server_workers(self) -> list[int]:
         """Processes of the server beside its primary."""
@@ -195,7 +218,7 @@ class World:
 
     def may_end_with(self, process: Process) -> set[int]:
         """The statuses that SIGTERM may end it with: a sender that has not begun yet has no handler to be orderly by."""
-        if process is self.server:
+        if process in self.servers:
             return {0}
         ledger = self.work / f"{process.name}.ledger"
         begun = ledger.exists() and f'"pid": {process.process.pid}}}' in ledger.read_text()
@@ -217,7 +240,7 @@ class World:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        for process in (*self.senders, self.server):
+        for process in (*self.senders, *self.servers):
             if process.alive:
                 process.end(signal.SIGKILL)
         if error is not None and os.environ.get("SLOTSTREAM_KEEP_WORK"):

@@ -218,7 +218,7 @@ class Client:
             running().note(f"{put.key} failed: {verdict.code}")
             self._world.model.counts[f"failed {verdict.code}"] += 1
             if put.answer == "failed" and not put.mistake:
-                if verdict.code in _NEVER:
+                if verdict.code in _NEVER | self._world.never:
                     running().fail(f"client {self._number}: {put.key} failed as {verdict.code}")
                 self._check_reason(put.called_at, f"a put of {put.key} failed as {verdict.code}: {verdict.message}")
         self._note(put.key, "put", put.answer, put.called_at, put.value)
@@ -389,7 +389,7 @@ class Client:
     def _check_error(self, call: Call, called_at: float, what: str) -> None:
         running().note(f"{what}: {call.status} {call.code}")
         self._world.model.counts[f"refused {call.code or call.status}"] += 1
-        if call.code in _NEVER:
+        if call.code in _NEVER | self._world.never:
             running().fail(f"client {self._number}: {what} was answered with {call.status} {call.code}")
         self._check_reason(called_at, f"{what} was answered with {call.status} {call.code}")
 

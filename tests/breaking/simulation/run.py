@@ -32,6 +32,7 @@ def main() -> int:
     parser.add_argument("--digests", action="store_true", help="print the hash of each seed's trace")
     parser.add_argument("--plant", default="", help="a fault to put into the server first (see plants.py)")
     parser.add_argument("--lanes", type=int, default=1, help="streams that a client may put over at a time")
+    parser.add_argument("--store", choices=["files", "cluster"], default="files", help="cluster: two servers with one bucket")
     parser.add_argument("--most", type=int, default=5, help="end after so many seeds that failed")
     arguments = parser.parse_args()
     if os.environ.get("PYTHONHASHSEED") != "0":  # Sets of names are walked in the same order in every process.
@@ -43,13 +44,16 @@ def main() -> int:
     sys.path[:1] = [str(_TESTS / name) for name in ("", "breaking", "breaking/endurance")]
     warnings.simplefilter("ignore")  # Tasks of servers that were killed.
     from simulation import seams
+    from simulation.pair_plants import PAIR_PLANTS
+    from simulation.pair_world import PairWorld
     from simulation.plants import PLANTS
     from simulation.world import World, run_seed
 
     World.lanes = arguments.lanes
+    is_pair = arguments.store == "cluster"
     seams.install()
     if arguments.plant:
-        PLANTS[arguments.plant]()
+        (PAIR_PLANTS if is_pair else PLANTS)[arguments.plant]()
     gc.collect()
     gc.freeze()
     gc.disable()  # Between seeds alone: what it closes would otherwise depend on the seeds before.
@@ -59,7 +63,7 @@ def main() -> int:
     seeds = range(arguments.seed, arguments.seed + 1) if arguments.seeds is None else arguments.seeds
     done = 0
     for seed in seeds:
-        result = run_seed(seed, keep_trace=arguments.trace)
+        result = run_seed(seed, keep_trace=arguments.trace, kind=PairWorld if is_pair else World)
         done += 1
         counts.update(result.counts)
         if arguments.trace:
@@ -72,7 +76,8 @@ def main() -> int:
             print("\n".join(result.wrong[:3]))
             plant = f" --plant {arguments.plant}" if arguments.plant else ""
             lanes = f" --lanes {arguments.lanes}" if arguments.lanes > 1 else ""
-            print(f"replay: python tests/breaking/simulation/run.py --seed {seed}{plant}{lanes} --trace", flush=True)
+            store = " --store cluster" if is_pair else ""
+            print(f"replay: python tests/breaking/simulation/run.py --seed {seed}{store}{plant}{lanes} --trace", flush=True)
             if len(failed) >= arguments.most:
                 break
         gc.collect()

@@ -36,6 +36,7 @@ class Process:
 
     name: str
     dead: bool = False
+    frozen_until: float = 0.0  # Nothing of it runs before.
     threads: list[SimThread] = field(default_factory=list)
 
 
@@ -265,7 +266,10 @@ class Scheduler:
                 return self._give_up("nobody can run, and nobody waits for a time")
             at = int(self.rng.random() * len(self._runnable)) if len(self._runnable) > 1 else 0
             self._runnable[at], self._runnable[-1] = self._runnable[-1], self._runnable[at]
-            return self._runnable.pop()
+            thread = self._runnable.pop()
+            if thread.process.frozen_until <= self.now:
+                return thread
+            self._timer(thread, thread.process.frozen_until - self.now)
 
     def _give_up(self, why: str) -> SimThread:
         self._stuck = f"{why}\n{self.stacks()}"

@@ -32,6 +32,7 @@ _REPLACED: dict[Any, Any] = {
     time: threads.SimTime,
     secrets: threads.SimSecrets,
     concurrent.futures.Future: threads.Future,
+    concurrent.futures.wait: threads.wait,
     concurrent.futures.ThreadPoolExecutor: threads.ThreadPoolExecutor,
 }
 _PAST = ("threading", "_thread", "queue", "_queue", "time", "secrets")  # Whose functions are to be asked for by `module.name`.

@@ -22,6 +22,7 @@ from slotstream.server.metrics import Metrics
 from slotstream.server.parts import ServerParts
 from slotstream.server.samples.service import SamplesService
 from slotstream.server.waiters import Waiters
+from slotstream.store.catalogue.holds import Holds
 from slotstream.store.samples import SampleStore
 from slotstream.wire.errors import ConfigError
 
@@ -46,16 +47,9 @@ class SimServer:
 
     def _run(self) -> None:
         self.loop = SimLoop()
-        config = ServerConfig(data_dir=self._files.root, listen="127.0.0.1:0", **self._options)
+        config = self._config()
         try:
-            self.store = SampleStore.open(
-                self._files.root,
-                files=self._files,
-                free_bytes_min=config.free_bytes_min,
-                wall=SimTime.time_ns,
-                elapsed=SimTime.elapsed_ns,
-                uploads_max=64,
-            )
+            self.store = self._open(config)
         except ConfigError as error:
             self.refusal = str(error)
             running().note(f"start refused: {error}".replace(str(self._files.root), "DIR"))
@@ -75,6 +69,23 @@ class SimServer:
         self.is_up = True
         self._tell()
         self.loop.run()
+
+    def _config(self) -> ServerConfig:
+        return ServerConfig(data_dir=self._files.root, listen="127.0.0.1:0", **self._options)
+
+    def _open(self, config: ServerConfig) -> SampleStore:
+        return SampleStore.open(
+            self._files.root,
+            files=self._files,
+            free_bytes_min=config.free_bytes_min,
+            wall=SimTime.time_ns,
+            elapsed=SimTime.elapsed_ns,
+            uploads_max=64,
+        )
+
+    def _held(self) -> Holds:
+        """Of readers, in the catalogue."""
+        return sqlite_of(self.store)._holds
 
     def _tell(self) -> None:
         for thread in self._waiting:
@@ -154,7 +165,7 @@ class SimServer:
             "requests": calls.request_shares._total + self.samples._admin._verify_shares._total,
             "waiters": len(self.waiters._waiting),
             "uploads": len(self.store._uploads) + self.store._opening + len(self.store._failing),
-            "readers": len(sqlite_of(self.store)._holds),
+            "readers": len(self._held()),
             "tasks": len(asyncio.all_tasks(self.loop)),
             "lines": len(self.disk_threads.chunk_lines._lines) + len(self.disk_threads.commit_lines._lines),
         }

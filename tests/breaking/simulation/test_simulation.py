@@ -19,6 +19,8 @@ from simulation.scheduler import Process, Scheduler, run_with
 _RUN = Path(__file__).with_name("run.py")
 _PLANTS = Path(__file__).with_name("plants.py").read_text().split('\n@_plant("')[1:]
 PLANTS = [text[: text.index('"')] for text in _PLANTS]
+_PAIR_PLANTS = Path(__file__).with_name("pair_plants.py").read_text().split('\n@_pair_plant("')[1:]
+PAIR_PLANTS = [text[: text.index('"')] for text in _PAIR_PLANTS]
 # In CI those that are found soon, one a kind: durability, other content, a race, recovery, a lost wake-up, a leak, a rule.
 FOUND_SOON = [
     "rows-not-synced",
@@ -28,6 +30,15 @@ FOUND_SOON = [
     "verdict-not-told",
     "reader-left-open",
     "rules-not-known-again",
+]
+# Of two servers: a verdict, two contents, an order, a store's lie, a lost part, a code.
+PAIR_FOUND_SOON = [
+    "a-failure-ends-nothing",
+    "a-commit-replaces",
+    "row-before-object",
+    "abort-does-not-look",
+    "parts-not-counted",
+    "an-engine-away-is-internal",
 ]
 
 
@@ -50,6 +61,13 @@ def test_some_seeds_of_clients_with_four_streams(seeds: int) -> None:
     assert "samples moved to another stream" in ran.stdout
 
 
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("seeds", [120, pytest.param(2000, marks=pytest.mark.extended)])
+def test_some_seeds_of_two_servers_with_a_bucket(seeds: int) -> None:
+    ran = _simulate("--store", "cluster", "--seeds", str(seeds), timeout_s=3500)
+    assert ran.returncode == 0, ran.stdout[-6000:] + ran.stderr[-2000:]
+
+
 @pytest.mark.extended
 @pytest.mark.timeout(7200)
 def test_ten_thousand_seeds() -> None:
@@ -64,6 +82,13 @@ def test_a_seed_is_the_same_run_in_every_process() -> None:
     assert len(first) == 31
     assert first[12:30] == again[:18]
     assert len({line.split()[1] for line in first[:30]}) == 30
+
+
+def test_a_seed_of_two_servers_is_the_same_run_too() -> None:
+    first = _simulate("--store", "cluster", "--seeds", "20", "--digests").stdout.splitlines()
+    again = _simulate("--store", "cluster", "--seeds", "8:20", "--digests").stdout.splitlines()
+    assert len(first) == 21
+    assert first[8:20] == again[:12]
 
 
 def test_a_call_that_is_cut_before_its_first_step_is_over() -> None:
@@ -86,8 +111,8 @@ def test_a_call_that_is_cut_before_its_first_step_is_over() -> None:
     assert scheduler.join(thread, 1.0)
 
 
-def _is_found(plant: str, seeds: int | str) -> None:
-    ran = _simulate("--seeds", str(seeds), "--most", "1", "--plant", plant, timeout_s=3500)
+def _is_found(plant: str, seeds: int | str, *options: str) -> None:
+    ran = _simulate("--seeds", str(seeds), "--most", "1", "--plant", plant, *options, timeout_s=3500)
     assert ran.returncode == 1, f"{plant} was not found in {seeds} seeds\n{ran.stdout[-1000:]}{ran.stderr[-2000:]}"
     assert f"--plant {plant} --trace" in ran.stdout
 
@@ -105,3 +130,15 @@ def test_every_planted_fault_is_found(plant: str) -> None:
     tests/store/test_store_power.py finds it each time.
     """
     _is_found(plant, "5000:20000" if plant == "deletion-not-synced-again" else 5000)
+
+
+@pytest.mark.parametrize("plant", PAIR_FOUND_SOON)
+def test_a_fault_planted_between_two_servers_is_found(plant: str) -> None:
+    _is_found(plant, 150, "--store", "cluster")
+
+
+@pytest.mark.extended
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("plant", PAIR_PLANTS)
+def test_every_fault_planted_between_two_servers_is_found(plant: str) -> None:
+    _is_found(plant, 2000, "--store", "cluster")

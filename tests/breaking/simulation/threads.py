@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import concurrent.futures
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from types import TracebackType
 from typing import Any, Generic, TypeVar
 
@@ -168,6 +169,13 @@ class Future(concurrent.futures.Future[_T]):
     def __init__(self) -> None:
         super().__init__()
         self._condition: Any = Condition(Lock(may_preempt=False))
+
+
+def wait(futures: Iterable[Future[Any]]) -> None:
+    """`concurrent.futures.wait`, for all of them."""
+    for future in futures:
+        with suppress(concurrent.futures.CancelledError):
+            future.exception()
 
 
 class ThreadPoolExecutor:

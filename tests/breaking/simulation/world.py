@@ -25,7 +25,6 @@ from simulation.threads import SimTime, ThreadPoolExecutor
 from slotstream.store.directory.looking import verify_directory
 from slotstream.store.records import SampleKey
 
-_QUIET_S = 600.0  # Everything must have come to rest by then, once nothing goes wrong any more.
 _RULES_S = 35.0  # A sweep of all namespaces has been done by then.
 _START_TRIES = 200
 
@@ -47,6 +46,9 @@ class World:
     """Everything of one seed. Belongs to the simulation's main thread; clients and the nemesis reach it from theirs."""
 
     lanes = 1  # Streams that a client may put over at a time.
+    trouble_lasts_s = 2.0  # How much longer than what was wrong.
+    quiet_s = 600.0  # Everything must have come to rest by then, once nothing goes wrong any more.
+    never: frozenset[str] = frozenset()  # Codes that no client is told here, beside those that none is ever told.
 
     def __init__(self, scheduler: Scheduler, root: Path) -> None:
         rng = scheduler.rng
@@ -69,10 +71,13 @@ class World:
             "sample_s_max": 300.0,
         }
         scheduler.preempt = rng.choice((0.0, 0.02, 0.1, 0.3))
-        (root / "0").mkdir()
-        self.files = SimConnection.disk = SimFiles(root / "0")
+        self._begin()
+
+    def _begin(self) -> None:
+        """What there is to serve from, and a server."""
+        (self._root / "0").mkdir()
+        self.files = SimConnection.disk = SimFiles(self._root / "0")
         self._directories = itertools.count(1)
-        self.server: SimServer
         self.begin_start()
 
     def pick(self) -> SampleKey:
@@ -82,6 +87,8 @@ class World:
         return next(self._serials)
 
     # The server's lives.
+
+    server: SimServer  # What a client's next call goes to.
 
     def begin_start(self) -> None:
         self.server = SimServer(self.files, next(self._lives), self._options, self._chunk_threads)
@@ -133,15 +140,23 @@ class World:
 
     def was_troubled(self, since: float) -> bool:
         """Whether something was wrong at any time from then to now."""
-        return self._troubles > 0 or self._trouble_ended_at >= since - 2.0
+        return self._troubles > 0 or self._trouble_ended_at >= since - self.trouble_lasts_s
+
+    def end(self) -> None:
+        """The seed is over."""
+        self.server.kill()
+        self.files._hang_up()
 
     # One seed.
+
+    def _nemesis(self) -> Nemesis:
+        return Nemesis(self)
 
     def run(self) -> None:
         scheduler = running()
         assert self.server.wait_until_up(), self.server.refusal
         rng = scheduler.rng
-        nemesis = Nemesis(self)
+        nemesis = self._nemesis()
         make = Client if self.lanes == 1 else ClientWithLanes
         clients = [make(self, number) for number in range(rng.randint(2, 4))]
         threads = [scheduler.spawn("nemesis", lambda: nemesis.run(rng.randint(2, 5)))]
@@ -149,8 +164,8 @@ class World:
             operations = rng.randint(3, 8)
             threads.append(scheduler.spawn(f"client {number}", lambda client=client, count=operations: client.run(count)))  # type: ignore[misc]
         for thread in threads:
-            if not scheduler.join(thread, _QUIET_S):
-                scheduler.fail(f"{thread.name} is not done after {_QUIET_S:g} s")
+            if not scheduler.join(thread, self.quiet_s):
+                scheduler.fail(f"{thread.name} is not done after {self.quiet_s:g} s")
                 return
         self._come_to_rest(clients[0])
 
@@ -205,15 +220,15 @@ class _Faults(logging.Handler):
             scheduler.fail(f"the server logged a fault: {record.getMessage()}\n{trace}")
 
 
-def run_seed(seed: int, *, keep_trace: bool = False) -> Result:
-    """Everything that happens under one seed."""
+def run_seed(seed: int, *, keep_trace: bool = False, kind: type[World] = World) -> Result:
+    """Everything that happens under one seed, in a world of this kind."""
     root = Path(tempfile.mkdtemp(prefix="slotstream-simulation-", dir="/dev/shm" if Path("/dev/shm").is_dir() else None))
     scheduler = Scheduler(seed, keep_trace=keep_trace)
     run_with(scheduler)
     SimTime.leapt_ns, ThreadPoolExecutor.slow_s = 0, 0.0
     log = logging.getLogger("slotstream")
     log.handlers, log.propagate = [_Faults(level=logging.WARNING)], False
-    world = World(scheduler, root)
+    world = kind(scheduler, root)
     try:
         world.run()
     except Stuck as error:
@@ -223,8 +238,7 @@ def run_seed(seed: int, *, keep_trace: bool = False) -> Result:
     if not scheduler.wrong:
         scheduler.wrong += world.model.wrong()
     scheduler.preempt = 0.0
-    world.server.kill()
-    world.files._hang_up()
+    world.end()
     scheduler.kill(scheduler.world)
     shutil.rmtree(root)
     return Result(

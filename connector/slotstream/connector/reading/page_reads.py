@@ -2,7 +2,7 @@
 
 It runs on a stream of its own, in a few blocks, behind what the model's stream holds when the read begins. Its last block to
 end writes the read's number: all of the read is there before its number is. Pages that are given to another request meanwhile
-would be written over: then the model's stream waits for the reads (`wait_for`).
+would be written over: then the model's stream waits for the last read of one of them, and for no later one (`wait_for`).
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from slotstream.wire.errors import ConfigError
 _BLOCKS = 2
 _WARPS = 16
 _BLOCK = 16384  # Elements that a block moves at a time, at most.
+_EVENTS = 64  # Reads that the model's stream can wait for one by one: two steps' of the largest.
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32}  # Of elements of so many bytes.
 
 
@@ -37,8 +38,8 @@ class Launcher(Protocol):
     def launch(self, scratch: int, parts: int, number: int) -> None:
         """Start the kernel with these, behind what the model's stream holds now."""
 
-    def hold_model(self) -> None:
-        """What the model's stream gets from now on waits for the reads that were started."""
+    def hold_model(self, number: int) -> None:
+        """What the model's stream gets from now on waits for the read of this number, and for those before it."""
 
     def settle(self) -> None:
         """Return once no read is under way."""
@@ -100,12 +101,13 @@ class PageReads:
         if done == self._number:
             return
         given = [page for page in pages if page >= 0]
-        if given and self._last[given].max() > done:
-            self._device.hold_model()
+        last = self._last[given].max() if given else 0
+        if last > done:
+            self._device.hold_model(int(last))
 
     def forget(self) -> None:
         """After a sleep the count of blocks may be anything: without this no number would come any more."""
-        self._device.hold_model()
+        self._device.hold_model(self._number)
         self._used[-1].zero_()
 
     def settle(self) -> None:
@@ -118,7 +120,9 @@ class CudaLauncher:
 
     def __init__(self, device: torch.device) -> None:
         self._side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._ready, self._read = (torch.cuda.Event() for _ in range(2))  # type: ignore[no-untyped-call]
+        self._ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._reads = [torch.cuda.Event() for _ in range(_EVENTS)]  # type: ignore[no-untyped-call]
+        self._number = 0
         self._device = device
         self._model = torch.cuda.current_stream(device)
         self._run: Any = None
@@ -144,11 +148,14 @@ class CudaLauncher:
         self._ready.record(self._model)
         self._ready.wait(self._side)
         self._run(scratch, parts, number, *self._constants)
+        self._reads[number % _EVENTS].record(self._side)
+        self._number = number
 
-    def hold_model(self) -> None:
+    def hold_model(self, number: int) -> None:
         """See `Launcher`."""
-        self._read.record(self._side)
-        self._read.wait(torch.cuda.current_stream(self._device))
+        # The event of an older read was recorded again: the oldest that is left comes behind that read.
+        event = self._reads[max(number, self._number - _EVENTS + 1) % _EVENTS]
+        event.wait(torch.cuda.current_stream(self._device))
 
     def settle(self) -> None:
         """See `Launcher`."""

@@ -79,7 +79,10 @@ def _frames(reader: SampleReader, request: pb.ReadRequest) -> Iterator[Reply]:
         counted_by_call=request.counting == pb.READ_COUNTING_CALLED,
     )
     if request.in_place:
-        header.header_xxh3 = int(reader.file.header_xxh3, 16)
+        file = reader.file
+        header.header_xxh3 = int(file.header_xxh3, 16)
+        header.file.header_bytes, header.file.hash_rows = file.header.header_bytes, file.hash_rows
+        header.file.row_xxh3.extend(file.hashes)
     yield (pb.ReadReply(header=header).SerializeToString(),)
     if request.in_place:
         return

@@ -5,6 +5,7 @@ The checksum is xxh3-64 of the values as JSON, without its last bit (databases' 
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Sequence
 
@@ -60,7 +61,7 @@ def record_of(values: Sequence[object]) -> SampleRecord:
             state=State(str(values[2])),
             model=str(values[3]),
             dtype=str(values[4]),
-            layer_ids=tuple(_number(layer, 32) for layer in json.loads(values[5])),  # type: ignore[arg-type]
+            layer_ids=_layer_ids(values[5]),
             hidden_size=_number(values[6], 32),
             num_tokens=_number(values[7], 63),
             file_bytes=_number(values[8], 63),
@@ -68,12 +69,17 @@ def record_of(values: Sequence[object]) -> SampleRecord:
             committed_unix_ns=_number(values[10], 63),
             error_code=str(values[11]),
             error_message=str(values[12]),
-            tags=_strings(json.loads(values[13])),  # type: ignore[arg-type]
-            metadata=_strings(json.loads(values[14])),  # type: ignore[arg-type]
+            tags=_strings(values[13]),
+            metadata=_strings(values[14]),
             header_xxh3=str(values[15]),
         )
     except (ValueError, TypeError, RecursionError, BadNamespace, BadSampleId) as error:
         raise ValueError("a row of the catalogue is malformed") from error
+
+
+@functools.lru_cache(maxsize=256)  # Most samples of a store have the same.
+def _layer_ids(text: str) -> tuple[int, ...]:
+    return tuple(_number(layer, 32) for layer in json.loads(text))
 
 
 def _number(value: object, bits: int) -> int:
@@ -83,9 +89,12 @@ def _number(value: object, bits: int) -> int:
     return value
 
 
-def _strings(value: object) -> dict[str, str]:
-    """Raises ValueError, also for a lone surrogate, which JSON can spell and no message can carry."""
-    if not isinstance(value, dict) or not all(isinstance(text, str) for text in value.values()):
+def _strings(text: object) -> dict[str, str]:
+    """Raises ValueError, also for a lone surrogate, which JSON can spell and no message can carry; and TypeError."""
+    if text == "{}":
+        return {}
+    value = json.loads(text)  # type: ignore[arg-type]
+    if not isinstance(value, dict) or not {str}.issuperset(map(type, value.values())):
         raise ValueError("not an object of strings")
     "".join((*value, *value.values())).encode()
     return value

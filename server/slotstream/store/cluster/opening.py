@@ -45,11 +45,12 @@ def open_store(
     files: Files | None = None,
     uploads_max: int | None = None,
     blobs: Blobs | None = None,
+    catalogue: SharedCatalogue | None = None,
 ) -> ObjectStore:
     """Lock and empty the scratch directory, check bucket and catalogue, and be ready.
 
-    `free_bytes_min`: bytes of scratch that uploads leave free. `blobs`: in place of the bucket's. Raises ConfigError, in one
-    sentence, when that cannot be.
+    `free_bytes_min`: bytes of scratch that uploads leave free. `blobs`, `catalogue`: in place of those at the URLs. Raises
+    ConfigError, in one sentence, when that cannot be.
     """
     files = files or ScratchFiles()
     directory = Path(scratch).absolute()
@@ -73,7 +74,7 @@ def open_store(
         blobs = blobs or S3Blobs(store_url)
         undo.append(blobs.close)
         blobs.check()
-        catalogue = PostgresCatalogue(catalogue_url)
+        catalogue = catalogue or PostgresCatalogue(catalogue_url)
         undo.append(catalogue.close)
         time_of = DatabaseTime(catalogue.now)
         parts = StoreParts(directory, files, opened, catalogue, Clock(0, time_of), free_bytes_min)

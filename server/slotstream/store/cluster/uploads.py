@@ -68,9 +68,9 @@ class ObjectUpload(Upload):
         # One that failed is sent again.
         wait(list(self._sends.values()))
         self._put.forget(self.header_bytes + record.num_tokens * self.spec.row_bytes)
+        # For good: what was sent again, since nobody answered, may still arrive.
         self.is_sure = False
         self._put.finish(record.file_bytes)
-        self.is_sure = True
 
     def stop_sending(self) -> None:
         """Waits for parts that are under way."""
