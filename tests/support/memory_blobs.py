@@ -7,10 +7,10 @@ import threading
 from collections.abc import Callable, Iterator
 from functools import partial
 
-from slotstream.store.blobs.base import Blobs, OpenBlob, Put, Read, Stored
+from slotstream.store.blobs.base import Blobs, OpenBlob, Put, Read, Small, Stored
 from slotstream.store.blobs.s3.put import part_bytes_for
 from slotstream.wire.errors import IoError
-from slotstream.wire.hashing import xxh3
+from slotstream.wire.hashing import Buffer, xxh3
 
 
 class Bucket:
@@ -44,7 +44,7 @@ class MemoryBlobs(Blobs):
     def put(self, key: str, bytes_max: int, read: Read, may: Callable[[], None] = lambda: None) -> Put:
         return _MemoryPut(self, key, self._part_bytes(bytes_max), read, may)
 
-    def open(self, key: str) -> OpenBlob | None:
+    def open(self, key: str, *, all_of_it: bool = False) -> OpenBlob | None:
         self._ask("open")
         data = self._bucket.objects.get(key)
         return None if data is None else _MemoryBlob(self, data)
@@ -60,6 +60,23 @@ class MemoryBlobs(Blobs):
     def _end_uploads(self, key: str) -> None:
         for upload in [upload for upload in self._bucket.uploads if upload[0] == key]:
             del self._bucket.uploads[upload]
+
+    def get_small(self, key: str) -> Small | None:
+        self._ask("get_small")
+        data = self._bucket.objects.get(key)
+        return None if data is None else Small(data, f"{xxh3(data):016x}")
+
+    def swap(self, key: str, data: bytes, instead_of: str) -> bool:
+        done = []
+
+        def swap() -> None:
+            there = self._bucket.objects.get(key)
+            if ("" if there is None else f"{xxh3(there):016x}") == instead_of:
+                self._bucket.objects[key] = data
+                done.append(True)
+
+        self._do(swap, "swap")
+        return bool(done) or self._bucket.objects.get(key) == data
 
     def list(self, prefix: str = "") -> Iterator[Stored]:
         self._ask("list")
@@ -87,6 +104,12 @@ class _MemoryBlob(OpenBlob):
     def read(self, at: int, nbytes: int) -> bytes:
         self._blobs._ask("read")
         return self._data[at : at + nbytes]
+
+    def view(self, at: int, nbytes: int) -> Buffer:
+        return self.read(at, nbytes)
+
+    def close(self) -> None:
+        pass
 
 
 class _MemoryPut(Put):

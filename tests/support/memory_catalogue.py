@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from slotstream.store.catalogue import page_token
-from slotstream.store.catalogue.attempts import EXPIRED_S, LIFE_S, REMOVED_AFTER_S, Attempt, SharedCatalogue
+from slotstream.store.catalogue.attempts import EXPIRED_S, LIFE_S, REMOVED_AFTER_S, Attempt, Generation, SharedCatalogue
 from slotstream.store.catalogue.holds import Holds, ReadHold
 from slotstream.store.catalogue.of_request import id_ranges, is_of_request
 from slotstream.store.catalogue.queries import Candidate, ListQuery, Queue, Standing, Usage
@@ -55,6 +55,8 @@ class Tables:
         self.holds: dict[str, int] = {}
         self.leases: dict[tuple[SampleKey, str], int] = {}
         self.meta: dict[str, str] = {}
+        self.failures: dict[str, tuple[float, int]] = {}  # Peer -> how many it may still leave, and when that was so.
+        self.name, self.generation = "memory", 0
         self.numbers = itertools.count(1)
         self.term = 0
         self.leader: object = None
@@ -479,6 +481,72 @@ class MemoryCatalogue(SharedCatalogue):
             return True
 
         return self._do(operation, key)
+
+    # A catalogue that is older than the bucket, and what is copied from elsewhere.
+
+    def generation(self) -> Generation:
+        return self._ask(lambda: Generation(self._tables.name, self._tables.generation))
+
+    def set_generation(self, number: int, term: int = 0) -> bool:
+        def operation() -> bool:
+            if number <= self._tables.generation or term not in (0, self._tables.term):
+                return False
+            self._tables.generation = number
+            return True
+
+        return self._do(operation).result()
+
+    def open_attempts(self) -> dict[str, tuple[SampleKey, int]]:
+        return self._ask(lambda: {n: (one.key, one.due) for n, one in self._tables.attempts.items() if not one.ended})
+
+    def take_over(self, record: SampleRecord, over: str | None) -> Future[bool]:
+        def operation() -> bool:
+            row = self._tables.rows.get(record.key)
+            committed = row.record.attempt if row is not None and row.record.state is State.COMMITTED else None
+            if committed != over:
+                return False
+            self._tables.attempts.pop(record.attempt, None)
+            self._tables.put(record)
+            return True
+
+        return self._do(operation, record.key)
+
+    def let_go(self, attempts: Sequence[str]) -> Future[None]:
+        def operation() -> None:
+            for name in attempts:
+                self._tables.attempts.pop(name, None)
+
+        return self._do(operation)
+
+    def keep_standing(self, record: SampleRecord, reads: int, acked_unix_ns: int) -> Future[None]:
+        def operation() -> None:
+            row = self._tables.rows.get(record.key)
+            if row is not None and (row.record.state, row.record.header_xxh3) == (State.COMMITTED, record.header_xxh3):
+                row.reads, row.acked = max(row.reads, reads), row.acked or acked_unix_ns
+
+        return self._do(operation, record.key)
+
+    def drop_lost(self, record: SampleRecord) -> Future[bool]:
+        def operation() -> bool:
+            row = self._tables.rows.get(record.key)
+            if row is None or (row.record.state, row.record.attempt) != (State.COMMITTED, record.attempt):
+                return False
+            del self._tables.rows[record.key]
+            self._tables.release(record.key)
+            return True
+
+        return self._do(operation, record.key)
+
+    def take_failures(self, peer: str, wanted: int, most: int, per_s: float) -> int:
+        def operation() -> int:
+            now = self._tables.clock()
+            remaining, at = self._tables.failures.get(peer, (float(most), now))
+            remaining = min(float(most), remaining + max(0, now - at) / _NS * per_s)
+            taken = min(wanted, int(remaining))
+            self._tables.failures[peer] = (remaining - taken, max(now, at))
+            return taken
+
+        return self._do(operation).result()
 
     # The rest.
 

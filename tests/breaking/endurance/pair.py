@@ -21,6 +21,7 @@ from support.waiting import wait_until
 
 from slotstream.store.blobs.s3.bucket import S3Blobs
 from slotstream.store.catalogue.postgres.migrating import migrate
+from slotstream.store.cluster.generation import is_own
 from slotstream.store.cluster.reading import attempt_of, object_key
 from slotstream.store.records import SampleKey
 
@@ -154,6 +155,8 @@ class Pair:
         with self._blobs() as blobs:
             for stored in blobs.list():
                 one = attempt_of(stored.key)
+                if is_own(stored.key):
+                    continue
                 if one is None:
                     foreign.append(stored.key)
                 else:

@@ -17,6 +17,7 @@ from simulation.world import World
 from slotstream.server.config import ServerConfig
 from slotstream.store.catalogue.attempts import EXPIRED_S, LIFE_S, REMOVED_AFTER_S
 from slotstream.store.catalogue.holds import Holds
+from slotstream.store.cluster.generation import is_own
 from slotstream.store.cluster.keeping import SWEEP_S
 from slotstream.store.cluster.opening import open_store
 from slotstream.store.cluster.reading import object_key
@@ -195,7 +196,7 @@ class PairWorld(World):
         """It holds the committed samples' objects, and nothing else."""
         records = [row.record for row in self.tables.rows.values()]
         wanted = {object_key(one.key, one.attempt) for one in records if one.state is State.COMMITTED}
-        there = set(self.bucket.objects)
+        there = {name for name in self.bucket.objects if not is_own(name)}
         if left := sorted(there - wanted):
             running().fail(f"objects of nothing are left: {left}")
         if gone := sorted(wanted - there):
