@@ -159,7 +159,7 @@ bench-scale: $(VENV)/.bench  ## Sizes of samples, numbers of connectors, and of 
 	$(call BENCH,scale)
 	$(call PLOT,scale)
 
-bench-cluster: $(VENV)/.dev postgres  ## Questions to the catalogue in PostgreSQL, with 10^4 samples at rest and with 10^6. About ten minutes.
+bench-cluster: $(VENV)/.dev postgres  ## What samples as objects cost our servers beside files, and questions to PostgreSQL. About 20 minutes.
 	$(call BENCH,cluster)
 
 bench-readers: $(VENV)/.dev  ## What reads of samples and of rows cost beside reading their files. About three minutes.

@@ -20,6 +20,7 @@ from cluster_catalogue import measure_catalogue
 from cluster_servers import LOCAL, measure_servers
 from machine import file_system, machine, progress
 
+_LEAST_S = 0.001  # A gibibyte: of very few samples a process's clock sees nothing.
 _RATIO_MAX = 2.0  # A question with many samples, in parts of one with few.
 
 
@@ -71,7 +72,7 @@ def _server_verdicts(servers: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def _ratios(servers: list[dict[str, Any]]) -> list[tuple[dict[str, Any], str, str, float]]:
     return [
-        (line, name, what, both[what] / line[LOCAL][what])
+        (line, name, what, both[what] / max(line[LOCAL][what], _LEAST_S))
         for line in servers
         for name, both in line.items()
         if isinstance(both, dict) and name != LOCAL

@@ -11,6 +11,7 @@ import psycopg
 import pytest
 from support.postgres import catalogue_url
 from support.seaweedfs import object_store
+from support.waiting import wait_until
 
 from slotstream.store.blobs.base import Blobs
 from slotstream.store.blobs.s3.bucket import S3Blobs
@@ -65,9 +66,9 @@ class World:
         self.sql("UPDATE attempts SET due_unix_ns = 0")
 
     def sweep(self) -> int:
-        """By the server that leads."""
-        leader = next(store for store in self.stores if store._shared.lead())
-        return leader._keeper.sweep()
+        """By the server that leads; one does soon after the one before it is gone."""
+        wait_until(lambda: any(store._shared.lead() for store in self.stores))
+        return next(store for store in self.stores if store._shared.lead())._keeper.sweep()
 
     def die(self, store: ObjectStore) -> None:
         """Of a server that was killed: it renews, sweeps and removes nothing any more."""

@@ -66,8 +66,10 @@ def test_what_is_put_is_read(blobs: Blobs) -> None:
     assert opened.nbytes == len(data)
     for at, nbytes in ((0, 8), (7, 1), (MIB - 3, MIB), (3 * MIB - 1, 1), (0, 3 * MIB)):
         assert opened.read(at, nbytes) == data[at : at + nbytes]
-    assert opened.read(3 * MIB - 5, 100) == data[-5:]
-    assert opened.read(3 * MIB, 1) == b""
+        assert opened.view(at, nbytes) == data[at : at + nbytes]
+    assert opened.read(3 * MIB - 5, 100) == opened.view(3 * MIB - 5, 100) == data[-5:]
+    assert opened.read(3 * MIB, 1) == opened.view(3 * MIB, 1) == b""
+    opened.close()
 
 
 def test_keys_are_taken_as_they_are(blobs: Blobs) -> None:

@@ -32,6 +32,7 @@ def same(store: ObjectStore, *samples: Sample) -> bool:
 
 
 def leader_of(*stores: ObjectStore) -> ObjectStore:
+    wait_until(lambda: any(store._shared.lead() for store in stores))
     return next(store for store in stores if store._shared.lead())
 
 

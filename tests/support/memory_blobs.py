@@ -10,7 +10,7 @@ from functools import partial
 from slotstream.store.blobs.base import Blobs, OpenBlob, Put, Read, Small, Stored
 from slotstream.store.blobs.s3.put import part_bytes_for
 from slotstream.wire.errors import IoError
-from slotstream.wire.hashing import xxh3
+from slotstream.wire.hashing import Buffer, xxh3
 
 
 class Bucket:
@@ -102,6 +102,9 @@ class _MemoryBlob(OpenBlob):
     def read(self, at: int, nbytes: int) -> bytes:
         self._blobs._ask("read")
         return self._data[at : at + nbytes]
+
+    def view(self, at: int, nbytes: int) -> Buffer:
+        return self.read(at, nbytes)
 
     def close(self) -> None:
         pass

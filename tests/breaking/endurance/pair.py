@@ -157,6 +157,8 @@ class Pair:
                 if is_own(stored.key):
                     continue
                 one = attempt_of(stored.key)
+                if is_own(stored.key):
+                    continue
                 if one is None:
                     foreign.append(stored.key)
                 else:

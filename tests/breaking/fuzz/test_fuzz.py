@@ -139,7 +139,7 @@ def _unchecked(reader: SampleReader, group: int) -> bytes:
     header = reader.file.header
     start = group * reader.file.hash_rows
     rows = min(reader.file.hash_rows, header.num_tokens - start)
-    return reader._read(rows * header.row_bytes, header.header_bytes + start * header.row_bytes)
+    return bytes(reader._read(rows * header.row_bytes, header.header_bytes + start * header.row_bytes))
 
 
 def _of_the_next(number: int, error: SlotStreamError) -> tuple[bytes]:

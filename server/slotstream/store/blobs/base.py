@@ -62,6 +62,9 @@ class OpenBlob(Protocol):
     def read(self, at: int, nbytes: int) -> bytes:
         """`nbytes` from `at`; fewer only at the end of the object. Reads in order cost least."""
 
+    def view(self, at: int, nbytes: int) -> Buffer:
+        """As `read`; what lies in memory already is not copied."""
+
     def close(self) -> None: ...
 
 

@@ -11,6 +11,7 @@ from slotstream.store.blobs.base import Blobs, OpenBlob
 from slotstream.store.disk.files import Files
 from slotstream.store.records import SampleKey, SampleRecord
 from slotstream.wire.errors import BadNamespace, BadSampleId
+from slotstream.wire.hashing import Buffer
 from slotstream.wire.layout import FILE_SUFFIX
 
 
@@ -63,6 +64,9 @@ class BlobFiles(Files):
 
     def pread(self, fd: int, nbytes: int, at: int) -> bytes:
         return self._open[fd].read(at, nbytes)
+
+    def pread_view(self, fd: int, nbytes: int, at: int) -> Buffer:
+        return self._open[fd].view(at, nbytes)
 
     def size(self, fd: int) -> int:
         return self._open[fd].nbytes

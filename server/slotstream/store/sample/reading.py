@@ -135,7 +135,7 @@ class SampleReader:
                 part = data[(first - group_start) * row_bytes : (last - group_start) * row_bytes]
                 yield RowBlock(first, last - first, (part,))
 
-    def read_group(self, group: int) -> bytes:
+    def read_group(self, group: int) -> Buffer:
         """All rows of one hash group, checked. Raises Damaged."""
         header = self.file.header
         start = group * self.file.hash_rows
@@ -169,7 +169,7 @@ class SampleReader:
     def _runs(self, positions: Sequence[int]) -> list[tuple[int, int]]:
         return byte_runs(positions, self.file.header.row_format.layer_bytes)
 
-    def _read_right(self, nbytes: int, at: int, hash_hex: str) -> bytes | None:
+    def _read_right(self, nbytes: int, at: int, hash_hex: str) -> Buffer | None:
         """Bytes that match their hash; None when they were read twice, and did not."""
         for _ in range(2):
             data = self._read(nbytes, at)
@@ -177,9 +177,9 @@ class SampleReader:
                 return data
         return None
 
-    def _read(self, nbytes: int, at: int) -> bytes:
+    def _read(self, nbytes: int, at: int) -> Buffer:
         try:
-            data = retried(lambda: self._files.pread(self._fd, nbytes, at))
+            data = retried(lambda: self._files.pread_view(self._fd, nbytes, at))
         except OSError as error:
             raise unreadable(error) from error
         if len(data) < nbytes:

@@ -12,10 +12,11 @@ import time
 
 from slotstream.store.blobs.s3.requests import READ_URL_S, Body, Requests
 from slotstream.wire.errors import IoError
+from slotstream.wire.hashing import Buffer
 
 _FIRST_BYTES = 1 << 19  # Of an object of which no more may be wanted: it has the header.
 _SMALL_BYTES = 8 << 20
-_ASKED_BYTES = 32 << 20  # By one request, of an object that is read in order.
+_ASKED_BYTES = 64 << 20  # By one request, of an object that is read in order.
 
 
 class Room:
@@ -45,9 +46,10 @@ class S3Blob:
         self._requests, self._key, self._room = requests, key, room
         self._url, self._good_until = "", 0.0
         self._turn = threading.Lock()  # Guards what is below, but `_first`.
-        self._coming: Body | None = requests.open(self._signed(), 0, _SMALL_BYTES if all_of_it else _FIRST_BYTES)
+        self._coming: Body | None = requests.open(self._signed(), 0, _ASKED_BYTES if all_of_it else _FIRST_BYTES)
         self.nbytes = self._coming.total
-        self._taken = self.nbytes if self._coming.nbytes == self.nbytes > _FIRST_BYTES and room.take(self.nbytes) else 0
+        is_small = all_of_it and _FIRST_BYTES < self.nbytes <= _SMALL_BYTES
+        self._taken = self.nbytes if is_small and room.take(self.nbytes) else 0
         try:
             self._first = self._coming.read(self._taken or min(_FIRST_BYTES, self._coming.nbytes))
         except IoError:  # It was cut short: asked for again, as it is not while the store is away.
@@ -75,6 +77,11 @@ class S3Blob:
         finally:
             self._turn.release()
         return known + data if known else data
+
+    def view(self, at: int, nbytes: int) -> Buffer:
+        if nbytes > 0 and at + nbytes <= len(self._first):
+            return memoryview(self._first)[at : at + nbytes]
+        return self.read(at, nbytes)
 
     def close(self) -> None:
         with self._turn:
