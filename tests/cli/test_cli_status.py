@@ -128,6 +128,7 @@ NOW_S = 1_800_000_000
         ({"failed": {"INTERNAL": 1}}, "ok", "samples_failed"),
         ({"failed": {"ABORTED": 9}}, "ok", None),
         ({"damaged": 1}, "ok", "samples_damaged"),
+        ({"catalogue_behind": True}, "ok", "catalogue_behind"),
         ({"clock": "it leapt"}, "ok", "clock_in_doubt"),
         ({"age_held": ["a"]}, "ok", "age_held"),
         ({"rules_held": ["a"]}, "ok", "rules_held"),

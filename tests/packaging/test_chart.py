@@ -77,6 +77,17 @@ RENDERINGS = {
     ),
     "sidecar-without-storage": ("mode=sidecar", "persistence=none"),
     "sidecar-shared": ("mode=sidecar", "sidecar.sharedMemory=true"),
+    "deployment": ("mode=deployment", "deployment.store=s3://bucket/rows"),
+    "deployment-everything": (
+        "mode=deployment",
+        "deployment.store=s3://bucket",
+        "deployment.replicas=3",
+        "retention.bucketBytesMax=1000000000000",
+        *MONITORED,
+        *TLS,
+        *RETENTION,
+        *EXTRAS,
+    ),
     "sidecar-alone": ("mode=sidecar", "sidecar.listenTcp=false", "tls.enabled=true", "networkPolicy.enabled=false"),
 }
 
@@ -90,7 +101,8 @@ def _render(name: str, by: str = "helm") -> list[Any]:
 
 
 def _workload(documents: list[Any]) -> Any:
-    return one(documents, "StatefulSet")
+    (found,) = [d for d in documents if d["kind"] in ("StatefulSet", "Deployment")]
+    return found
 
 
 def _server(documents: list[Any]) -> Any:
@@ -109,14 +121,15 @@ def test_every_rendering_is_valid_restricted_and_whole(name: str, by: str) -> No
     pod = pod_of(workload)
     assert not list(not_restricted(pod))
     labels = workload["spec"]["template"]["metadata"]["labels"]
-    selectors = [d["spec"]["selector"] for d in documents if d["kind"] in ("Service", "StatefulSet", "PodDisruptionBudget")]
+    kinds = ("Service", "StatefulSet", "Deployment", "PodDisruptionBudget")
+    selectors = [d["spec"]["selector"] for d in documents if d["kind"] in kinds]
     selectors += [d["spec"]["podSelector"] for d in documents if d["kind"] == "NetworkPolicy"]
     for selector in selectors:
         chosen = selector.get("matchLabels", selector)
         assert {"app.kubernetes.io/name", "app.kubernetes.io/instance"} <= chosen.keys()
         assert chosen.items() <= labels.items()
     services = {d["metadata"]["name"]: d["spec"] for d in documents if d["kind"] == "Service"}
-    assert services[workload["spec"]["serviceName"]]["clusterIP"] == "None"
+    assert services[workload["spec"].get("serviceName", "slotstream-pods")]["clusterIP"] == "None"
     ports = {port["name"]: port["containerPort"] for c in containers_of(pod) for port in c.get("ports", ())}
     for spec in services.values():
         assert {port["targetPort"] for port in spec["ports"]} <= ports.keys()
@@ -191,7 +204,11 @@ def _config(container: Any, directory: Path) -> ServerConfig:
 
 
 @pytest.mark.parametrize("name", RENDERINGS)
-def test_the_servers_arguments_are_the_servers_and_its_pod_waits_for_its_end(name: str, tmp_path: Path) -> None:
+def test_the_servers_arguments_are_the_servers_and_its_pod_waits_for_its_end(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if name.startswith("deployment"):  # The Secret has it.
+        monkeypatch.setenv("SLOTSTREAM_SERVE_CATALOGUE", "postgresql://slotstream:secret@db/slotstream")
     documents = _render(name)
     container, pod = _server(documents), pod_of(_workload(documents))
     rules = [d for d in documents if d["metadata"]["name"].endswith("-retention")]
@@ -215,7 +232,28 @@ def test_the_servers_arguments_are_the_servers_and_its_pod_waits_for_its_end(nam
         assert config.retention == Policy(
             default=Rule(delete_when_full=not read, delete_read_when_full=read, failed_age_s_max=604800),
             free_bytes_target=53687091200,
+            bucket_bytes_max=10**12 if name.startswith("deployment") else 0,
         )
+
+
+def test_equal_servers_over_a_bucket() -> None:
+    documents = _render("deployment")
+    workload = _workload(documents)
+    assert (workload["kind"], workload["spec"]["replicas"]) == ("Deployment", 2)
+    pod = pod_of(workload)
+    (migrate,), (server,) = pod["initContainers"], pod["containers"]
+    assert migrate["args"] == ["migrate"]
+    secret = {"secretRef": {"name": "slotstream-store"}}
+    assert migrate["envFrom"] == server["envFrom"] == [secret]
+    assert "--store=s3://bucket/rows" in server["args"]
+    assert not [word for word in server["args"] if "postgresql" in word or word.startswith("--data")]
+    (scratch,) = [volume for volume in pod["volumes"] if volume["name"] == "scratch"]
+    assert scratch["emptyDir"] == {"sizeLimit": "50Gi"}
+    assert one(documents, "PodDisruptionBudget")["spec"]["maxUnavailable"] == 1
+    assert one(documents, "NetworkPolicy")["spec"]["policyTypes"] == ["Ingress"]  # It calls a bucket and a database.
+    names = one(_render("deployment-everything"), "Certificate")["spec"]["dnsNames"]
+    assert {"slotstream", "slotstream-pods"} <= set(names)
+    assert "initContainers" not in pod_of(_workload(helm(*_set(*RENDERINGS["deployment"], "deployment.migrate=false"))))
 
 
 @pytest.mark.parametrize("name", [name for name in RENDERINGS if name.startswith("sidecar")])
@@ -288,6 +326,9 @@ def test_the_schema_refuses_what_cannot_be_and_secrets_in_arguments(value: str, 
     ("values", "why"),
     [
         (("persistence=none",), "is for mode: sidecar"),
+        (("mode=deployment",), "deployment.store is missing"),
+        ((*RENDERINGS["deployment"], "server.workers=2"), "more servers take deployment.replicas"),
+        ((*RENDERINGS["deployment"], *RETENTION), "how much it may hold"),
         (("mode=sidecar", "server.workers=2"), "only one process can listen on the engine's socket"),
         (("tls.enabled=true", "tls.certManager.enabled=true"), "which issuer signs"),
         ((*TLS, "tls.enabled=false"), "set tls.enabled too"),
@@ -313,6 +354,7 @@ def test_lint_finds_nothing(by: str) -> None:
     ("values", "says"),
     [
         (("mode=sidecar", "persistence=none"), {"Rows end with their pod": True, "vllm-capture-token": True}),
+        (RENDERINGS["deployment"], {"is an experiment": True, "slotstream-pods:50151": True, "deployment/r-slotstream": True}),
         (("mode=sidecar",), {"Rows end with their pod": False, "Nothing is deleted": True}),
         (
             ("tls.enabled=true", "retention.enabled=true"),

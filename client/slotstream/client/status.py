@@ -113,6 +113,7 @@ class ServerStatus:
     rules_held: tuple[str, ...]
     rules_wait_s: float
     damaged: int  # samples taken out of service since the server started
+    catalogue_behind: bool  # the catalogue is older than its bucket: nothing is deleted
 
     @classmethod
     def from_wire(cls, told: samples_pb2.ServerStatus) -> ServerStatus:
@@ -147,6 +148,7 @@ class ServerStatus:
             rules_held=tuple(told.rules_held),
             rules_wait_s=told.rules_wait_s,
             damaged=told.damaged,
+            catalogue_behind=told.catalogue_behind,
         )
 
 
@@ -209,6 +211,10 @@ def _problems(server: ServerStatus, now_unix_ns: int) -> dict[str, str]:
         found["samples_failed"] = f"samples failed within the last hour: {counts}"
     if server.damaged:
         found["samples_damaged"] = f"{server.damaged} samples were damaged and taken out of service: see slotstream stat"
+    if server.catalogue_behind:
+        found["catalogue_behind"] = (
+            "the catalogue is older than its bucket, and nothing is deleted: slotstream rebuild compares both"
+        )
     if server.clock:
         found["clock_in_doubt"] = f"{server.clock}; if the clock is right, start the server with --accept-clock"
     if server.age_held:

@@ -411,7 +411,7 @@ class StatusReply(_message.Message):
     def __init__(self, version: _Optional[str] = ..., health: _Optional[str] = ..., now_unix_ns: _Optional[int] = ..., rights: _Optional[_Iterable[str]] = ..., covers: _Optional[_Iterable[str]] = ..., namespaces: _Optional[_Iterable[_Union[NamespaceUsage, _Mapping]]] = ..., server: _Optional[_Union[ServerStatus, _Mapping]] = ..., namespaces_unknown: bool = ..., namespaces_left_out: bool = ...) -> None: ...
 
 class ServerStatus(_message.Message):
-    __slots__ = ("uptime_s", "tls", "certificate_expires_unix_s", "tokens", "processes", "processes_wanted", "nixl", "engines", "engines_left_out", "open_samples", "rates_s", "samples_per_s", "received_bytes_per_s", "sent_bytes_per_s", "counted_s", "failed", "hours_until_full", "free_bytes", "disk_bytes", "free_bytes_min", "reads", "waiting_reads", "clock", "age_held", "rules_held", "rules_wait_s", "damaged")
+    __slots__ = ("uptime_s", "tls", "certificate_expires_unix_s", "tokens", "processes", "processes_wanted", "nixl", "engines", "engines_left_out", "open_samples", "rates_s", "samples_per_s", "received_bytes_per_s", "sent_bytes_per_s", "counted_s", "failed", "hours_until_full", "free_bytes", "disk_bytes", "free_bytes_min", "reads", "waiting_reads", "clock", "age_held", "rules_held", "rules_wait_s", "damaged", "catalogue_behind")
     class FailedEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -446,6 +446,7 @@ class ServerStatus(_message.Message):
     RULES_HELD_FIELD_NUMBER: _ClassVar[int]
     RULES_WAIT_S_FIELD_NUMBER: _ClassVar[int]
     DAMAGED_FIELD_NUMBER: _ClassVar[int]
+    CATALOGUE_BEHIND_FIELD_NUMBER: _ClassVar[int]
     uptime_s: float
     tls: bool
     certificate_expires_unix_s: int
@@ -473,7 +474,8 @@ class ServerStatus(_message.Message):
     rules_held: _containers.RepeatedScalarFieldContainer[str]
     rules_wait_s: float
     damaged: int
-    def __init__(self, uptime_s: _Optional[float] = ..., tls: bool = ..., certificate_expires_unix_s: _Optional[int] = ..., tokens: bool = ..., processes: _Optional[int] = ..., processes_wanted: _Optional[int] = ..., nixl: bool = ..., engines: _Optional[_Iterable[_Union[EngineStatus, _Mapping]]] = ..., engines_left_out: _Optional[int] = ..., open_samples: _Optional[int] = ..., rates_s: _Optional[float] = ..., samples_per_s: _Optional[float] = ..., received_bytes_per_s: _Optional[float] = ..., sent_bytes_per_s: _Optional[float] = ..., counted_s: _Optional[float] = ..., failed: _Optional[_Mapping[str, int]] = ..., hours_until_full: _Optional[float] = ..., free_bytes: _Optional[int] = ..., disk_bytes: _Optional[int] = ..., free_bytes_min: _Optional[int] = ..., reads: _Optional[int] = ..., waiting_reads: _Optional[int] = ..., clock: _Optional[str] = ..., age_held: _Optional[_Iterable[str]] = ..., rules_held: _Optional[_Iterable[str]] = ..., rules_wait_s: _Optional[float] = ..., damaged: _Optional[int] = ...) -> None: ...
+    catalogue_behind: bool
+    def __init__(self, uptime_s: _Optional[float] = ..., tls: bool = ..., certificate_expires_unix_s: _Optional[int] = ..., tokens: bool = ..., processes: _Optional[int] = ..., processes_wanted: _Optional[int] = ..., nixl: bool = ..., engines: _Optional[_Iterable[_Union[EngineStatus, _Mapping]]] = ..., engines_left_out: _Optional[int] = ..., open_samples: _Optional[int] = ..., rates_s: _Optional[float] = ..., samples_per_s: _Optional[float] = ..., received_bytes_per_s: _Optional[float] = ..., sent_bytes_per_s: _Optional[float] = ..., counted_s: _Optional[float] = ..., failed: _Optional[_Mapping[str, int]] = ..., hours_until_full: _Optional[float] = ..., free_bytes: _Optional[int] = ..., disk_bytes: _Optional[int] = ..., free_bytes_min: _Optional[int] = ..., reads: _Optional[int] = ..., waiting_reads: _Optional[int] = ..., clock: _Optional[str] = ..., age_held: _Optional[_Iterable[str]] = ..., rules_held: _Optional[_Iterable[str]] = ..., rules_wait_s: _Optional[float] = ..., damaged: _Optional[int] = ..., catalogue_behind: bool = ...) -> None: ...
 
 class EngineStatus(_message.Message):
     __slots__ = ("engine_id", "rank", "peer", "address", "vllm_version", "slotstream_version", "transport", "connected", "since_s", "streams", "open_samples", "last_sample", "last_sample_s", "report", "report_s")

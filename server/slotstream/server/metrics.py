@@ -51,16 +51,26 @@ class _Stored:
         damaged.add_metric([], self._store.lifetimes.quarantined)
         free = GaugeMetricFamily("slotstream_free_bytes", "Bytes that may still be written to the data directory's disk.")
         disk = GaugeMetricFamily("slotstream_disk_bytes", "Size of the data directory's disk.")
+        leads = GaugeMetricFamily(
+            "slotstream_leads", "1: this server applies retention and scrubs. Of several that share a catalogue one does."
+        )
+        behind = GaugeMetricFamily(
+            "slotstream_catalogue_behind",
+            "1: the catalogue is older than its bucket, and nothing is deleted until slotstream rebuild has compared both.",
+        )
+        behind.add_metric([], self._store.is_behind)
         try:
             totals = self._store.totals()
+            leads.add_metric([], self._store.leads)
             free.add_metric([], self._store.free_bytes())
             disk.add_metric([], self._store.disk_bytes())
         except SlotStreamError:
+            yield behind
             return  # A scrape must not fail because the disk does; the other metrics say that it did.
         for state, (count, _) in sorted(totals.items()):
             samples.add_metric([str(state)], count)
         nbytes.add_metric([], totals[State.COMMITTED][1])
-        yield from (samples, nbytes, damaged, free, disk)
+        yield from (samples, nbytes, damaged, free, disk, leads, behind)
 
 
 class Merged:

@@ -407,6 +407,11 @@ class SampleStore:
         """Whether this server applies the rules and scrubs: of several that share a catalogue one does. Raises IoError."""
         return self._catalogue.lead() > 0
 
+    @property
+    def is_behind(self) -> bool:
+        """Whether the catalogue is older than what is stored, and so nothing is deleted. Here each start compares both."""
+        return False
+
     def watch(self, told: Callable[[SampleKey | None], None]) -> None:
         """`told(key)` whenever another server changed a sample, `told(None)` where that may be any. Here is no other."""
 

@@ -50,7 +50,7 @@ seccompProfile:
   type: RuntimeDefault
 {{- end -}}
 
-{{/* Where pods go, and what they may: the same for both modes. */}}
+{{/* Where pods go, and what they may: the same for all modes. */}}
 {{- define "slotstream.podPlacement" -}}
 automountServiceAccountToken: false
 # Else a Service named vllm would set VLLM_PORT, which vLLM reads.
@@ -102,6 +102,9 @@ checksum/retention: {{ include "slotstream.retention" . | sha256sum }}
 
 {{- define "slotstream.retention" -}}
 free_bytes_target = {{ int64 .Values.retention.freeBytesTarget }}
+{{- if eq .Values.mode "deployment" }}
+bucket_bytes_max = {{ int64 .Values.retention.bucketBytesMax }}
+{{- end }}
 
 [default]
 {{ ternary "delete_read_when_full" "delete_when_full" .Values.retention.keepUnread }} = true
@@ -138,6 +141,16 @@ spec:
 {{- end -}}
 {{- if ne (int .Values.server.workers) 1 -}}
 {{- fail "server.workers must be 1 with mode: sidecar: only one process can listen on the engine's socket" -}}
+{{- end -}}
+{{- else if eq .Values.mode "deployment" -}}
+{{- if not .Values.deployment.store -}}
+{{- fail "deployment.store is missing: s3://BUCKET/PREFIX, where all servers store" -}}
+{{- end -}}
+{{- if ne (int .Values.server.workers) 1 -}}
+{{- fail "server.workers must be 1 with mode: deployment: more servers take deployment.replicas" -}}
+{{- end -}}
+{{- if and .Values.retention.enabled (not .Values.retention.bucketBytesMax) -}}
+{{- fail "retention.bucketBytesMax is missing: a bucket has no end of its own, so mode: deployment has to be told how much it may hold" -}}
 {{- end -}}
 {{- else if eq .Values.persistence "none" -}}
 {{- fail "persistence: none is for mode: sidecar: a storage server without storage loses every sample with its pod" -}}

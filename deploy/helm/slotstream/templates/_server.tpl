@@ -1,15 +1,22 @@
-{{/* The container of the storage server, the same in both modes but for where it listens. */}}
+{{/* The container of the storage server, the same in all modes but for where it listens and where it stores. */}}
 {{- define "slotstream.server" -}}
 name: slotstream
 image: {{ include "slotstream.image" (list .Values.image .) }}
 imagePullPolicy: {{ .Values.image.pullPolicy }}
 args:
   - serve
+  {{- if eq .Values.mode "deployment" }}
+  # The catalogue's URL stands in the Secret: SLOTSTREAM_SERVE_CATALOGUE.
+  - --store={{ .Values.deployment.store }}
+  - --scratch=/scratch
+  - --experimental
+  {{- else }}
   - --data=/data
+  {{- end }}
   {{- if eq .Values.mode "sidecar" }}
   - --listen=unix:/run/slotstream/server.sock
   {{- end }}
-  {{- if or (eq .Values.mode "statefulset") .Values.sidecar.listenTcp }}
+  {{- if or (ne .Values.mode "sidecar") .Values.sidecar.listenTcp }}
   - --listen=0.0.0.0:50151
   {{- end }}
   - --metrics=0.0.0.0:9464
@@ -42,12 +49,16 @@ args:
   {{- with .Values.server.extraArgs }}
   {{- toYaml . | nindent 2 }}
   {{- end }}
+{{- if eq .Values.mode "deployment" }}
+envFrom:
+  - secretRef: {name: {{ .Values.deployment.secretName }}}
+{{- end }}
 {{- with .Values.server.extraEnv }}
 env:
   {{- toYaml . | nindent 2 }}
 {{- end }}
 ports:
-  {{- if or (eq .Values.mode "statefulset") .Values.sidecar.listenTcp }}
+  {{- if or (ne .Values.mode "sidecar") .Values.sidecar.listenTcp }}
   - name: grpc
     containerPort: 50151
   {{- end }}
@@ -61,7 +72,7 @@ startupProbe:
   periodSeconds: 5
   timeoutSeconds: 5
   failureThreshold: 360
-{{- if eq .Values.mode "statefulset" }}
+{{- if ne .Values.mode "sidecar" }}
 # Not ready while the server drains, and while its data directory is gone or does not answer. A full disk stays ready.
 # (Not in the sidecar: the pod would not be ready then, and an engine goes on serving text without its storage.)
 readinessProbe:
@@ -83,7 +94,11 @@ securityContext:
   {{- include "slotstream.containerSecurityContext" . | nindent 2 }}
   readOnlyRootFilesystem: true
 volumeMounts:
+  {{- if eq .Values.mode "deployment" }}
+  - {name: scratch, mountPath: /scratch}
+  {{- else }}
   - {name: data, mountPath: /data}
+  {{- end }}
   # The directory and not its files (subPath): only that follows when the Secret changes.
   - {name: tokens, mountPath: /tokens, readOnly: true}
   # With --workers the processes speak over a socket here.
@@ -104,7 +119,7 @@ volumeMounts:
 
 {{/* Not empty where the server speaks TLS: it needs a TCP address for that. */}}
 {{- define "slotstream.tls" -}}
-{{- if and .Values.tls.enabled (or (eq .Values.mode "statefulset") .Values.sidecar.listenTcp) -}}true{{- end -}}
+{{- if and .Values.tls.enabled (or (ne .Values.mode "sidecar") .Values.sidecar.listenTcp) -}}true{{- end -}}
 {{- end -}}
 
 {{/* Not empty where the server reads the engine's memory. */}}
@@ -133,7 +148,11 @@ capabilities:
 - name: socket
   emptyDir: {sizeLimit: 1Mi}
 {{- end }}
-{{- if eq .Values.persistence "none" }}
+{{- if eq .Values.mode "deployment" }}
+# What is arriving; emptied at each start.
+- name: scratch
+  emptyDir: {sizeLimit: {{ .Values.deployment.scratchSize }}}
+{{- else if eq .Values.persistence "none" }}
 - name: data
   emptyDir: {sizeLimit: {{ .Values.storage.size }}}
 {{- end }}

@@ -117,6 +117,7 @@ class StatusCall:
             rules_held=sorted(housekeeping.rules.held),
             rules_wait_s=housekeeping.rules.wait_s,
             damaged=self._store.lifetimes.quarantined,
+            catalogue_behind=self._store.is_behind,
         )
 
 

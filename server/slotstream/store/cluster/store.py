@@ -199,6 +199,10 @@ class ObjectStore(SampleStore):
     def leads(self) -> bool:
         return self._keeper.leads
 
+    @property
+    def is_behind(self) -> bool:
+        return self._generations.is_behind
+
     def watch(self, told: Callable[[SampleKey | None], None]) -> None:
         self._shared.watch(told)
 
