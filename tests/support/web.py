@@ -28,6 +28,7 @@ from slotstream.web.settings import WebSettings
 from slotstream.web.site import Site
 from slotstream.wire.access import Access
 from support.secure import token
+from support.server import INTERRUPTIBLE
 
 
 @dataclass(frozen=True)
@@ -87,10 +88,10 @@ class Visitor:
 
 
 class WebProcess:
-    """`python -m slotstream.web` of the server at `server`; `url` until the `with` block ends."""
+    """`slotstream web` of the server at `server`, also where a shell runs the tests in the background; `url` until the end."""
 
     def __init__(self, server: str, *options: str) -> None:
-        command = [sys.executable, "-P", "-m", "slotstream.web", "--server", server, "--listen", "127.0.0.1:0", *options]
+        command = [sys.executable, "-c", INTERRUPTIBLE, "web", "--server", server, "--listen", "127.0.0.1:0", *options]
         self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
         assert self.process.stderr is not None
         first = self.process.stderr.readline()
