@@ -68,15 +68,15 @@ class Stream(Protocol):
         """Disconnect."""
 
 
-def source() -> memoryview:
+def source(nbytes: int = SOURCE_BYTES) -> memoryview:
     """What to send chunks from, in memory like the connector's staging; the same bytes in every process."""
-    return fill(memoryview(map_memory(SOURCE_BYTES)))
+    return fill(memoryview(map_memory(nbytes)))
 
 
 def fill(memory: memoryview) -> memoryview:
     """The same memory, with those bytes."""
     block = Random(0).randbytes(1 << 20)
-    for at in range(0, SOURCE_BYTES, len(block)):
+    for at in range(0, len(memory), len(block)):
         memory[at : at + len(block)] = block
     return memory
 

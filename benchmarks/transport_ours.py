@@ -22,10 +22,8 @@ from slotstream.transport.nixl import NixlPlane, OfferedStaging
 from slotstream.transport.spread import Spread
 from slotstream.v1 import ingest_pb2
 from slotstream.wire.hashing import xxh3
-from slotstream.wire.names import PROTOCOL_VERSION, WINDOW_BYTES
+from slotstream.wire.names import PROTOCOL_VERSION
 
-# The sink sends no more than a window; as with a connector that is ahead, as much again waits there.
-_SUBMITTED_BYTES = 2 * WINDOW_BYTES
 _ANSWER_S = 60.0
 
 
@@ -65,18 +63,29 @@ def streams_for(
 class SinkStream:
     """A `load.Stream` over one or more sinks, with frames or NIXL, to a server that may store what it sends."""
 
-    def __init__(self, address: str, transport: str, stored: bool, memory: memoryview | None = None, streams: int = 1) -> None:
-        """`memory`: what to send from, where several share it. `streams`: of this sender; each sample goes over one."""
+    def __init__(
+        self,
+        address: str,
+        transport: str,
+        stored: bool,
+        memory: memoryview | None = None,
+        streams: int = 1,
+        staging_bytes: int = SOURCE_BYTES,
+    ) -> None:
+        """`memory`: what to send from, where several share it. `streams`: of this sender; each sample goes over one.
+
+        `staging_bytes`: else what it has to send from. As with a connector that is ahead, all of it waits to be acked.
+        """
         self._address = address
         self._transport = transport
         self._stored = stored
-        self._shape = StagingShape(1, 0, SOURCE_BYTES, ROW_BYTES)
+        self._shape = StagingShape(1, 0, staging_bytes, ROW_BYTES)
         self._memory_fd = -1
         if streams > 1:
             self._memory_fd = os.memfd_create("slotstream-source")
             os.ftruncate(self._memory_fd, control_offset(self._shape) + control_bytes(self._shape))
             memory = fill(map_staging(self._shape, self._memory_fd).slots)
-        self._memory = memory or source()  # For good: what was registered with NIXL must stay mapped.
+        self._memory = memory or source(staging_bytes)  # For good: what was registered with NIXL must stay mapped.
         self._streams = streams
         self._changed = threading.Condition()  # Guards what events change.
         self._problem = ""
@@ -131,8 +140,7 @@ class SinkStream:
             raise RuntimeError(self._problem)
 
     def run(self) -> list[float]:
-        limit = max(1, _SUBMITTED_BYTES // self._load.chunk_bytes)
-        return self._send([self._load.sample_chunks] * self._load.samples, limit)
+        return self._send([self._load.sample_chunks] * self._load.samples, len(self._slots))
 
     def alone(self, chunks: int) -> list[float]:
         return self._send([chunks], 1)

@@ -25,7 +25,7 @@ from typing import Any
 
 from children import ChildFailed
 from contenders import Server
-from load import Load, Senders
+from load import SOURCE_BYTES, Load, Senders
 from machine import file_system, machine, plain, progress
 from transport_contenders import Contender, Round
 from transport_ours import SinkStream
@@ -35,6 +35,7 @@ from slotstream.wire.nixl import INSTALL, is_installed
 
 _MIB = 1 << 20
 _CHUNK_BYTES = 2 << 20  # The connector's default.
+_STAGING_BYTES = 512 << 20  # The least that it takes by default.
 _NAMES = {"grpc": "gRPC", "nixl": "NIXL"}
 _TRANSPORTS = ("grpc", "nixl") if is_installed() else ("grpc",)
 
@@ -55,14 +56,14 @@ class Pair:
 
 
 @contextmanager
-def started(transport: str, workers: int, work: Path, streams: int = 1) -> Iterator[Contender]:
-    """A server of `workers` processes, and senders of `streams` each to it."""
+def started(transport: str, workers: int, work: Path, streams: int = 1, staging: int = SOURCE_BYTES) -> Iterator[Contender]:
+    """A server of `workers` processes, and senders of `streams` each to it, which send from `staging` bytes."""
     name = f"{transport}, {workers} processes, {streams} streams a sender"
     with ExitStack() as stack:
         data = work / f"{transport}-{workers}-{streams}"
         server = Server("127.0.0.1:0", data, "--transport", transport, "--workers", str(workers))
         stack.callback(server.close)
-        senders = Senders(name, SinkStream, server.address, transport, True, None, streams, environment={})
+        senders = Senders(name, SinkStream, server.address, transport, True, None, streams, staging, environment={})
         stack.callback(senders.close)
         yield Contender(name, senders, (server.pid,))
 
@@ -72,7 +73,8 @@ def measure_connectors(options: argparse.Namespace, work: Path) -> list[Pair]:
     pairs: list[Pair] = []
     streams = options.connector_streams
     for transport in options.transports if streams > 1 else ():
-        with started(transport, 1, work) as one, started(transport, streams, work, streams) as many:
+        few, more = (started(transport, count, work, count, _STAGING_BYTES) for count in (1, streams))
+        with few as one, more as many:
             pairs.append(pair := Pair(transport, streams))
             load = Load.of(_CHUNK_BYTES, 1, options.mib * _MIB)
             for number in range(options.rounds):
