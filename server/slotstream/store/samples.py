@@ -9,6 +9,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Self, TypeVar
@@ -42,6 +43,7 @@ from slotstream.wire.errors import (
     StillArriving,
     StoreFull,
     UnsupportedFormat,
+    VerdictUnknown,
 )
 
 _log = logging.getLogger(__name__)
@@ -145,7 +147,8 @@ class SampleStore:
         with self._uploads_lock:
             uploads = [upload for same in self._uploads.values() for upload in same]
         for upload in uploads:
-            upload.abort(Failure.of(Interrupted("the server stopped while the sample was arriving")))
+            with suppress(VerdictUnknown):  # Nobody waits for it any more.
+                upload.abort(Failure.of(Interrupted("the server stopped while the sample was arriving")))
         self._end()
         self.lifetimes.watch.close()
         self._catalogue.close(clean=not (self._unrecorded or self._publisher.left_a_file))
@@ -248,14 +251,18 @@ class SampleStore:
                 if row is not None and row.state is State.DELETING:  # It stands for a file that the disk would not remove.
                     self._remember(failed)
         except SlotStreamError as error:
-            # `stat` shows an arriving row without an upload as failed, and so does the next start.
-            self._unrecorded = True
-            if (more := _unrecorded.more(error.code)) is not None:
-                _log.warning("the failure of sample %s cannot be recorded: %s%s", failed.key, error, more)
+            self._not_recorded(failed, error)
         finally:
             with self._uploads_lock:
                 if self._failing.get(failed.key) is failed:
                     del self._failing[failed.key]
+
+    def _not_recorded(self, failed: SampleRecord, error: SlotStreamError) -> None:
+        """The catalogue did not take a failure. `stat` shows an arriving row without an upload as failed, and so does the
+        next start: its sender may hear of it all the same."""
+        self._unrecorded = True
+        if (more := _unrecorded.more(error.code)) is not None:
+            _log.warning("the failure of sample %s cannot be recorded: %s%s", failed.key, error, more)
 
     def _remember(self, failed: SampleRecord) -> None:
         """Of a sample that has no row: until this server ends, or a thousand more have come."""

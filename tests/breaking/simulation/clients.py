@@ -217,6 +217,7 @@ class Client:
             put.answer = "exists" if verdict.code == "ALREADY_EXISTS" else "failed"
             running().note(f"{put.key} failed: {verdict.code}")
             self._world.model.counts[f"failed {verdict.code}"] += 1
+            self._world.told_failed(put.key, put.called_at)
             if put.answer == "failed" and not put.mistake:
                 if verdict.code in _NEVER | self._world.never:
                     running().fail(f"client {self._number}: {put.key} failed as {verdict.code}")
@@ -327,6 +328,7 @@ class Client:
 
     def delete(self, key: SampleKey) -> None:
         called_at = running().now
+        self._world.model.deletes(key)
         reply = self._ask("Delete", pb.DeleteRequest(namespace=key.namespace, sample_id=key.sample_id), pb.DeleteReply)
         answers = {"NOT_FOUND": "nothing", "LEASED": "refused", "STILL_ARRIVING": "refused"}
         answer = answers.get(reply, "unknown") if isinstance(reply, str) else "deleted"

@@ -36,11 +36,24 @@ class Model:
         self._lives_ended_at: list[float] = []
         self._leases_doubted_at: list[float] = []
         self.catalogues_lost_at: list[float] = []
+        self._deletions: defaultdict[SampleKey, int] = defaultdict(int)  # That are under way, or were never answered.
+        self._deleted_at: defaultdict[SampleKey, float] = defaultdict(float)
+
+    def deletes(self, key: SampleKey) -> None:
+        """A client asks for it. Until it is answered, and where it never is, the sample may go at any time."""
+        self._deletions[key] += 1
+
+    def may_be_gone(self, key: SampleKey, since: float) -> bool:
+        """Whether somebody, or a rule, may have removed all that is known of an id since then."""
+        return key.namespace != KEPT or self._deletions[key] > 0 or self._deleted_at[key] >= since
 
     def note(self, key: SampleKey, operation: Operation) -> None:
         """A client's operation on an id, and how it was answered."""
         self.histories[key].append(operation)
         self.counts[f"{operation.kind} {operation.answer}"] += 1
+        if operation.kind == "delete" and operation.answer != "unknown":
+            self._deletions[key] -= 1
+            self._deleted_at[key] = operation.returned_at
         if operation.kind == "put" and operation.answer in ("committed", "unknown") and key.namespace == TRIMMED:
             self._may_go(key, operation.called_at)
 

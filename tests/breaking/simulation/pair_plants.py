@@ -19,6 +19,7 @@ from support.memory_tables import Begun
 from slotstream.store.cluster.keeping import DatabaseTime, Keeper
 from slotstream.store.cluster.publishing import ObjectPublisher
 from slotstream.store.cluster.reading import object_key
+from slotstream.store.cluster.store import ObjectStore
 from slotstream.store.cluster.uploads import ObjectUpload
 from slotstream.store.records import SampleRecord
 from slotstream.wire.errors import InternalFault, IoError, VerdictUnknown
@@ -66,6 +67,23 @@ def _() -> None:
         return done
 
     _set(MemoryCatalogue, "end", end)
+
+
+@_pair_plant("a-failure-nobody-recorded")
+def _() -> None:
+    """A sender hears of a failure that the catalogue could not be told, so no other server knows of it: kills found it."""
+    _set(ObjectStore, "_leave_open", lambda self, key, error: None)
+
+
+@_pair_plant("a-failure-forgotten-with-its-attempt")
+def _() -> None:
+    """The attempt of a failure that the catalogue could not be told is forgotten: its sample says arriving for ever."""
+    clean = ObjectStore._clean
+
+    def forgets(self: ObjectStore, upload: ObjectUpload, was_ended: Callable[[], bool], *, is_recorded: bool) -> None:
+        clean(self, upload, was_ended, is_recorded=True)
+
+    _set(ObjectStore, "_clean", forgets)
 
 
 @_pair_plant("a-commit-needs-no-attempt")

@@ -120,6 +120,11 @@ class PairWorld(World):
         up = [server for server in self.servers if server.is_up]
         return self._asked or running().rng.choice(up or self.servers)
 
+    def told_failed(self, key: SampleKey, called_at: float) -> None:
+        """The catalogue knows of every sample that failed: no other server could tell of it otherwise."""
+        if key not in self.tables.rows and not self.model.may_be_gone(key, called_at):
+            running().fail(f"the server said that {key} failed, and the catalogue never heard of it")
+
     # The servers' lives.
 
     def kill_one(self, number: int) -> None:

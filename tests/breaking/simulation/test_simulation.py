@@ -31,9 +31,10 @@ FOUND_SOON = [
     "reader-left-open",
     "rules-not-known-again",
 ]
-# Of two servers: a verdict, two contents, an order, a store's lie, a lost part, a code.
+# Of two servers: verdicts, two contents, an order, a store's lie, a lost part, a code.
 PAIR_FOUND_SOON = [
     "a-failure-ends-nothing",
+    "a-failure-nobody-recorded",
     "a-commit-replaces",
     "row-before-object",
     "abort-does-not-look",

@@ -83,6 +83,9 @@ class World:
     def pick(self) -> SampleKey:
         return running().rng.choice(self.keys)
 
+    def told_failed(self, key: SampleKey, called_at: float) -> None:
+        """A client that began a put then is told now that it failed."""
+
     def serial(self) -> int:
         return next(self._serials)
 

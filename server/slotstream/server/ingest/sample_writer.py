@@ -207,8 +207,7 @@ class SampleWriter:
                     fields = failure_fields("fault", InternalFault.code, peer=self.peer, **named)
                     _log.exception("a fault in the server failed sample %s%s", self.key, more, extra=fields)
                 failure = Failure.of(InternalFault("the server failed; its log says how"))
-                self._give_up(failure)
-                ended = Ended(failure)
+                ended = Ended(failure, is_known=self._give_up(failure))
         self._ended = self._ended or ended is not None
         acked, slot = (item.chunk, item.slot) if isinstance(item, Chunk) else (None, None)
         self._post(Done(self, nbytes, acked, slot, isinstance(item, Open) and ended is None, ended))
@@ -251,9 +250,13 @@ class SampleWriter:
         now = time.monotonic()
         return Ended(None, duplicate=duplicate, open_s=now - self._opened_at, commit_s=now - begun_at)
 
-    def _give_up(self, failure: Failure) -> None:
+    def _give_up(self, failure: Failure) -> bool:
+        """Whether it is sure now that the sample failed."""
         try:
             if self._upload is not None:
                 self._upload.abort(failure)
+        except VerdictUnknown:
+            return False
         except Exception:
             _log.exception("sample %s cannot be given up", self.key)
+        return True

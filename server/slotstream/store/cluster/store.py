@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -29,7 +29,7 @@ from slotstream.store.sample.upload import OpenSample, Upload
 from slotstream.store.samples import SampleStore, readable
 from slotstream.store.upkeep.restoring import Restored
 from slotstream.store.upkeep.verifying import FOREIGN, Verdict
-from slotstream.wire.errors import Damaged, InternalFault, SlotStreamError, UnsupportedFormat
+from slotstream.wire.errors import Damaged, InternalFault, SlotStreamError, UnsupportedFormat, VerdictUnknown
 
 _log = logging.getLogger(__name__)
 _SENDERS = 8
@@ -95,18 +95,44 @@ class ObjectStore(SampleStore):
         return [upload.attempt for upload in uploads if isinstance(upload, ObjectUpload) and upload.begun.done()]
 
     def _ended(self, upload: OpenSample, failure: Failure | None) -> None:
+        """Raises VerdictUnknown for a failure of which the catalogue could not be told."""
         assert isinstance(upload, ObjectUpload), "this store makes no other"
-        is_left = not upload.is_stored
         # Asked for first: nobody is told of a failure whose attempt may still become a sample.
-        ended = self._shared.end(upload.attempt) if is_left else None
-        super()._ended(upload, failure)
-        self._keeper.over(upload.attempt)
+        ended = None if upload.is_stored else self._shared.end(upload.attempt)
+        is_recorded = False
+        try:
+            super()._ended(upload, failure)
+            if failure is not None and ended is not None:
+                self._check_ended(upload, ended)
+            is_recorded = True
+        finally:
+            self._keeper.over(upload.attempt)
+            self._clear(upload, ended, is_recorded=is_recorded)
+
+    def _check_ended(self, upload: ObjectUpload, ended: Future[bool]) -> None:
+        try:
+            ended.result()
+        except SlotStreamError as error:
+            self._leave_open(upload.spec.key, error)
+
+    def _not_recorded(self, failed: SampleRecord, error: SlotStreamError) -> None:
+        super()._not_recorded(failed, error)
+        self._leave_open(failed.key, error)
+
+    def _leave_open(self, key: SampleKey, error: SlotStreamError) -> None:
+        """A row that says arriving is nobody's word: any server may ask, and the leader decides the attempt only later. So
+        the sender hears nothing final, and comes again."""
+        if error.retryable:
+            raise VerdictUnknown(f"the failure of {key} cannot be recorded: {error}") from error
+
+    def _clear(self, upload: ObjectUpload, ended: Future[bool] | None, *, is_recorded: bool) -> None:
+        """What is left of an upload that is over, here and in the bucket."""
         if ended is None:
             upload.close_scratch()
             self._discard_scratch(upload)
             return
         with suppress(RuntimeError):  # The store is closed: the leader does it.
-            self._cleaners.submit(self._clean, upload, ended.result)
+            self._cleaners.submit(self._clean, upload, ended.result, is_recorded=is_recorded)
 
     def _discard_scratch(self, upload: ObjectUpload) -> None:
         try:
@@ -114,11 +140,12 @@ class ObjectStore(SampleStore):
         except OSError as error:
             _log.warning("cannot remove the scratch file %s: %s", upload.partial, error.strerror or error)
 
-    def _clean(self, upload: ObjectUpload, was_ended: Callable[[], bool]) -> None:
-        """Of an attempt that is no sample. What cannot be removed now, the leader removes."""
+    def _clean(self, upload: ObjectUpload, was_ended: Callable[[], bool], *, is_recorded: bool) -> None:
+        """Of an attempt that is no sample. What cannot be removed now, the leader removes; so too where the failure is not
+        recorded, for with the attempt's row the sample's row may say that it failed."""
         try:
             upload.stop_sending()
-            if was_ended() and upload.is_sure and not self._generations.is_behind:
+            if was_ended() and is_recorded and upload.is_sure and not self._generations.is_behind:
                 upload.drop()
                 self._shared.forget_attempts([upload.attempt]).result()
         except SlotStreamError as error:
