@@ -120,7 +120,7 @@ class ObjectStore(SampleStore):
         self._leave_open(failed.key, error)
 
     def _leave_open(self, key: SampleKey, error: SlotStreamError) -> None:
-        """A row that says arriving is nobody's word: any server may ask, and the leader decides the attempt only later. So
+        """Another server has only the row to go by, which says arriving, and the leader decides the attempt much later. So
         the sender hears nothing final, and comes again."""
         if error.retryable:
             raise VerdictUnknown(f"the failure of {key} cannot be recorded: {error}") from error
