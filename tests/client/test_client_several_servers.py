@@ -203,6 +203,24 @@ def test_a_server_that_shuts_down_is_left() -> None:
                 assert client._rpc._servers.current().address == staying
 
 
+def test_a_server_that_is_back_is_asked_again_before_a_call_fails() -> None:
+    """Servers restart one after the other. gRPC has seen the first one away, and tries it again only now and then."""
+    is_up = serving(
+        first := nobody(),
+        Stat=lambda request, context: info_of(SAMPLE),
+        Read=lambda request, context: iter([read_header(SAMPLE), read_rows(SAMPLE, 0, 40)]),
+    )
+    draining = failing(AWAY, "the server is shutting down", slotstream_code="SERVER_DRAINING")
+    with serving(Stat=draining, Read=draining) as second, connect([first, second], connect_timeout_s=0) as client:
+        for _ in range(3):  # The pauses between its tries grow.
+            with pytest.raises(ServerUnavailable, match="none of 2 servers answers"):
+                client.stat("s")
+        with is_up:
+            assert client.stat("s").sample_id == "s"
+            assert client._rpc._servers.current().address == first
+            assert client.get("s", count=False).token_ids.tolist() == SAMPLE.token_ids
+
+
 def test_what_a_server_answers_is_not_asked_of_another() -> None:
     def never(request: Any, context: grpc.ServicerContext) -> Any:
         raise AssertionError("asked")

@@ -1,4 +1,4 @@
-"""A failure that the catalogue cannot be told is nobody's last word: the sender hears nothing, and comes again."""
+"""A failure that the catalogue cannot be told is not the last word: the sender hears nothing, and comes again."""
 
 from __future__ import annotations
 

@@ -50,10 +50,10 @@ class FakeSamples(grpc.GenericRpcHandler):  # type: ignore[type-arg]
 
 
 @contextlib.contextmanager
-def serving(**handlers: Handler) -> Iterator[str]:
+def serving(listen: str = "127.0.0.1:0", /, **handlers: Handler) -> Iterator[str]:
     """A fake server; its address."""
     server = grpc.server(futures.ThreadPoolExecutor(4), handlers=[FakeSamples(**handlers)])
-    port = server.add_insecure_port("127.0.0.1:0")
+    port = server.add_insecure_port(listen)
     server.start()
     try:
         yield f"127.0.0.1:{port}"

@@ -21,7 +21,6 @@ from slotstream.wire.access import Access
 from slotstream.wire.address import check_addresses
 from slotstream.wire.errors import DeadlineExceeded, Interrupted
 
-_HEALTH_CHECK = "/grpc.health.v1.Health/Check"
 _AGAIN_S = 0.1
 
 T = TypeVar("T")
@@ -30,7 +29,8 @@ T = TypeVar("T")
 class Rpc:
     """The calls to one server, or to any of several that hold the same samples, for any thread.
 
-    A call whose server is away, or shuts down, goes to each other one before it fails. Calls that only ask may always do so.
+    A call whose server is away, or shuts down, goes to each other one before it fails, and then to one that is back. Calls that
+    only ask may always do so.
     Those that act may have acted before the first server went away. So may go on, as a second time changes nothing more:
 
     - Delete: the sample is gone, or the second server says NOT_FOUND of it. With `created_unix_ns` no other one is deleted.
@@ -76,7 +76,7 @@ class Rpc:
     def wait_until_connected(self, timeout_s: float) -> None:
         """Raises ServerUnavailable when no server took the connection, and answered on it, within `timeout_s`."""
         if not self.others:
-            if self._probe(self._servers.current(), timeout_s, wait_for_ready=True) is not None:
+            if self._servers.current().probe(timeout_s, wait_for_ready=True) is not None:
                 raise unavailable(self.address, self.access, f"waited {timeout_s:g} s")
             return
         ends = time.monotonic() + timeout_s
@@ -85,7 +85,7 @@ class Rpc:
             server: Server | None = self._servers.current()
             while server is not None:
                 left_s = max(0.0, ends - time.monotonic()) / (len(self.addresses) - len(failed))
-                error = self._probe(server, max(_AGAIN_S, left_s), wait_for_ready=False)
+                error = server.probe(max(_AGAIN_S, left_s), wait_for_ready=False)
                 if error is None:
                     return
                 failed.append((server.address, error))
@@ -93,17 +93,6 @@ class Rpc:
             if time.monotonic() >= ends:
                 raise no_answer(failed, self.access)
             self.pause(_AGAIN_S)
-
-    def _probe(self, server: Server, timeout_s: float, *, wait_for_ready: bool) -> grpc.RpcError | None:
-        """Why a server does not answer; None where it does."""
-        # Any answer will do, also that there is no such service. Not channel_ready_future: its thread delays close by 0.2 s.
-        probe = server.channel.unary_unary(_HEALTH_CHECK, request_serializer=None, response_deserializer=None)
-        away = (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.UNAVAILABLE)
-        try:
-            probe(b"", timeout=timeout_s, wait_for_ready=wait_for_ready)
-        except grpc.RpcError as error:
-            return error if isinstance(error, grpc.Call) and error.code() in away else None
-        return None
 
     def stat(self, request: samples_pb2.StatRequest) -> sample_pb2.SampleInfo:
         info: sample_pb2.SampleInfo = self._call("Stat", request)

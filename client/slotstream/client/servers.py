@@ -12,16 +12,19 @@ from typing import Any, Protocol
 import grpc
 
 from slotstream.client.call_errors import error_of, is_away, is_silent, no_answer
+from slotstream.client.diagnosis import diagnose
 from slotstream.common.channel import channel_options
 from slotstream.v1 import samples_pb2, samples_pb2_grpc
 from slotstream.wire.access import Access
 from slotstream.wire.errors import SlotStreamError
 from slotstream.wire.names import MESSAGE_BYTES_MAX
 
+_HEALTH_CHECK = "/grpc.health.v1.Health/Check"
 _READ = "/slotstream.v1.Samples/Read"
 _READ_MANY = "/slotstream.v1.Samples/ReadMany"
 # A trainer should notice a restarted server at once.
 _CHANNEL_OPTIONS = (*channel_options(MESSAGE_BYTES_MAX), ("grpc.max_reconnect_backoff_ms", 2000))
+_BACK_S = 5.0  # How long a server that takes connections again is waited for: longer than gRPC pauses between two tries.
 # Channels to one address else share a connection, also one that a forked process inherited and cannot use.
 _FORKED_OPTIONS = (*_CHANNEL_OPTIONS, ("grpc.use_local_subchannel_pool", 1))
 # Of a process that was forked: what its parent has connected. Never closed here: it is the parent's.
@@ -49,6 +52,17 @@ class Server:
         # Its replies stay bytes, which the stub's would not: protobuf copies rows several times over (slotstream.wire.frames).
         self.read = self.channel.unary_stream(_READ, samples_pb2.ReadRequest.SerializeToString, None)
         self.read_many = self.channel.unary_stream(_READ_MANY, samples_pb2.ReadManyRequest.SerializeToString, None)
+
+    def probe(self, timeout_s: float, *, wait_for_ready: bool) -> grpc.RpcError | None:
+        """Why the server does not answer; None where it does."""
+        # Any answer will do, also that there is no such service. Not channel_ready_future: its thread delays close by 0.2 s.
+        probe = self.channel.unary_unary(_HEALTH_CHECK, request_serializer=None, response_deserializer=None)
+        away = (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.UNAVAILABLE)
+        try:
+            probe(b"", timeout=timeout_s, wait_for_ready=wait_for_ready)
+        except grpc.RpcError as error:
+            return error if isinstance(error, grpc.Call) and error.code() in away else None
+        return None
 
 
 class Servers:
@@ -85,6 +99,12 @@ class Servers:
                 self._at = (self._at + 1) % count
             ring = (self._servers[(self._at + step) % count] for step in range(count))
             return next((server for server in ring if server.address not in asked), None)
+
+    def turn_to(self, address: str) -> Server:
+        """The server at `address`: it is its turn."""
+        with self._lock:
+            self._at = self._addresses.index(address)
+            return self._servers[self._at]
 
     def watch(self, call: Ending) -> None:
         """Ends the call when the client is closed."""
@@ -124,7 +144,7 @@ class Servers:
 
 
 class Walk:
-    """One call's way over the servers: each is asked at most once, until one answers. Not thread-safe.
+    """One call's way over the servers: each is asked once, and once more where it is back, until one answers. Not thread-safe.
 
     `may_move`: whether another server may be asked after one that was away, which may have acted all the same.
     """
@@ -134,18 +154,31 @@ class Walk:
         self._servers = servers
         self._access = access
         self._may_move = may_move
-        self._failed: list[tuple[str, grpc.RpcError]] = []
+        self._failed: dict[str, grpc.RpcError] = {}  # By address.
+        self._back: set[str] = set()  # Of these, asked once more.
 
     def go_on(self, error: grpc.RpcError) -> None:
         """The call failed with `error`: `server` is the one to ask now. Raises what the failure means where there is none."""
         failed = self.server
         if not self._turns(error) or not is_away(error) or not self._may_move:
             raise self.broke(error) from error
-        self._failed.append((failed.address, error))
-        following = self._servers.after(failed, [address for address, _ in self._failed])
+        self._failed[failed.address] = error
+        following = self._servers.after(failed, self._failed) or self._one_that_is_back()
         if following is None:
-            raise no_answer(self._failed, self._access) from error
+            raise no_answer(list(self._failed.items()), self._access) from error
         self.server = following
+
+    def _one_that_is_back(self) -> Server | None:
+        """Of several. gRPC tries only now and then to connect to a server that was away, and answers in between that it is: where
+        servers restart one after the other, the next one is down before it has seen that the first is up."""
+        if len(self._failed) > 1:
+            for address in [address for address in self._failed if address not in self._back]:
+                if diagnose(address, self._access) is None:
+                    self._back.add(address)
+                    server = self._servers.turn_to(address)
+                    if server.probe(_BACK_S, wait_for_ready=True) is None:
+                        return server
+        return None
 
     def broke(self, error: grpc.RpcError) -> SlotStreamError:
         """What it means that a call broke, or was refused. Where its server is away, the next call goes to another."""

@@ -77,7 +77,7 @@ def _() -> None:
 
 @_pair_plant("a-failure-forgotten-with-its-attempt")
 def _() -> None:
-    """The attempt of a failure that the catalogue could not be told is forgotten: its sample says arriving for ever."""
+    """The attempt of a failure that the catalogue could not be told is forgotten: its sample goes on arriving."""
     clean = ObjectStore._clean
 
     def forgets(self: ObjectStore, upload: ObjectUpload, was_ended: Callable[[], bool], *, is_recorded: bool) -> None:
