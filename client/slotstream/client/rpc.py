@@ -29,9 +29,9 @@ T = TypeVar("T")
 class Rpc:
     """The calls to one server, or to any of several that hold the same samples, for any thread.
 
-    A call whose server is away, or shuts down, goes to each other one before it fails, and then to one that is back. Calls that
-    only ask may always do so.
-    Those that act may have acted before the first server went away. So may go on, as a second time changes nothing more:
+    A call whose server is away, or shuts down, goes to each other one, and then to one that is back, before it fails. Calls
+    that only ask may always do so. Those that act may have acted before the first server went away. So may go on, as a second
+    time changes nothing more:
 
     - Delete: the sample is gone, or the second server says NOT_FOUND of it. With `created_unix_ns` no other one is deleted.
     - Ack and Lease: they set what they had set. An ack whose sample was deleted by it is answered with NOT_FOUND.
