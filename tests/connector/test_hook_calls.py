@@ -48,6 +48,12 @@ def test_a_quiet_decode_step_costs_the_same_for_8_and_for_64_captures() -> None:
     assert few[0] == many[0] <= 25
 
 
+def test_a_step_of_an_engine_that_captures_nothing_does_not_look_at_the_gauges() -> None:
+    rig = PlanRig()
+    rig.half.take_stats()  # The first one does.
+    assert calls(rig.half.take_stats) <= 4
+
+
 def test_the_next_page_for_64_captures_costs_a_few_calls_each() -> None:
     rig = _decoding(64)
     found = [_plan(rig) for _ in range(16)]

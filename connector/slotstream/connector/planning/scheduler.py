@@ -92,7 +92,8 @@ class SchedulerHalf:
         self._counters = Counters()
         self._clock = clock
         self._told: dict[str, float] = {}  # The gauges, as they were last told.
-        self._told_at = -_GAUGES_EVERY_S
+        self._looked_at = -_GAUGES_EVERY_S
+        self._had_live = False  # At that look.
         self.tells_gauges = True  # Whether the last `take_stats` was to.
         self._throttle = Throttle(60.0, clock)
         self._unsaid = 0  # Refusals that the log has not counted yet.
@@ -197,19 +198,22 @@ class SchedulerHalf:
     def take_stats(self) -> dict[str, float]:
         """Counts since the last call; once a second the gauges too where one changed, and at once where no capture is left.
 
-        What is told goes to vLLM's front end, in a message of every step that has something to tell.
+        What is told goes to vLLM's front end, in a message of every step that has something to tell. A step looks no more
+        often, whether or not anything is captured: an engine whose requests want no rows pays for every look.
         """
         counts, now = self._counters.take(), self._clock()
-        self.tells_gauges = now - self._told_at >= _GAUGES_EVERY_S or not self._live
+        is_last = not self._live and (self._had_live or bool(counts))
+        self.tells_gauges = is_last or now - self._looked_at >= _GAUGES_EVERY_S
         if not self.tells_gauges:
             return counts
+        self._looked_at, self._had_live = now, bool(self._live)
         if self._unsaid:
             for code, unsaid in self._throttle.overdue().items():
                 self._unsaid -= unsaid
                 logger.warning("slotstream: %d more requests are not captured: %s", unsaid, code)
         gauges = dict(self._rows.gauges())
         if gauges != self._told:
-            self._told, self._told_at = gauges, now
+            self._told = gauges
             counts |= gauges
         return counts
 
