@@ -256,8 +256,8 @@ def test_prompts_that_share_a_sample_id_are_not_lost_without_a_word(engine: Stac
     prompts = [text_tokens(random.Random(30 + i), 40 + i) for i in range(3)]
     params = {"namespace": "shared", "sample_id": "s", "tags": {"batch": "1"}}
     _post(engine, "completions", {"prompt": prompts, "max_tokens": 2, "kv_transfer_params": {"slotstream": params}})
+    assert stored.get("s", namespace="shared").token_ids.tolist() in prompts  # Waits until the server has heard of it.
     wait_until(lambda: stored.stat("s", namespace="shared").refused == {"ALREADY_EXISTS": 2}, "the two others to be counted")
-    assert stored.get("s", namespace="shared").token_ids.tolist() in prompts
     assert engine.engine is not None
     assert "sample s failed: ALREADY_EXISTS: " in (engine.work / "vllm.log").read_text()
 
