@@ -88,7 +88,7 @@ class SampleFile:
         return raw
 
     def column(self, name: str, start: int, stop: int, positions: Sequence[int] | None) -> bytes:
-        """Rows [start, stop) of a column beside hidden states, checked, of the layers at `positions` (None: all) if it has some.
+        """Rows [start, stop) of a column but hidden states, checked; of the layers at `positions` (None: all) if it has some.
 
         Of a file whose header was read. Raises WrongFileError: the server looks at it, and says what it is.
         """

@@ -245,7 +245,7 @@ def pick(rows: memoryview, row_bytes: int, runs: Sequence[tuple[int, int]]) -> l
 
 
 def column_rows(column: Column, raw: Buffer, start: int, stop: int, positions: Sequence[int] | None) -> memoryview:
-    """Rows [start, stop) of a sample's column whose bytes are `raw`, of the layers at `positions` (None: all) if it has some."""
+    """Rows [start, stop) of a column whose bytes are `raw`; of the layers at `positions` (None: all) where it has some."""
     rows = memoryview(raw)[start * column.row_bytes : stop * column.row_bytes]
     if positions is None or COLUMNS[column.name].row_shape[:1] != (LAYERS,):
         return rows
