@@ -12,7 +12,7 @@ from support.server import ServerProcess
 from support.synthetic import SyntheticSample
 from support.waiting import wait_until
 
-from slotstream.client import Answer, Client, Damaged, connect
+from slotstream.client import Answer, Client, Damaged, SampleInfo, connect
 from slotstream.wire.layout import file_path
 
 _TOKENS = 50
@@ -89,7 +89,7 @@ def test_what_is_gone_or_another_since_it_was_listed_is_found(
     client.delete("c", namespace=namespace)
     another = SyntheticSample("c", namespace=namespace, seed=7)
     fill.store(another)
-    asked = ["a", infos["b"], "c", infos["c"], infos["a"], "b", "a"]
+    asked: list[str | SampleInfo] = ["a", infos["b"], "c", infos["c"], infos["a"], "b", "a"]
     found = list(client.get_many(asked, namespace=namespace))
     for at, sample in {0: kept, 2: another, 3: another, 4: kept, 6: kept}.items():
         _assert_is(found[at], sample)
