@@ -138,6 +138,7 @@ def test_a_server_says_where_a_file_has_its_rows(own: ServerProcess, told: dict[
 
     def read(request: pb.ReadRequest, context: grpc.ServicerContext) -> Iterator[Any]:
         asked.append(request.in_place)
+        request.all_in_place = False  # A server that does not know it.
         with grpc.insecure_channel(own.address) as channel:
             for frame in channel.unary_stream(
                 "/slotstream.v1.Samples/Read", pb.ReadRequest.SerializeToString, pb.ReadReply.FromString

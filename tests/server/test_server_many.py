@@ -11,6 +11,8 @@ from support.waiting import wait_until
 
 from slotstream.v1 import samples_pb2 as read_pb
 from slotstream.wire.frames import decode_reply, split_replies
+from slotstream.wire.hashing import xxh3
+from slotstream.wire.layout import header_length
 
 
 def messages(reader: Reader, *reads: dict[str, Any], batches: bool) -> list[bytes]:
@@ -152,3 +154,29 @@ def test_a_server_that_is_to_stop_ends_the_call(tmp_path: Path) -> None:
         drained = server.start_drain()
         assert reader.refused(lambda: replies) == ("UNAVAILABLE", "SERVER_DRAINING")
         drained.result(60)
+
+
+def test_a_reader_that_takes_all_in_place_is_answered_out_of_the_catalogue(
+    running: RunningServer, peer: Peer, reader: Reader
+) -> None:
+    """Without a look at the file, which says for itself what is in it; refusals stay those of any read."""
+    sample = Sample("one")
+    peer.put(sample, 1)
+    reads: list[dict[str, Any]] = [
+        {"sample_id": "one", "start": 3},
+        {"sample_id": "one", "start": 3, "stop": 41},
+        {"sample_id": "one", "layer_ids": [7]},
+        {"sample_id": "nobody"},
+    ]
+    (path,) = running.data_dir.glob("*/*/one.safetensors")
+    header_xxh3 = reader.list(read_pb.ListRequest()).samples[0].header_xxh3
+    raw = path.read_bytes()
+    assert header_xxh3 == xxh3(raw[: header_length(raw)])
+    path.unlink()
+    in_place = [{**read, "in_place": True, "all_in_place": True} for read in reads]
+    first, *refused = [decode_reply(message)[0] for message in messages(reader, *in_place, batches=False)]
+    assert (first.header.header_xxh3, first.header.all_in_place, first.header.start) == (header_xxh3, True, 3)
+    assert not first.header.token_ids
+    assert not first.header.HasField("file")
+    assert [reply.error.code for reply in refused] == ["BAD_TOKEN_RANGE", "BAD_LAYERS", "NOT_FOUND"]
+    assert many(reader, {"sample_id": "one"}) == [("0 DAMAGED", b"")]

@@ -29,7 +29,7 @@ from slotstream.client.info import (
     wire_state,
 )
 from slotstream.client.local_file import WrongFileError
-from slotstream.client.many import ManyReads
+from slotstream.client.many import Listed, ManyReads
 from slotstream.client.reading import RowReader
 from slotstream.client.rpc import Rpc
 from slotstream.client.status import Status
@@ -240,6 +240,7 @@ class Client:
             wait_s=wait_s,
             unverified=not verify,
             in_place=self.data_dir is not None,
+            all_in_place=self.data_dir is not None,
             columns=further_columns(),
             counting=samples_pb2.READ_COUNTING_CALLED if count else samples_pb2.READ_COUNTING_NOT,
         )
@@ -310,7 +311,7 @@ class Client:
 
     def _read_of(
         self, namespace: str, sample: str | SampleInfo, layers: Sequence[int | str] | None, verify: bool
-    ) -> tuple[tuple[str, str], samples_pb2.ReadRequest | SlotStreamError]:
+    ) -> tuple[tuple[str, str], samples_pb2.ReadRequest | Listed | SlotStreamError]:
         """A sample's name, and the read of it, or why there can be none."""
         info = sample if isinstance(sample, SampleInfo) else None
         name = (info.namespace, info.sample_id) if info else (namespace, str(sample))
@@ -327,7 +328,7 @@ class Client:
                 columns=further_columns(),
             )
             read.layer_ids.extend(_checked_layers(layers))
-            return name, read
+            return name, Listed(info, read) if info and info.state is SampleState.COMMITTED else read
         except (BadLayers, BadSampleId, SampleFailed, SampleNotFound) as error:
             return name, error
 

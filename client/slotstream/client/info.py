@@ -8,6 +8,7 @@ from enum import StrEnum
 
 from slotstream.v1 import sample_pb2, samples_pb2
 from slotstream.wire.errors import BadParams, ProtocolViolation
+from slotstream.wire.hashing import to_hex
 from slotstream.wire.names import layer_names
 
 
@@ -52,6 +53,7 @@ class SampleInfo:
     expires_unix_ns: int | None = None  # when the server deletes it for its age
     # While committed: other samples that failed under this id since the server started, by error code.
     refused: dict[str, int] = field(default_factory=dict)
+    header_xxh3: str | None = None  # of its file's header, 16 hexadecimal characters; None where the server has no such file
 
     @property
     def layer_names(self) -> tuple[str, ...]:
@@ -89,6 +91,7 @@ class SampleInfo:
             leased_until_unix_ns=info.leased_until_unix_ns or None,
             expires_unix_ns=info.expires_unix_ns or None,
             refused=dict(info.refused),
+            header_xxh3=to_hex(info.header_xxh3) if info.HasField("header_xxh3") else None,
         )
 
 

@@ -4,15 +4,27 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from slotstream.wire.columns import RowFormat
+from slotstream.wire.columns import TOKEN_IDS
 from slotstream.wire.errors import Damaged, IoError, UnsupportedFormat
-from slotstream.wire.hashing import xxh3
-from slotstream.wire.layout import HEADER_BYTES_MAX, decode_hashes, decode_header, group_count, groups_of, header_length
+from slotstream.wire.hashing import to_hex, xxh3
+from slotstream.wire.layout import (
+    COLUMNS_KEY,
+    HEADER_BYTES_MAX,
+    SampleHeader,
+    column_rows,
+    decode_columns,
+    decode_hashes,
+    decode_header,
+    group_count,
+    groups_of,
+    header_length,
+)
 
 _FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # A FIFO in its place must not hang the reader.
+_WRONG = (OSError, Damaged, UnsupportedFormat, KeyError, ValueError)  # What says that a file is not one to read from.
 
 
 class WrongFileError(Exception):
@@ -40,30 +52,59 @@ class Places:
 class SampleFile:
     """An open sample file. It stays readable when the sample is deleted or replaced meanwhile."""
 
-    def __init__(self, path: str, header_xxh3: int, row_format: RowFormat, num_rows: int, places: Places | None) -> None:
-        """`places`: as the server says, or None where it leaves that to the header.
+    def __init__(self, path: str, header_xxh3: int, fits: Callable[[SampleHeader], bool], places: Places | None) -> None:
+        """`places`: as the server says, or None where it leaves that to the header, which `fits` what it says of the sample.
 
-        Raises WrongFileError when there is no such file, its header is not the one that the server hashed, it is not one of
-        these rows, or it has columns that only the server knows.
+        Raises WrongFileError when there is no such file, its header is not the one that the server hashed, it does not fit, or
+        it has columns that only the server knows.
         """
         self._fd = -1
+        self._path = path
         try:
             self._fd = os.open(path, _FLAGS)
             raw = self._checked_header(header_xxh3, 0 if places is None else places.header_bytes)
-            self._places = places or _places_of(raw, row_format, num_rows)
-        except (OSError, Damaged, UnsupportedFormat, KeyError, ValueError) as error:
-            self.close()
-            why = os.strerror(error.errno or 0) if isinstance(error, OSError) else error
-            raise WrongFileError(f"{path}: {why}") from error
+            if places is None:
+                self.header = decode_header(raw)
+                if self.header.file_bytes != self._size or not fits(self.header):
+                    raise Damaged("this is not what the server says of the sample")
+                places = _places_of(self.header)
+            self._places = places
+        except _WRONG as error:
+            raise self._wrong(error) from error
+
+    def _wrong(self, error: Exception) -> WrongFileError:
+        self.close()
+        return WrongFileError(f"{self._path}: {os.strerror(error.errno or 0) if isinstance(error, OSError) else error}")
 
     def _checked_header(self, header_xxh3: int, nbytes: int) -> bytes:
         """`nbytes`: of the header; 0: as the file says."""
-        if not stat.S_ISREG(os.fstat(self._fd).st_mode):
+        known = os.fstat(self._fd)
+        if not stat.S_ISREG(known.st_mode):
             raise Damaged("this is not a file")
+        self._size = known.st_size
         raw = os.pread(self._fd, nbytes or header_length(os.pread(self._fd, 8, 0)), 0)
         if xxh3(raw) != header_xxh3:
             raise Damaged("this is not the file of the sample that the server knows")
         return raw
+
+    def column(self, name: str, start: int, stop: int, positions: Sequence[int] | None) -> bytes:
+        """Rows [start, stop) of a column but hidden states, checked; of the layers at `positions` (None: all) if it has some.
+
+        Of a file whose header was read. Raises WrongFileError: the server looks at it, and says what it is.
+        """
+        try:
+            place, entries = self.header.place_of(name), self.header.metadata
+            raw = memoryview(bytearray(place.nbytes))
+            self._fill(raw, place.begin)
+            wanted = entries["token_ids_xxh3"] if name == TOKEN_IDS else self._further_hashes()[name]
+            if to_hex(xxh3(raw)) != wanted:
+                raise Damaged(f"column {name} does not match its hash")
+        except (IoError, *_WRONG) as error:
+            raise self._wrong(error) from error
+        return bytes(column_rows(place.column, raw, start, stop, positions))
+
+    def _further_hashes(self) -> dict[str, str]:
+        return decode_columns(self.header.metadata.get(COLUMNS_KEY, ""), self.header.row_format)
 
     @property
     def row_bytes(self) -> int:
@@ -113,11 +154,8 @@ class SampleFile:
             done += count
 
 
-def _places_of(raw: bytes, row_format: RowFormat, num_rows: int) -> Places:
-    """Those that a file's header names. Raises Damaged, UnsupportedFormat, KeyError and ValueError."""
-    header = decode_header(raw)
-    if (header.row_format, header.num_tokens) != (row_format, num_rows):
-        raise Damaged("this is not what the server says of the sample")
+def _places_of(header: SampleHeader) -> Places:
+    """Those that a file's header names. Raises Damaged, KeyError and ValueError."""
     hash_rows = int(header.metadata["hash_rows"])
-    hashes = decode_hashes(header.metadata["hashes"], num_rows, hash_rows)
-    return Places(header.header_bytes, header.row_bytes, num_rows, hash_rows, hashes)
+    hashes = decode_hashes(header.metadata["hashes"], header.num_tokens, hash_rows)
+    return Places(header.header_bytes, header.row_bytes, header.num_tokens, hash_rows, hashes)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar, cast
 
@@ -41,6 +43,14 @@ _PAUSE_S, _PAUSE_S_MAX = 0.1, 2.0
 _HEADER_TAG, _ERROR_TAG = 0x0A, 0x1A  # What a reply begins with: ReadReply.header, ReadReply.error.
 # The connection's failures, and not a sample's: they end the stream, where trying again did not help.
 _ENDING = (*AWAY, DeadlineExceeded, ProtocolViolation, Unauthenticated)
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """A read of all rows of a sample that a listing told of: where its file is at hand, no server is asked."""
+
+    info: SampleInfo
+    read: Read
 
 
 class _Call:
@@ -140,21 +150,24 @@ class ManyReads:
         self._moves = 0  # To other servers, since all was well.
 
     def answers(
-        self, wanted: Iterable[tuple[K, Read | SlotStreamError]], receive: Callable[[RowReader], R]
+        self, wanted: Iterable[tuple[K, Read | Listed | SlotStreamError]], receive: Callable[[RowReader], R]
     ) -> Iterator[tuple[K, R | SlotStreamError]]:
         """What `receive` makes of each read, or why there is nothing, in the order asked; an error is its own answer.
 
         Raises what ends all reads: the server is away for longer than `retry_s`, or does not know the token.
         """
         rest = iter(wanted)
-        ahead: Future[list[tuple[K, Read | SlotStreamError]]] | None = None
+        ahead: Future[list[tuple[K, Read | Listed | SlotStreamError]]] | None = None
         try:
             while asked := self._next_call(rest) if ahead is None else ahead.result():
                 self._reads = [read for _, read in asked if isinstance(read, Read)]
                 self._call, self._early, ahead = self._early, None, None
                 numbers = itertools.count()
                 for key, read in asked:
-                    answer = self._answer(next(numbers), receive) if isinstance(read, Read) else read
+                    if isinstance(read, Listed):
+                        answer = self._answer_listed(read, receive)
+                    else:
+                        answer = self._answer(next(numbers), receive) if isinstance(read, Read) else read
                     is_long = len(asked) >= _AHEAD_FROM
                     if ahead is None and is_long and self._call is not None and self._call.has_ended:
                         ahead = self._asked_ahead(rest)
@@ -165,9 +178,11 @@ class ManyReads:
             if self._early is not None:
                 self._early.close()
 
-    def _asked_ahead(self, rest: Iterator[tuple[K, Read | SlotStreamError]]) -> Future[list[tuple[K, Read | SlotStreamError]]]:
+    def _asked_ahead(
+        self, rest: Iterator[tuple[K, Read | Listed | SlotStreamError]]
+    ) -> Future[list[tuple[K, Read | Listed | SlotStreamError]]]:
         """Make the next call: the server reads on while the caller takes what is left of the present one, which has ended."""
-        asked: Future[list[tuple[K, Read | SlotStreamError]]] = Future()
+        asked: Future[list[tuple[K, Read | Listed | SlotStreamError]]] = Future()
         try:
             entries = self._next_call(rest)
             if reads := [read for _, read in entries if isinstance(read, Read)]:
@@ -177,18 +192,44 @@ class ManyReads:
             asked.set_exception(error)
         return asked
 
-    def _next_call(self, rest: Iterator[tuple[K, Read | SlotStreamError]]) -> list[tuple[K, Read | SlotStreamError]]:
+    def _next_call(
+        self, rest: Iterator[tuple[K, Read | Listed | SlotStreamError]]
+    ) -> list[tuple[K, Read | Listed | SlotStreamError]]:
         asked, nbytes = [], 0
-        for key, read in itertools.islice(rest, self._most):
+        for key, wanted in itertools.islice(rest, self._most):
+            read = wanted.read if isinstance(wanted, Listed) and not self._is_at_hand(wanted.info) else wanted
             asked.append((key, read))
             if isinstance(read, Read):
-                read.in_place = self._data_dir is not None
+                read.in_place = read.all_in_place = self._data_dir is not None
                 read.counting = samples_pb2.READ_COUNTING_CALLED
                 nbytes += read.ByteSize() + 8
             if nbytes > _CALL_BYTES_MAX:
                 break
         self._most = min(4 * self._most, _READS_IN_CALL)
         return asked
+
+    def _is_at_hand(self, info: SampleInfo) -> bool:
+        return self._data_dir is not None and info.header_xxh3 is not None
+
+    def _answer_listed(self, listed: Listed, receive: Callable[[RowReader], R]) -> R | SlotStreamError:
+        """Out of the sample's file; in a call of its own from the server, where that is gone, another, or cannot be read."""
+        assert self._data_dir is not None, "only then is it at hand"
+        try:
+            with RowReader.of_file(self._data_dir, listed.info, listed.read) as reader:
+                reader.count_with(self._count)
+                return receive(reader)
+        except WrongFileError as error:
+            _log.debug("rows come from the server, not out of %s: %s", self._data_dir, error)
+        except SlotStreamError as error:
+            if not error.retryable:
+                return error
+        return next(answer for _, answer in self._sent().answers([(None, listed.read)], receive))
+
+    def _sent(self) -> ManyReads:
+        """The same, without files."""
+        sent = copy.copy(self)
+        sent._data_dir, sent._call, sent._early, sent._turn = None, None, None, None
+        return sent
 
     def _answer(self, number: int, receive: Callable[[RowReader], R]) -> R | SlotStreamError:
         try:

@@ -16,10 +16,10 @@ from slotstream.client.local_file import Places, SampleFile, WrongFileError
 from slotstream.client.rpc import WatchedStream
 from slotstream.v1 import sample_pb2, samples_pb2
 from slotstream.wire import dtypes
-from slotstream.wire.columns import RowFormat
+from slotstream.wire.columns import TOKEN_IDS, RowFormat
 from slotstream.wire.errors import Damaged, Interrupted, ProtocolViolation, SlotStreamError
 from slotstream.wire.frames import Frame, decode_reply
-from slotstream.wire.layout import byte_runs, file_path, pick
+from slotstream.wire.layout import SampleHeader, byte_runs, file_path, pick
 from slotstream.wire.names import LAYERS_MAX, ROWS_MAX, SAMPLE_BYTES_MAX
 
 
@@ -51,20 +51,44 @@ class RowReader:
         self, stream: WatchedStream[bytes], request: samples_pb2.ReadRequest, *, header_limit_s: float, stall_limit_s: float
     ) -> None:
         """Waits for the header. Raises what the server answered; ProtocolViolation when it answered something else."""
-        self._stream = stream
+        self._begin(request, stream)
         self._stall_limit_s = stall_limit_s
-        self._file: SampleFile | None = None  # Where the rows are taken from, if not from the stream.
-        self._file_rows: Iterator[RowBlock] = iter(())
-        self._taken: Callable[[], None] = lambda: None
-        self._again: Callable[[RowReader, SlotStreamError], RowReader] | None = None
-        self._verify = not request.unverified
-        self._asked = request.namespace, request.sample_id
         try:
             self._take_header(stream.receive(header_limit_s), request)
         except BaseException:
             stream.close()
             raise
         self._next_row = self.start
+
+    def _begin(self, request: samples_pb2.ReadRequest, stream: WatchedStream[bytes] | None) -> None:
+        self._stream = stream
+        self._file: SampleFile | None = None  # Where the rows are taken from, if not from the stream.
+        self._file_rows: Iterator[RowBlock] = iter(())
+        self._taken: Callable[[], None] = lambda: None
+        self._again: Callable[[RowReader, SlotStreamError], RowReader] | None = None
+        self._verify = not request.unverified
+        self._asked = request.namespace, request.sample_id
+        self._known_columns = request.columns
+
+    @classmethod
+    def of_file(cls, data_dir: Path, info: SampleInfo, request: samples_pb2.ReadRequest) -> Self:
+        """All rows of a committed sample that a listing told of, out of its file below `data_dir`: no server is asked.
+
+        Raises WrongFileError where the file there is not the sample's, or has not what is wanted: the server says why.
+        """
+        reader = cls.__new__(cls)
+        reader._begin(request, None)
+        reader.info = info
+        reader.layer_ids = tuple(request.layer_ids) or info.layer_ids
+        reader.start, reader.stop = 0, info.num_tokens
+        reader._next_row = 0
+        reader._counted_by_call = True  # Servers that list such hashes take that.
+        reader._is_all_in_place = True
+        reader._header_xxh3 = int(info.header_xxh3 or "0", 16)
+        if not set(reader.layer_ids) <= set(info.layer_ids):
+            raise WrongFileError("the sample has not all the layers that are wanted")
+        reader._take_file(data_dir)
+        return reader
 
     @property
     def next_row(self) -> int:
@@ -112,25 +136,52 @@ class RowReader:
         """
         if self._header_xxh3 is None:
             return
+        assert self._stream is not None, "there was a header"
         try:
             if self._stream.receive(self._stall_limit_s) is not None:  # Waited for: a call left early counts as cancelled.
                 raise ProtocolViolation("the server sends rows that were to be taken out of the file")
         finally:
             self._stream.close()
+        self._take_file(data_dir)
+
+    def _take_file(self, data_dir: Path) -> None:
         path = f"{data_dir}/{file_path(*self._asked)}"  # Of the names asked for: the peer's could be any path.
-        stored = RowFormat.of(self.info.dtype, len(self.info.layer_ids), self.info.hidden_size, self.row_format.names)
-        self._file = SampleFile(path, self._header_xxh3, stored, self.info.num_tokens, self._places_of(stored))
+        assert self._header_xxh3 is not None, "it is known which file is meant"
+        self._file = SampleFile(path, self._header_xxh3, self._fits, None if self._is_all_in_place else self._places())
+        if self._is_all_in_place:
+            self._take_columns_of(self._file)
         self._file_rows = self._rows_of(self._file)
 
-    def _places_of(self, stored: RowFormat) -> Places | None:
+    def _fits(self, header: SampleHeader) -> bool:
+        """Whether a file's header is of the sample that the server described."""
+        of_file, info = header.row_format, self.info
+        shape = (header.num_tokens, of_file.num_layers, of_file.hidden_size, of_file.dtype)
+        is_told = self._is_all_in_place or of_file.names == self.row_format.names
+        return is_told and shape == (info.num_tokens, len(info.layer_ids), info.hidden_size, info.dtype)
+
+    def _places(self) -> Places | None:
         """Where the server says that the file has its rows. Raises WrongFileError where that cannot be."""
-        told = self._told_places
+        told, info = self._told_places, self.info
         if not told.header_bytes:
             return None
+        row_bytes = RowFormat.of(info.dtype, len(info.layer_ids), info.hidden_size).row_bytes
         try:
-            return Places(told.header_bytes, stored.row_bytes, self.info.num_tokens, told.hash_rows, told.row_xxh3)
+            return Places(told.header_bytes, row_bytes, info.num_tokens, told.hash_rows, told.row_xxh3)
         except Damaged as error:
             raise WrongFileError(str(error)) from error
+
+    def _take_columns_of(self, file: SampleFile) -> None:
+        """Token ids and further columns. Raises WrongFileError where there is one that this reader does not know, but needs."""
+        further = file.header.row_format.further
+        if any(not column.optional and column.name not in self._known_columns for column in further):
+            raise WrongFileError("the sample has a column that this reader does not know")
+        names = [column.name for column in further if column.name in self._known_columns]
+        positions = [self.info.layer_ids.index(layer) for layer in self.layer_ids] if names else None
+        self.columns = {name: file.column(name, self.start, self.stop, positions) for name in names}
+        self.row_format = RowFormat.of(self.info.dtype, len(self.layer_ids), self.info.hidden_size, names)
+        self.token_ids = array("q", file.column(TOKEN_IDS, self.start, self.stop, None))
+        if sys.byteorder == "big":
+            self.token_ids.byteswap()
 
     def go_on_with(self, again: Callable[[RowReader, SlotStreamError], RowReader]) -> None:
         """Where `read_into` breaks, it goes on with the reader that `again(the one that broke, why)` returns. Or it raises."""
@@ -182,7 +233,8 @@ class RowReader:
         raise StopIteration
 
     def close(self) -> None:
-        self._stream.close()
+        if self._stream is not None:
+            self._stream.close()
         self._file_rows = iter(())
         if self._file is not None:
             self._file.close()
@@ -204,6 +256,7 @@ class RowReader:
         self._counted_by_call = header.counted_by_call
         self._header_xxh3 = header.header_xxh3 if header.HasField("header_xxh3") else None
         self._told_places = header.file
+        self._is_all_in_place = header.all_in_place and self._header_xxh3 is not None
         wanted_layers = tuple(request.layer_ids) or self.info.layer_ids
         wanted_stop = request.stop if request.HasField("stop") else self.info.num_tokens
         asked = (self.info.sample_id, self.layer_ids) == (request.sample_id, wanted_layers)
@@ -211,7 +264,8 @@ class RowReader:
             raise ProtocolViolation("the server answered a read with another sample's rows, or with other layers")
         if (self.start, self.stop) != (request.start, wanted_stop) or not self.start <= self.stop <= self.info.num_tokens:
             raise ProtocolViolation(f"the server answered with rows [{self.start}, {self.stop}), which were not asked for")
-        if self.info.num_tokens > ROWS_MAX or len(self.layer_ids) > LAYERS_MAX or len(header.token_ids) != self.num_rows:
+        num_ids = 0 if self._is_all_in_place else self.num_rows
+        if self.info.num_tokens > ROWS_MAX or len(self.layer_ids) > LAYERS_MAX or len(header.token_ids) != num_ids:
             raise ProtocolViolation("the server's read header names more rows or layers, or other token ids, than it may")
         if self.info.dtype not in dtypes.ELEMENT_BYTES:
             raise ProtocolViolation(f"the server's rows are of dtype {self.info.dtype!r}, which this client does not know")
@@ -236,6 +290,7 @@ class RowReader:
     def _next_block(self) -> RowBlock | None:
         if self._file is not None:
             return next(self._file_rows, None)
+        assert self._stream is not None, "rows come from there or here"
         frame = self._stream.receive(self._stall_limit_s)
         return None if frame is None else self._block_of(frame)
 

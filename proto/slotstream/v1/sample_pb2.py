@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1aslotstream/v1/sample.proto\x12\rslotstream.v1\"(\n\nColumnData\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\"\xbc\x05\n\nSampleInfo\x12\x11\n\tnamespace\x18\x01 \x01(\t\x12\x11\n\tsample_id\x18\x02 \x01(\t\x12)\n\x05state\x18\x03 \x01(\x0e\x32\x1a.slotstream.v1.SampleState\x12\r\n\x05model\x18\x04 \x01(\t\x12\r\n\x05\x64type\x18\x05 \x01(\t\x12\x11\n\tlayer_ids\x18\x06 \x03(\r\x12\x13\n\x0bhidden_size\x18\x07 \x01(\r\x12\x12\n\nnum_tokens\x18\x08 \x01(\x04\x12\x12\n\nfile_bytes\x18\t \x01(\x04\x12\x17\n\x0f\x63reated_unix_ns\x18\n \x01(\x03\x12\x19\n\x11\x63ommitted_unix_ns\x18\x0b \x01(\x03\x12\x12\n\nerror_code\x18\x0c \x01(\t\x12\x15\n\rerror_message\x18\r \x01(\t\x12\x31\n\x04tags\x18\x0e \x03(\x0b\x32#.slotstream.v1.SampleInfo.TagsEntry\x12\x39\n\x08metadata\x18\x0f \x03(\x0b\x32\'.slotstream.v1.SampleInfo.MetadataEntry\x12\r\n\x05reads\x18\x10 \x01(\x04\x12\x15\n\racked_unix_ns\x18\x11 \x01(\x03\x12\x1c\n\x14leased_until_unix_ns\x18\x12 \x01(\x03\x12\x17\n\x0f\x65xpires_unix_ns\x18\x13 \x01(\x03\x12\x37\n\x07refused\x18\x14 \x03(\x0b\x32&.slotstream.v1.SampleInfo.RefusedEntry\x1a+\n\tTagsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x1a/\n\rMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x1a.\n\x0cRefusedEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01*{\n\x0bSampleState\x12\x1c\n\x18SAMPLE_STATE_UNSPECIFIED\x10\x00\x12\x19\n\x15SAMPLE_STATE_ARRIVING\x10\x01\x12\x1a\n\x16SAMPLE_STATE_COMMITTED\x10\x02\x12\x17\n\x13SAMPLE_STATE_FAILED\x10\x03\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1aslotstream/v1/sample.proto\x12\rslotstream.v1\"(\n\nColumnData\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\"\xe6\x05\n\nSampleInfo\x12\x11\n\tnamespace\x18\x01 \x01(\t\x12\x11\n\tsample_id\x18\x02 \x01(\t\x12)\n\x05state\x18\x03 \x01(\x0e\x32\x1a.slotstream.v1.SampleState\x12\r\n\x05model\x18\x04 \x01(\t\x12\r\n\x05\x64type\x18\x05 \x01(\t\x12\x11\n\tlayer_ids\x18\x06 \x03(\r\x12\x13\n\x0bhidden_size\x18\x07 \x01(\r\x12\x12\n\nnum_tokens\x18\x08 \x01(\x04\x12\x12\n\nfile_bytes\x18\t \x01(\x04\x12\x17\n\x0f\x63reated_unix_ns\x18\n \x01(\x03\x12\x19\n\x11\x63ommitted_unix_ns\x18\x0b \x01(\x03\x12\x12\n\nerror_code\x18\x0c \x01(\t\x12\x15\n\rerror_message\x18\r \x01(\t\x12\x31\n\x04tags\x18\x0e \x03(\x0b\x32#.slotstream.v1.SampleInfo.TagsEntry\x12\x39\n\x08metadata\x18\x0f \x03(\x0b\x32\'.slotstream.v1.SampleInfo.MetadataEntry\x12\r\n\x05reads\x18\x10 \x01(\x04\x12\x15\n\racked_unix_ns\x18\x11 \x01(\x03\x12\x1c\n\x14leased_until_unix_ns\x18\x12 \x01(\x03\x12\x17\n\x0f\x65xpires_unix_ns\x18\x13 \x01(\x03\x12\x37\n\x07refused\x18\x14 \x03(\x0b\x32&.slotstream.v1.SampleInfo.RefusedEntry\x12\x18\n\x0bheader_xxh3\x18\x15 \x01(\x06H\x00\x88\x01\x01\x1a+\n\tTagsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x1a/\n\rMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x1a.\n\x0cRefusedEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\x42\x0e\n\x0c_header_xxh3*{\n\x0bSampleState\x12\x1c\n\x18SAMPLE_STATE_UNSPECIFIED\x10\x00\x12\x19\n\x15SAMPLE_STATE_ARRIVING\x10\x01\x12\x1a\n\x16SAMPLE_STATE_COMMITTED\x10\x02\x12\x17\n\x13SAMPLE_STATE_FAILED\x10\x03\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -37,16 +37,16 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SAMPLEINFO_METADATAENTRY']._serialized_options = b'8\001'
   _globals['_SAMPLEINFO_REFUSEDENTRY']._loaded_options = None
   _globals['_SAMPLEINFO_REFUSEDENTRY']._serialized_options = b'8\001'
-  _globals['_SAMPLESTATE']._serialized_start=790
-  _globals['_SAMPLESTATE']._serialized_end=913
+  _globals['_SAMPLESTATE']._serialized_start=832
+  _globals['_SAMPLESTATE']._serialized_end=955
   _globals['_COLUMNDATA']._serialized_start=45
   _globals['_COLUMNDATA']._serialized_end=85
   _globals['_SAMPLEINFO']._serialized_start=88
-  _globals['_SAMPLEINFO']._serialized_end=788
-  _globals['_SAMPLEINFO_TAGSENTRY']._serialized_start=648
-  _globals['_SAMPLEINFO_TAGSENTRY']._serialized_end=691
-  _globals['_SAMPLEINFO_METADATAENTRY']._serialized_start=693
-  _globals['_SAMPLEINFO_METADATAENTRY']._serialized_end=740
-  _globals['_SAMPLEINFO_REFUSEDENTRY']._serialized_start=742
-  _globals['_SAMPLEINFO_REFUSEDENTRY']._serialized_end=788
+  _globals['_SAMPLEINFO']._serialized_end=830
+  _globals['_SAMPLEINFO_TAGSENTRY']._serialized_start=674
+  _globals['_SAMPLEINFO_TAGSENTRY']._serialized_end=717
+  _globals['_SAMPLEINFO_METADATAENTRY']._serialized_start=719
+  _globals['_SAMPLEINFO_METADATAENTRY']._serialized_end=766
+  _globals['_SAMPLEINFO_REFUSEDENTRY']._serialized_start=768
+  _globals['_SAMPLEINFO_REFUSEDENTRY']._serialized_end=814
 # @@protoc_insertion_point(module_scope)

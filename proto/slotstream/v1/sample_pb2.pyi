@@ -27,7 +27,7 @@ class ColumnData(_message.Message):
     def __init__(self, name: _Optional[str] = ..., data: _Optional[bytes] = ...) -> None: ...
 
 class SampleInfo(_message.Message):
-    __slots__ = ("namespace", "sample_id", "state", "model", "dtype", "layer_ids", "hidden_size", "num_tokens", "file_bytes", "created_unix_ns", "committed_unix_ns", "error_code", "error_message", "tags", "metadata", "reads", "acked_unix_ns", "leased_until_unix_ns", "expires_unix_ns", "refused")
+    __slots__ = ("namespace", "sample_id", "state", "model", "dtype", "layer_ids", "hidden_size", "num_tokens", "file_bytes", "created_unix_ns", "committed_unix_ns", "error_code", "error_message", "tags", "metadata", "reads", "acked_unix_ns", "leased_until_unix_ns", "expires_unix_ns", "refused", "header_xxh3")
     class TagsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -69,6 +69,7 @@ class SampleInfo(_message.Message):
     LEASED_UNTIL_UNIX_NS_FIELD_NUMBER: _ClassVar[int]
     EXPIRES_UNIX_NS_FIELD_NUMBER: _ClassVar[int]
     REFUSED_FIELD_NUMBER: _ClassVar[int]
+    HEADER_XXH3_FIELD_NUMBER: _ClassVar[int]
     namespace: str
     sample_id: str
     state: SampleState
@@ -89,4 +90,5 @@ class SampleInfo(_message.Message):
     leased_until_unix_ns: int
     expires_unix_ns: int
     refused: _containers.ScalarMap[str, int]
-    def __init__(self, namespace: _Optional[str] = ..., sample_id: _Optional[str] = ..., state: _Optional[_Union[SampleState, str]] = ..., model: _Optional[str] = ..., dtype: _Optional[str] = ..., layer_ids: _Optional[_Iterable[int]] = ..., hidden_size: _Optional[int] = ..., num_tokens: _Optional[int] = ..., file_bytes: _Optional[int] = ..., created_unix_ns: _Optional[int] = ..., committed_unix_ns: _Optional[int] = ..., error_code: _Optional[str] = ..., error_message: _Optional[str] = ..., tags: _Optional[_Mapping[str, str]] = ..., metadata: _Optional[_Mapping[str, str]] = ..., reads: _Optional[int] = ..., acked_unix_ns: _Optional[int] = ..., leased_until_unix_ns: _Optional[int] = ..., expires_unix_ns: _Optional[int] = ..., refused: _Optional[_Mapping[str, int]] = ...) -> None: ...
+    header_xxh3: int
+    def __init__(self, namespace: _Optional[str] = ..., sample_id: _Optional[str] = ..., state: _Optional[_Union[SampleState, str]] = ..., model: _Optional[str] = ..., dtype: _Optional[str] = ..., layer_ids: _Optional[_Iterable[int]] = ..., hidden_size: _Optional[int] = ..., num_tokens: _Optional[int] = ..., file_bytes: _Optional[int] = ..., created_unix_ns: _Optional[int] = ..., committed_unix_ns: _Optional[int] = ..., error_code: _Optional[str] = ..., error_message: _Optional[str] = ..., tags: _Optional[_Mapping[str, str]] = ..., metadata: _Optional[_Mapping[str, str]] = ..., reads: _Optional[int] = ..., acked_unix_ns: _Optional[int] = ..., leased_until_unix_ns: _Optional[int] = ..., expires_unix_ns: _Optional[int] = ..., refused: _Optional[_Mapping[str, int]] = ..., header_xxh3: _Optional[int] = ...) -> None: ...

@@ -19,7 +19,7 @@ READ_COUNTING_CALLED: ReadCounting
 READ_COUNTING_NOT: ReadCounting
 
 class ReadRequest(_message.Message):
-    __slots__ = ("namespace", "sample_id", "start", "stop", "layer_ids", "wait_s", "unverified", "in_place", "columns", "counting")
+    __slots__ = ("namespace", "sample_id", "start", "stop", "layer_ids", "wait_s", "unverified", "in_place", "columns", "counting", "all_in_place")
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     SAMPLE_ID_FIELD_NUMBER: _ClassVar[int]
     START_FIELD_NUMBER: _ClassVar[int]
@@ -30,6 +30,7 @@ class ReadRequest(_message.Message):
     IN_PLACE_FIELD_NUMBER: _ClassVar[int]
     COLUMNS_FIELD_NUMBER: _ClassVar[int]
     COUNTING_FIELD_NUMBER: _ClassVar[int]
+    ALL_IN_PLACE_FIELD_NUMBER: _ClassVar[int]
     namespace: str
     sample_id: str
     start: int
@@ -40,7 +41,8 @@ class ReadRequest(_message.Message):
     in_place: bool
     columns: _containers.RepeatedScalarFieldContainer[str]
     counting: ReadCounting
-    def __init__(self, namespace: _Optional[str] = ..., sample_id: _Optional[str] = ..., start: _Optional[int] = ..., stop: _Optional[int] = ..., layer_ids: _Optional[_Iterable[int]] = ..., wait_s: _Optional[float] = ..., unverified: bool = ..., in_place: bool = ..., columns: _Optional[_Iterable[str]] = ..., counting: _Optional[_Union[ReadCounting, str]] = ...) -> None: ...
+    all_in_place: bool
+    def __init__(self, namespace: _Optional[str] = ..., sample_id: _Optional[str] = ..., start: _Optional[int] = ..., stop: _Optional[int] = ..., layer_ids: _Optional[_Iterable[int]] = ..., wait_s: _Optional[float] = ..., unverified: bool = ..., in_place: bool = ..., columns: _Optional[_Iterable[str]] = ..., counting: _Optional[_Union[ReadCounting, str]] = ..., all_in_place: bool = ...) -> None: ...
 
 class ReadManyRequest(_message.Message):
     __slots__ = ("reads", "batches")
@@ -65,7 +67,7 @@ class ReadReply(_message.Message):
     def __init__(self, header: _Optional[_Union[ReadHeader, _Mapping]] = ..., rows: _Optional[_Union[RowsHeader, _Mapping]] = ..., error: _Optional[_Union[ReadError, _Mapping]] = ..., batch: _Optional[_Union[ReadReplyBatch, _Mapping]] = ..., data: _Optional[bytes] = ...) -> None: ...
 
 class ReadHeader(_message.Message):
-    __slots__ = ("info", "layer_ids", "start", "stop", "token_ids", "header_xxh3", "columns", "counted_by_call", "file")
+    __slots__ = ("info", "layer_ids", "start", "stop", "token_ids", "header_xxh3", "columns", "counted_by_call", "file", "all_in_place")
     INFO_FIELD_NUMBER: _ClassVar[int]
     LAYER_IDS_FIELD_NUMBER: _ClassVar[int]
     START_FIELD_NUMBER: _ClassVar[int]
@@ -75,6 +77,7 @@ class ReadHeader(_message.Message):
     COLUMNS_FIELD_NUMBER: _ClassVar[int]
     COUNTED_BY_CALL_FIELD_NUMBER: _ClassVar[int]
     FILE_FIELD_NUMBER: _ClassVar[int]
+    ALL_IN_PLACE_FIELD_NUMBER: _ClassVar[int]
     info: _sample_pb2.SampleInfo
     layer_ids: _containers.RepeatedScalarFieldContainer[int]
     start: int
@@ -84,7 +87,8 @@ class ReadHeader(_message.Message):
     columns: _containers.RepeatedCompositeFieldContainer[_sample_pb2.ColumnData]
     counted_by_call: bool
     file: FilePlaces
-    def __init__(self, info: _Optional[_Union[_sample_pb2.SampleInfo, _Mapping]] = ..., layer_ids: _Optional[_Iterable[int]] = ..., start: _Optional[int] = ..., stop: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., header_xxh3: _Optional[int] = ..., columns: _Optional[_Iterable[_Union[_sample_pb2.ColumnData, _Mapping]]] = ..., counted_by_call: bool = ..., file: _Optional[_Union[FilePlaces, _Mapping]] = ...) -> None: ...
+    all_in_place: bool
+    def __init__(self, info: _Optional[_Union[_sample_pb2.SampleInfo, _Mapping]] = ..., layer_ids: _Optional[_Iterable[int]] = ..., start: _Optional[int] = ..., stop: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., header_xxh3: _Optional[int] = ..., columns: _Optional[_Iterable[_Union[_sample_pb2.ColumnData, _Mapping]]] = ..., counted_by_call: bool = ..., file: _Optional[_Union[FilePlaces, _Mapping]] = ..., all_in_place: bool = ...) -> None: ...
 
 class FilePlaces(_message.Message):
     __slots__ = ("header_bytes", "hash_rows", "row_xxh3")

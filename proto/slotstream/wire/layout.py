@@ -13,10 +13,10 @@ import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from slotstream.wire.columns import COLUMNS, HIDDEN_STATES, TOKEN_IDS, Place, RowFormat, further_columns
+from slotstream.wire.columns import COLUMNS, HIDDEN_STATES, LAYERS, TOKEN_IDS, Column, Place, RowFormat, further_columns
 from slotstream.wire.dtypes import ELEMENT_BYTES, SAFETENSORS_BYTES
 from slotstream.wire.errors import Damaged, UnsupportedFormat
-from slotstream.wire.hashing import HASH_HEX_CHARS, to_hex, xxh3
+from slotstream.wire.hashing import HASH_HEX_CHARS, Buffer, to_hex, xxh3
 
 FILE_SUFFIX = ".safetensors"
 HEADER_ALIGN = 4096  # Rows begin on a page.
@@ -242,6 +242,15 @@ def byte_runs(positions: Sequence[int], layer_bytes: int) -> list[tuple[int, int
 def pick(rows: memoryview, row_bytes: int, runs: Sequence[tuple[int, int]]) -> list[memoryview]:
     """The runs of each of the whole `rows`, row by row."""
     return [rows[at:][begin:end] for at in range(0, rows.nbytes, row_bytes) for begin, end in runs]
+
+
+def column_rows(column: Column, raw: Buffer, start: int, stop: int, positions: Sequence[int] | None) -> memoryview:
+    """Rows [start, stop) of a column whose bytes are `raw`; of the layers at `positions` (None: all) where it has some."""
+    rows = memoryview(raw)[start * column.row_bytes : stop * column.row_bytes]
+    if positions is None or COLUMNS[column.name].row_shape[:1] != (LAYERS,):
+        return rows
+    runs = byte_runs(positions, column.row_bytes // column.shape(0)[1])
+    return memoryview(b"".join(pick(rows, column.row_bytes, runs)))
 
 
 def groups_of(start: int, stop: int, hash_rows: int) -> range:

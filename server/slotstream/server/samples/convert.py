@@ -64,7 +64,14 @@ def info_of(
         tags=record.tags,
         metadata=record.metadata,
         refused=refused if record.state is State.COMMITTED else {},
+        header_xxh3=header_xxh3_of(record),
     )
+
+
+def header_xxh3_of(record: SampleRecord) -> int | None:
+    """Of the file that a committed sample has; None of what has none."""
+    has_file = record.state is State.COMMITTED and record.header_xxh3 and not record.attempt
+    return int(record.header_xxh3, 16) if has_file else None
 
 
 def query_of(request: samples_pb2.ListRequest, spaces: tuple[str, ...] | None) -> ListQuery:

@@ -20,7 +20,7 @@ from slotstream.server.samples.admin import AdminCalls
 from slotstream.server.samples.calls import Calls, Context, key_for, parsed, spaces_for, stream, unary
 from slotstream.server.samples.leases import LeaseBook
 from slotstream.server.samples.many import ManyReads
-from slotstream.server.samples.reads import Opened, after, close_unwanted, counts_when_sent, opened
+from slotstream.server.samples.reads import Opened, Unopened, after, close_unwanted, counts_when_sent, opened
 from slotstream.server.samples.status import About, StatusCall
 from slotstream.store.records import SampleKey, SampleRecord
 from slotstream.store.sample.reading import SampleReader
@@ -106,7 +106,7 @@ class SamplesService:
             finally:
                 after(step, lambda: self._end_read(reader, counts))
 
-    def _end_read(self, reader: SampleReader, counts: bool) -> None:
+    def _end_read(self, reader: SampleReader | Unopened, counts: bool) -> None:
         """Closes the sample; now it may go, if its read was the last that its namespace's rule grants."""
         reader.close()
         self._count(reader.record, counts)

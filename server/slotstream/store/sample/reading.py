@@ -16,10 +16,10 @@ from slotstream.store.disk.files import Files, store_error
 from slotstream.store.disk.retrying import is_fact, retried
 from slotstream.store.records import SampleRecord
 from slotstream.store.sample.file import SampleFile, read_sample_file, unpack_token_ids
-from slotstream.wire.columns import COLUMNS, LAYERS, TOKEN_IDS
+from slotstream.wire.columns import TOKEN_IDS
 from slotstream.wire.errors import BadLayers, BadTokenRange, Damaged, IoError, SlotStreamError, StoreFull
 from slotstream.wire.hashing import Buffer, to_hex, xxh3
-from slotstream.wire.layout import byte_runs, groups_of, pick
+from slotstream.wire.layout import byte_runs, column_rows, groups_of, pick
 
 BLOCK_BYTES = 1 << 21  # A whole hash group: a message costs both ends as much as some hundred KiB of rows do.
 _PIECES_MAX = 4096  # Reads in one block of a layer subset.
@@ -73,20 +73,11 @@ class SampleReader:
 
     def check_range(self, start: int, stop: int | None) -> tuple[int, int]:
         """[start, stop) with `stop` filled in. Raises BadTokenRange unless 0 <= start <= stop <= rows of the sample."""
-        rows = self.file.header.num_tokens
-        stop = rows if stop is None else stop
-        if not 0 <= start <= stop <= rows:
-            raise BadTokenRange(f"rows [{start}, {stop}) are not a range of a sample of {rows} rows")
-        return start, stop
+        return checked_range(start, stop, self.file.header.num_tokens)
 
     def positions(self, layer_ids: Sequence[int]) -> list[int]:
         """Where in a row the wanted layers are. Raises BadLayers for one that is not stored, or named twice."""
-        where = {layer: at for at, layer in enumerate(self.file.layer_ids)}
-        if unknown := sorted(set(layer_ids) - where.keys()):
-            raise BadLayers(f"layers {unknown[:8]} are not among the sample's {list(self.file.layer_ids)[:64]}")
-        if len(set(layer_ids)) != len(layer_ids):
-            raise BadLayers("a layer is named twice")
-        return [where[layer] for layer in layer_ids]
+        return positions_of(layer_ids, self.file.layer_ids)
 
     def token_ids(self, start: int, stop: int) -> array[int]:
         """Ids of rows [start, stop), checked. Raises Damaged."""
@@ -100,12 +91,7 @@ class SampleReader:
         raw = self._read_right(place.nbytes, place.begin, self.file.column_xxh3[name])
         if raw is None:
             raise Damaged(f"column {name} does not match its hash")
-        row_bytes = place.column.row_bytes
-        rows = memoryview(raw)[start * row_bytes : stop * row_bytes]
-        if positions is None or COLUMNS[name].row_shape[:1] != (LAYERS,):
-            return rows
-        runs = byte_runs(positions, row_bytes // self.file.header.row_format.num_layers)
-        return memoryview(b"".join(pick(rows, row_bytes, runs)))
+        return column_rows(place.column, raw, start, stop, positions)
 
     def blocks(
         self, start: int, stop: int, positions: Sequence[int] | None = None, *, verify: bool = True
@@ -185,6 +171,24 @@ class SampleReader:
         if len(data) < nbytes:
             raise Damaged("the file became shorter while it was read")
         return data
+
+
+def checked_range(start: int, stop: int | None, rows: int) -> tuple[int, int]:
+    """As `SampleReader.check_range`, of a sample of so many rows."""
+    stop = rows if stop is None else stop
+    if not 0 <= start <= stop <= rows:
+        raise BadTokenRange(f"rows [{start}, {stop}) are not a range of a sample of {rows} rows")
+    return start, stop
+
+
+def positions_of(layer_ids: Sequence[int], stored: Sequence[int]) -> list[int]:
+    """As `SampleReader.positions`, of a sample with the layers `stored`."""
+    where = {layer: at for at, layer in enumerate(stored)}
+    if unknown := sorted(set(layer_ids) - where.keys()):
+        raise BadLayers(f"layers {unknown[:8]} are not among the sample's {list(stored)[:64]}")
+    if len(set(layer_ids)) != len(layer_ids):
+        raise BadLayers("a layer is named twice")
+    return [where[layer] for layer in layer_ids]
 
 
 def unreadable(error: OSError) -> SlotStreamError:
