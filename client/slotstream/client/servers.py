@@ -169,7 +169,7 @@ class Walk:
         self.server = following
 
     def _one_that_is_back(self) -> Server | None:
-        """Of several. gRPC tries only now and then to connect to a server that was away, and answers in between that it is: where
+        """Of several. gRPC tries only now and then to connect to a server that was away, and says in between that it is. Where
         servers restart one after the other, the next one is down before it has seen that the first is up."""
         if len(self._failed) > 1:
             for address in [address for address in self._failed if address not in self._back]:
