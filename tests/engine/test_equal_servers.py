@@ -41,12 +41,16 @@ class Servers:
         ends.callback(self._world.close)
         self.addresses = [f"127.0.0.1:{free_port()}" for _ in range(2)]
         self._running = [self._started(number) for number in range(2)]
-        ends.callback(lambda: [server.__exit__(None, None, None) for server in self._running])
+        ends.callback(self._end)
 
     def _started(self, number: int) -> ServerProcess:
         environment = {**self._world.environment, "SLOTSTREAM_SERVE_CATALOGUE": self._world.catalogue_url}
         options = ("--store", self._world.store_url, "--scratch", str(self._place / f"server-{number}"), "--experimental")
         return ServerProcess(None, *options, environment=environment, address=self.addresses[number])
+
+    def _end(self) -> None:
+        for server in self._running:
+            server.__exit__(None, None, None)
 
     def restart(self, number: int) -> None:
         """SIGTERM, and again until it is ready."""
