@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -14,6 +14,7 @@ import grpc
 import pytest
 from store.cluster_kit import World
 from support.ingest_client import IngestClient
+from support.ports import free_port
 from support.postgres import cluster
 from support.s3_proxy import S3Proxy
 from support.seaweedfs import object_store
@@ -47,11 +48,11 @@ class _Starts:
     def __init__(self, world: World, place: Path, ends: ExitStack) -> None:
         self._world, self._place, self._ends = world, place, ends
 
-    def __call__(self, name: str) -> ServerProcess:
+    def __call__(self, name: str, address: str | None = None) -> ServerProcess:
         url = self._world.catalogue_url.replace("postgres@", f"postgres:{_SECRET}@")
         environment = {**self._world.environment, "SLOTSTREAM_SERVE_CATALOGUE": url}
         options = ("--store", self._world.store_url, "--scratch", str(self._place / name), "--experimental")
-        return self._ends.enter_context(ServerProcess(None, *options, environment=environment))
+        return self._ends.enter_context(ServerProcess(None, *options, address=address, environment=environment))
 
     def connected(self, server: ServerProcess) -> Client:
         return self._ends.enter_context(connect(server.address))
@@ -184,6 +185,43 @@ def test_while_the_catalogue_is_away_nothing_is_stored_and_after_it_all_goes_on(
                 return False
 
         wait_until(stores)
+
+
+def test_servers_that_are_restarted_one_at_a_time_fail_no_read(world: World, starts: _Starts) -> None:
+    """Readers that never pause; each server is stopped as soon as the other one is ready again."""
+    servers = [starts(name, f"127.0.0.1:{free_port()}") for name in ("a", "b")]
+    samples = [SyntheticSample(f"s{number}", seed=number, num_tokens=20 + 2000 * (number % 2)) for number in range(6)]
+    with IngestClient(servers[0].address) as sender:
+        sender.store(*samples, rows_per_chunk=64)
+    ids = [sample.sample_id for sample in samples]
+    over = threading.Event()
+
+    def read(how: Callable[[Client], object]) -> int:
+        times = 0
+        with connect([server.address for server in servers]) as client:
+            while not over.is_set():
+                how(client)
+                times += 1
+        return times
+
+    hows: list[Callable[[Client], object]] = [
+        lambda client: check(client, samples[1]),
+        lambda client: client.get("s3", count=False),
+        lambda client: [answer.sample.token_ids for answer in client.get_many(ids) if answer.sample is not None],
+        lambda client: client.stat("s2"),
+        lambda client: list(client.list(page_size=2)),
+        lambda client: client.lease("s4", 5.0),
+    ]
+    with ThreadPoolExecutor(len(hows)) as threads:
+        reads = [threads.submit(read, how) for how in hows]
+        try:
+            for number in (0, 1, 0):
+                address = servers[number].address
+                assert servers[number].stop() == 0
+                servers[number] = starts(f"again-{number}", address)
+        finally:
+            over.set()
+        assert all(one.result() for one in reads)
 
 
 @pytest.mark.extended

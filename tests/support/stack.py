@@ -72,7 +72,8 @@ def stack(
     one_process: bool = False,
     **connector: Any,
 ) -> Iterator[Stack]:
-    """A server and an engine, up; stopped on leaving. `connector` are its options, `env` is added to the engine's.
+    """A server and an engine, up; stopped on leaving. `connector` are its options (`server`: in place of ours), `env` is added
+    to the engine's.
 
     `layer_ids` are captured directly, or with `extract` by vLLM's `extract_hidden_states`.
 
@@ -84,7 +85,7 @@ def stack(
     options = [
         f"--served-model-name={MODEL_NAME}",
         *(extraction_options([int(layer) for layer in layer_ids]) if extract else ()),
-        *connector_options(server=running.address, **chosen, **connector),
+        *connector_options(**{"server": running.address, **chosen, **connector}),
         *([_ONE_PROCESS] if one_process else ()),
     ]
     options = [*SMALL_ENGINE, *engine_options, *options]

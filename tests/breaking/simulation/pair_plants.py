@@ -75,17 +75,6 @@ def _() -> None:
     _set(ObjectStore, "_leave_open", lambda self, key, error: None)
 
 
-@_pair_plant("a-failure-forgotten-with-its-attempt")
-def _() -> None:
-    """The attempt of a failure that the catalogue could not be told is forgotten: its sample goes on arriving."""
-    clean = ObjectStore._clean
-
-    def forgets(self: ObjectStore, upload: ObjectUpload, was_ended: Callable[[], bool], *, is_recorded: bool) -> None:
-        clean(self, upload, was_ended, is_recorded=True)
-
-    _set(ObjectStore, "_clean", forgets)
-
-
 @_pair_plant("a-commit-needs-no-attempt")
 def _() -> None:
     """A server that was taken for dead commits what the leader has removed."""
