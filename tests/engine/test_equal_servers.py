@@ -19,13 +19,8 @@ from support.workload import LAYER_IDS, Ask, assert_rows_are_true, check_exact, 
 
 from slotstream.client import Client, connect
 
-pytestmark = [
-    pytest.mark.vllm,
-    pytest.mark.postgres,
-    pytest.mark.objects,
-    pytest.mark.extended,
-    pytest.mark.timeout(1200),
-]
+_ENGINES = [pytest.mark.postgres, pytest.mark.objects]
+pytestmark = [pytest.mark.vllm, *_ENGINES, pytest.mark.extended, pytest.mark.timeout(1200)]
 
 _AT_ONCE = 4
 _BETWEEN = 12  # Samples and reads, from one restart to the next.

@@ -416,6 +416,7 @@ def test_alerts_ask_for_metrics_labels_and_codes_that_exist(tmp_path: Path) -> N
         assert names <= known | {"vllm:generation_tokens_total"}, rule  # vLLM's own: `engine/test_dense.py` asks it.
         for label, value in re.findall(r'(\w+)[=!]~?"([^"]*)"', expression):
             allowed = {"code": codes, "outcome": {"committed", "duplicate", "failed"}, "job": {service["metadata"]["name"]}}
+            allowed["state"] = {"arriving", "ended", "late"}
             assert set(value.split("|")) <= allowed[label], rule
         assert rule["labels"]["severity"] in ("critical", "warning")
         assert rule["annotations"].keys() == {"summary"}

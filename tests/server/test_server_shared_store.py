@@ -85,6 +85,11 @@ def test_each_server_has_what_the_other_stored(world: World, starts: _Starts) ->
             waits.result()
         assert to_second.commit(_sent(to_second, late), late).duplicate
     client = starts.connected(second)
+    shared = client.status().server.shared  # type: ignore[union-attr]
+    assert (shared.bucket, shared.trouble) == (world.store_url, None)  # type: ignore[union-attr]
+    assert shared.catalogue.startswith("postgresql://postgres@")  # type: ignore[union-attr]
+    code = run_cli("doctor", "--server", second.address)
+    assert "shared    ok" in code.stdout
     client.delete("s0")
     for one in (client, starts.connected(first)):
         with pytest.raises(SampleNotFound):

@@ -17,6 +17,7 @@ from support.waiting import wait_until
 
 from slotstream.server.disk_threads import DiskThreads
 from slotstream.server.ingest.sample_writer import Abort, Chunk, Done, Ended, Item, Open, Refuse, SampleWriter
+from slotstream.server.metrics import Metrics
 from slotstream.store.cluster.generation import is_own
 from slotstream.store.cluster.opening import open_store
 from slotstream.store.cluster.store import ObjectStore
@@ -146,6 +147,35 @@ def test_a_server_that_stops_meanwhile_stops(tmp_path: Path) -> None:
     pair.catalogue.fails = {"end": AWAY, "fail": AWAY}
     pair.store.close()
     assert pair.is_clean()
+
+
+def test_what_is_left_of_uploads_is_counted(pair: Pair) -> None:
+    def told() -> list[float | None]:
+        pair.store._keeper.beat()
+        registry = Metrics(pair.store).registry
+        attempts = [
+            registry.get_sample_value("slotstream_attempts", {"state": state}) for state in ("arriving", "ended", "late")
+        ]
+        return [registry.get_sample_value("slotstream_scratch_bytes"), *attempts]
+
+    assert told() == [0, 0, 0, 0]
+    sample = Sample()
+    upload = sample.send(pair.store)
+    assert told() == [sum(tree(pair.scratch).values()), 1, 0, 0]
+    assert told()[0] > len(sample.data)  # type: ignore[operator]
+    pair.catalogue.fails = {"fail": AWAY}
+    with pytest.raises(VerdictUnknown):
+        upload.abort(FAILURE)
+    pair.catalogue.fails = {}
+    wait_until(pair.is_clean)
+    assert told() == [0, 0, 1, 0]
+    pair.store._keeper.trouble = "the bucket is away"
+    state = pair.store.shared_state()
+    assert (state.bucket, state.catalogue, state.trouble) == (
+        "a bucket in memory",
+        "a catalogue in memory",
+        "the bucket is away",
+    )
 
 
 class Written:

@@ -12,10 +12,11 @@ import pytest
 from store.catalogues import HandClock, S, arriving, committed
 from support.postgres import catalogue_url, set_by_hand
 
-from slotstream.store.catalogue.attempts import EXPIRED_S, LIFE_S, REMOVED_AFTER_S, Attempt
+from slotstream.store.catalogue.attempts import EXPIRED_S, LATE_S, LIFE_S, REMOVED_AFTER_S, Attempt
 from slotstream.store.catalogue.postgres.catalogue import PostgresCatalogue
 from slotstream.store.catalogue.queries import Queue
 from slotstream.store.records import SampleRecord, State
+from slotstream.store.shared_state import AttemptCounts
 from slotstream.wire.errors import Interrupted
 
 pytestmark = pytest.mark.postgres
@@ -202,6 +203,23 @@ def test_the_oldest_attempt_and_which_are_known(catalogue: PostgresCatalogue, cl
     assert catalogue.oldest_attempt() == 0
     keys = [record.key, arriving("t").key, record.key]
     assert catalogue.known_attempts(["a", "b", "c"], keys) == {"a", "b"}
+
+
+def test_how_many_attempts_there_are_and_which_of_them_are_late(catalogue: PostgresCatalogue, clock: HandClock) -> None:
+    assert catalogue.count_attempts() == AttemptCounts()
+    for name in ("a", "b", "c"):
+        begun(catalogue, name, name)
+    catalogue.end("a").result()
+    assert catalogue.count_attempts() == AttemptCounts(arriving=2, ended=1)
+    clock.now += round((LIFE_S + LATE_S) * S)
+    assert catalogue.count_attempts() == AttemptCounts(arriving=2, ended=1, late=3)
+    catalogue.renew(["b"]).result()
+    catalogue.hold_attempts(["a"]).result()  # Somebody reads its object.
+    assert catalogue.count_attempts() == AttemptCounts(arriving=2, ended=1, late=1)
+    clock.now += round(REMOVED_AFTER_S * S)
+    assert catalogue.count_attempts() == AttemptCounts(arriving=2, ended=1, late=2)
+    catalogue.forget_attempts(["a"]).result()
+    assert catalogue.count_attempts() == AttemptCounts(arriving=2, ended=0, late=1)
 
 
 def test_a_row_whose_attempt_was_changed_is_found_out(url: str, catalogue: PostgresCatalogue) -> None:

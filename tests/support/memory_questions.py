@@ -6,10 +6,11 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from slotstream.store.catalogue import page_token
-from slotstream.store.catalogue.attempts import EXPIRED_S, Attempt, Generation
+from slotstream.store.catalogue.attempts import EXPIRED_S, LATE_S, Attempt, Generation
 from slotstream.store.catalogue.of_request import id_ranges, is_of_request
 from slotstream.store.catalogue.queries import Candidate, ListQuery, Queue, Standing, Usage
 from slotstream.store.records import SampleKey, SampleRecord, State, compact_json, kept_model
+from slotstream.store.shared_state import AttemptCounts
 from slotstream.wire.errors import Interrupted
 from support.memory_tables import Row, Tables
 
@@ -123,6 +124,15 @@ class MemoryQuestions:
                 if one.due <= (now if one.ended else now - round(EXPIRED_S * _NS)) and tables.holds.get(name, 0) <= now
             ]
             return [Attempt(one.key, name, one.ended) for _, name, one in sorted(due, key=lambda due: due[:2])[:limit]]
+
+        return self._ask(question)
+
+    def count_attempts(self) -> AttemptCounts:
+        def question() -> AttemptCounts:
+            now, found = self._tables.clock(), self._tables.attempts
+            due = [name for name, one in found.items() if one.due <= now - round(LATE_S * _NS)]
+            ended = sum(one.ended for one in found.values())
+            return AttemptCounts(len(found) - ended, ended, sum(self._tables.holds.get(name, 0) <= now for name in due))
 
         return self._ask(question)
 

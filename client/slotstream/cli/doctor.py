@@ -157,6 +157,8 @@ def _ask_server(arguments: argparse.Namespace, server: str, say: Callable[[Findi
             say(_versions(answer))
             say(_clock(answer))
             say(_disk(answer))
+            if (shared := _shared(answer)) is not None:
+                say(shared)
         elif answer is not None:
             say(answer)
             if answer.result == "ok":
@@ -312,6 +314,18 @@ def _disk(status: Status) -> Finding:
         todo = "make room, or set retention rules (docs/storage.md)"
         return Finding("disk", "warn", f"{message}; {problems['disk_filling']}", todo)
     return Finding("disk", "ok", message)
+
+
+def _shared(status: Status) -> Finding | None:
+    """Of the bucket and the catalogue that a server shares with others; None where it does not, or this token is not told."""
+    if status.server is None or (shared := status.server.shared) is None:
+        return None
+    for name, result in (("engine_away", "fail"), ("catalogue_behind", "warn"), ("uploads_left", "warn")):
+        if name in status.problems:
+            return Finding("shared", result, status.problems[name], "docs/storage.md says what several servers need")
+    who = "this server leads" if shared.leads else "another server leads"
+    message = f"{shared.bucket} and {shared.catalogue} answer; {who}; {shared.attempts_arriving} uploads arrive"
+    return Finding("shared", "ok", f"{message}, with {size_text(shared.scratch_bytes)} in scratch here")
 
 
 # Of this machine, in processes of their own: what is broken there ends that process, and not this one.

@@ -29,7 +29,7 @@ from slotstream.cli.common import (
 from slotstream.wire.errors import SlotStreamError
 
 if TYPE_CHECKING:
-    from slotstream.client import Client, EngineStatus, ServerStatus, Status
+    from slotstream.client import Client, EngineStatus, ServerStatus, SharedStore, Status
 
 _CLEAR = "\x1b[H\x1b[2J"
 ENGINE_COLUMNS = ("ENGINE", "RANK", "HOST", "LAYERS", "TRANSPORT", "STAGING", "LINK", "OPEN", "LAST SAMPLE")
@@ -169,6 +169,7 @@ def facts(status: Status, address: str) -> list[tuple[str, str]]:
         ("bytes", f"{_size_rate(server.received_bytes_per_s)} in, {_size_rate(server.sent_bytes_per_s)} out"),
         ("failed", f"{_counts(server.failed)} within {time_text(server.counted_s)}"),
         ("disk", _disk(server)),
+        *([] if server.shared is None else [("shared", _shared(server.shared))]),
         ("readers", f"{server.reads}, of which {server.waiting_reads} wait for their sample"),
         ("retention", _retention(server)),
         ("clock", shown(server.clock or "ok")),
@@ -194,6 +195,13 @@ def _disk(server: ServerStatus) -> str:
     if server.hours_until_full is None:
         return f"{free}, does not fill"
     return f"{free}, full in {server.hours_until_full:.1f} hours at the rate of the last {time_text(server.counted_s)}"
+
+
+def _shared(shared: SharedStore) -> str:
+    leads = ", leads" if shared.leads else ""
+    late = f", {shared.attempts_late} late" if shared.attempts_late else ""
+    attempts = f"{shared.attempts_arriving} uploads arriving, {shared.attempts_ended} ended{late}"
+    return shown(f"{shared.bucket} with {shared.catalogue}{leads}; {attempts}; {size_text(shared.scratch_bytes)} in scratch")
 
 
 def _retention(server: ServerStatus) -> str:

@@ -8,7 +8,7 @@ from slotstream.client.client import Client, connect
 from slotstream.client.info import Forecast, NamespaceUsage, Page, Restored, SampleInfo, SampleState, Usage, Verdict
 from slotstream.client.reading import RowBlock, RowReader
 from slotstream.client.row_stream import RowStream
-from slotstream.client.status import EngineStatus, ServerStatus, Status
+from slotstream.client.status import EngineStatus, ServerStatus, SharedStore, Status
 from slotstream.client.tensors import Answer, Sample
 from slotstream.client.training import rows
 from slotstream.wire.errors import (
@@ -58,6 +58,7 @@ __all__ = [
     "SampleState",
     "ServerStatus",
     "ServerUnavailable",
+    "SharedStore",
     "SlotStreamError",
     "Status",
     "StillArriving",

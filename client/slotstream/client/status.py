@@ -83,6 +83,33 @@ def _reported(told: samples_pb2.EngineStatus) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, slots=True)
+class SharedStore:
+    """The bucket and the catalogue that several servers share, as one of them saw them some seconds ago."""
+
+    bucket: str  # their URLs, without passwords
+    catalogue: str
+    trouble: str | None  # which of both is away, in a sentence
+    leads: bool  # this server applies rules, scrubs and sweeps for all
+    scratch_bytes: int  # of samples that arrive at this server
+    attempts_arriving: int  # uploads of all servers
+    attempts_ended: int  # whose objects are removed in time
+    attempts_late: int  # of both: the leader should have done with them ten minutes ago
+
+    @classmethod
+    def from_wire(cls, told: samples_pb2.SharedStore) -> SharedStore:
+        return cls(
+            bucket=told.bucket,
+            catalogue=told.catalogue,
+            trouble=told.trouble or None,
+            leads=told.leads,
+            scratch_bytes=told.scratch_bytes,
+            attempts_arriving=told.attempts_arriving,
+            attempts_ended=told.attempts_ended,
+            attempts_late=told.attempts_late,
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class ServerStatus:
     """What only `admin` of every namespace is told. Sizes in bytes, times in seconds unless a name says otherwise."""
 
@@ -114,6 +141,7 @@ class ServerStatus:
     rules_wait_s: float
     damaged: int  # samples taken out of service since the server started
     catalogue_behind: bool  # the catalogue is older than its bucket: nothing is deleted
+    shared: SharedStore | None  # None: it shares nothing with other servers
 
     @classmethod
     def from_wire(cls, told: samples_pb2.ServerStatus) -> ServerStatus:
@@ -149,6 +177,7 @@ class ServerStatus:
             rules_wait_s=told.rules_wait_s,
             damaged=told.damaged,
             catalogue_behind=told.catalogue_behind,
+            shared=SharedStore.from_wire(told.shared) if told.HasField("shared") else None,
         )
 
 
@@ -215,6 +244,11 @@ def _problems(server: ServerStatus, now_unix_ns: int) -> dict[str, str]:
         found["catalogue_behind"] = (
             "the catalogue is older than its bucket, and nothing is deleted: slotstream rebuild compares both"
         )
+    if server.shared is not None and server.shared.trouble:
+        found["engine_away"] = f"{server.shared.trouble}: see the logs of the bucket's store and of the database"
+    if server.shared is not None and server.shared.attempts_late:
+        left = server.shared.attempts_late
+        found["uploads_left"] = f"{left} uploads ended long ago, and what is left of them is not removed: see the servers' logs"
     if server.clock:
         found["clock_in_doubt"] = f"{server.clock}; if the clock is right, start the server with --accept-clock"
     if server.age_held:

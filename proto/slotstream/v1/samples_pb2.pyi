@@ -415,7 +415,7 @@ class StatusReply(_message.Message):
     def __init__(self, version: _Optional[str] = ..., health: _Optional[str] = ..., now_unix_ns: _Optional[int] = ..., rights: _Optional[_Iterable[str]] = ..., covers: _Optional[_Iterable[str]] = ..., namespaces: _Optional[_Iterable[_Union[NamespaceUsage, _Mapping]]] = ..., server: _Optional[_Union[ServerStatus, _Mapping]] = ..., namespaces_unknown: bool = ..., namespaces_left_out: bool = ...) -> None: ...
 
 class ServerStatus(_message.Message):
-    __slots__ = ("uptime_s", "tls", "certificate_expires_unix_s", "tokens", "processes", "processes_wanted", "nixl", "engines", "engines_left_out", "open_samples", "rates_s", "samples_per_s", "received_bytes_per_s", "sent_bytes_per_s", "counted_s", "failed", "hours_until_full", "free_bytes", "disk_bytes", "free_bytes_min", "reads", "waiting_reads", "clock", "age_held", "rules_held", "rules_wait_s", "damaged", "catalogue_behind")
+    __slots__ = ("uptime_s", "tls", "certificate_expires_unix_s", "tokens", "processes", "processes_wanted", "nixl", "engines", "engines_left_out", "open_samples", "rates_s", "samples_per_s", "received_bytes_per_s", "sent_bytes_per_s", "counted_s", "failed", "hours_until_full", "free_bytes", "disk_bytes", "free_bytes_min", "reads", "waiting_reads", "clock", "age_held", "rules_held", "rules_wait_s", "damaged", "catalogue_behind", "shared")
     class FailedEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -451,6 +451,7 @@ class ServerStatus(_message.Message):
     RULES_WAIT_S_FIELD_NUMBER: _ClassVar[int]
     DAMAGED_FIELD_NUMBER: _ClassVar[int]
     CATALOGUE_BEHIND_FIELD_NUMBER: _ClassVar[int]
+    SHARED_FIELD_NUMBER: _ClassVar[int]
     uptime_s: float
     tls: bool
     certificate_expires_unix_s: int
@@ -479,7 +480,28 @@ class ServerStatus(_message.Message):
     rules_wait_s: float
     damaged: int
     catalogue_behind: bool
-    def __init__(self, uptime_s: _Optional[float] = ..., tls: bool = ..., certificate_expires_unix_s: _Optional[int] = ..., tokens: bool = ..., processes: _Optional[int] = ..., processes_wanted: _Optional[int] = ..., nixl: bool = ..., engines: _Optional[_Iterable[_Union[EngineStatus, _Mapping]]] = ..., engines_left_out: _Optional[int] = ..., open_samples: _Optional[int] = ..., rates_s: _Optional[float] = ..., samples_per_s: _Optional[float] = ..., received_bytes_per_s: _Optional[float] = ..., sent_bytes_per_s: _Optional[float] = ..., counted_s: _Optional[float] = ..., failed: _Optional[_Mapping[str, int]] = ..., hours_until_full: _Optional[float] = ..., free_bytes: _Optional[int] = ..., disk_bytes: _Optional[int] = ..., free_bytes_min: _Optional[int] = ..., reads: _Optional[int] = ..., waiting_reads: _Optional[int] = ..., clock: _Optional[str] = ..., age_held: _Optional[_Iterable[str]] = ..., rules_held: _Optional[_Iterable[str]] = ..., rules_wait_s: _Optional[float] = ..., damaged: _Optional[int] = ..., catalogue_behind: bool = ...) -> None: ...
+    shared: SharedStore
+    def __init__(self, uptime_s: _Optional[float] = ..., tls: bool = ..., certificate_expires_unix_s: _Optional[int] = ..., tokens: bool = ..., processes: _Optional[int] = ..., processes_wanted: _Optional[int] = ..., nixl: bool = ..., engines: _Optional[_Iterable[_Union[EngineStatus, _Mapping]]] = ..., engines_left_out: _Optional[int] = ..., open_samples: _Optional[int] = ..., rates_s: _Optional[float] = ..., samples_per_s: _Optional[float] = ..., received_bytes_per_s: _Optional[float] = ..., sent_bytes_per_s: _Optional[float] = ..., counted_s: _Optional[float] = ..., failed: _Optional[_Mapping[str, int]] = ..., hours_until_full: _Optional[float] = ..., free_bytes: _Optional[int] = ..., disk_bytes: _Optional[int] = ..., free_bytes_min: _Optional[int] = ..., reads: _Optional[int] = ..., waiting_reads: _Optional[int] = ..., clock: _Optional[str] = ..., age_held: _Optional[_Iterable[str]] = ..., rules_held: _Optional[_Iterable[str]] = ..., rules_wait_s: _Optional[float] = ..., damaged: _Optional[int] = ..., catalogue_behind: bool = ..., shared: _Optional[_Union[SharedStore, _Mapping]] = ...) -> None: ...
+
+class SharedStore(_message.Message):
+    __slots__ = ("bucket", "catalogue", "trouble", "leads", "scratch_bytes", "attempts_arriving", "attempts_ended", "attempts_late")
+    BUCKET_FIELD_NUMBER: _ClassVar[int]
+    CATALOGUE_FIELD_NUMBER: _ClassVar[int]
+    TROUBLE_FIELD_NUMBER: _ClassVar[int]
+    LEADS_FIELD_NUMBER: _ClassVar[int]
+    SCRATCH_BYTES_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPTS_ARRIVING_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPTS_ENDED_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPTS_LATE_FIELD_NUMBER: _ClassVar[int]
+    bucket: str
+    catalogue: str
+    trouble: str
+    leads: bool
+    scratch_bytes: int
+    attempts_arriving: int
+    attempts_ended: int
+    attempts_late: int
+    def __init__(self, bucket: _Optional[str] = ..., catalogue: _Optional[str] = ..., trouble: _Optional[str] = ..., leads: bool = ..., scratch_bytes: _Optional[int] = ..., attempts_arriving: _Optional[int] = ..., attempts_ended: _Optional[int] = ..., attempts_late: _Optional[int] = ...) -> None: ...
 
 class EngineStatus(_message.Message):
     __slots__ = ("engine_id", "rank", "peer", "address", "vllm_version", "slotstream_version", "transport", "connected", "since_s", "streams", "open_samples", "last_sample", "last_sample_s", "report", "report_s")

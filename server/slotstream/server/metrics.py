@@ -59,18 +59,28 @@ class _Stored:
             "1: the catalogue is older than its bucket, and nothing is deleted until slotstream rebuild has compared both.",
         )
         behind.add_metric([], self._store.is_behind)
+        scratch = GaugeMetricFamily("slotstream_scratch_bytes", "Bytes of samples that arrive, in --scratch.")
+        attempts = GaugeMetricFamily(
+            "slotstream_attempts",
+            "Uploads of all servers that are no samples: arriving, or ended. Those of both that are late should be gone.",
+            labels=["state"],
+        )
+        if (shared := self._store.shared_state()) is not None:
+            scratch.add_metric([], shared.scratch_bytes)
+            for state in ("arriving", "ended", "late"):
+                attempts.add_metric([state], getattr(shared.attempts, state))
         try:
             totals = self._store.totals()
             leads.add_metric([], self._store.leads)
             free.add_metric([], self._store.free_bytes())
             disk.add_metric([], self._store.disk_bytes())
         except SlotStreamError:
-            yield behind
+            yield from (behind, scratch, attempts)
             return  # A scrape must not fail because the disk does; the other metrics say that it did.
         for state, (count, _) in sorted(totals.items()):
             samples.add_metric([str(state)], count)
         nbytes.add_metric([], totals[State.COMMITTED][1])
-        yield from (samples, nbytes, damaged, free, disk, leads, behind)
+        yield from (samples, nbytes, damaged, free, disk, leads, behind, scratch, attempts)
 
 
 class Merged:

@@ -28,6 +28,7 @@ from slotstream.store.refusals import Refusals
 from slotstream.store.sample.reading import SampleReader, unreadable
 from slotstream.store.sample.remote import RemoteUpload
 from slotstream.store.sample.upload import OpenSample, Upload
+from slotstream.store.shared_state import SharedState
 from slotstream.store.upkeep import verifying
 from slotstream.store.upkeep.lifetimes import Lifetimes
 from slotstream.store.upkeep.restoring import Restored, Restorer
@@ -418,6 +419,10 @@ class SampleStore:
     def is_behind(self) -> bool:
         """Whether the catalogue is older than what is stored, and so nothing is deleted. Here each start compares both."""
         return False
+
+    def shared_state(self) -> SharedState | None:
+        """Of what this server shares with others; None: nothing. Asks nobody."""
+        return None
 
     def watch(self, told: Callable[[SampleKey | None], None]) -> None:
         """`told(key)` whenever another server changed a sample, `told(None)` where that may be any. Here is no other."""

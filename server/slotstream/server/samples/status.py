@@ -16,6 +16,7 @@ from slotstream.server.samples import convert
 from slotstream.server.samples.calls import Calls, Context, parsed
 from slotstream.server.version import server_version
 from slotstream.store.samples import SampleStore
+from slotstream.store.shared_state import SharedState
 from slotstream.v1 import samples_pb2 as pb
 from slotstream.wire.errors import SlotStreamError
 
@@ -118,7 +119,23 @@ class StatusCall:
             rules_wait_s=housekeeping.rules.wait_s,
             damaged=self._store.lifetimes.quarantined,
             catalogue_behind=self._store.is_behind,
+            shared=_shared(self._store.shared_state()),
         )
+
+
+def _shared(state: SharedState | None) -> pb.SharedStore | None:
+    if state is None:
+        return None
+    return pb.SharedStore(
+        bucket=state.bucket,
+        catalogue=state.catalogue,
+        trouble=state.trouble,
+        leads=state.leads,
+        scratch_bytes=state.scratch_bytes,
+        attempts_arriving=state.attempts.arriving,
+        attempts_ended=state.attempts.ended,
+        attempts_late=state.attempts.late,
+    )
 
 
 def _rates(before: Counted, now: Counted) -> dict[str, float]:

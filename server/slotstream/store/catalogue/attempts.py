@@ -13,11 +13,13 @@ from typing import Protocol
 
 from slotstream.store.catalogue.base import Catalogue
 from slotstream.store.records import SampleKey, SampleRecord
+from slotstream.store.shared_state import AttemptCounts
 
 LIFE_S = 120.0  # Of an open attempt that nobody renews.
 REMOVED_AFTER_S = 60.0  # How long the object of a deleted sample stays, for who is reading it.
 # How long an expired attempt is left alone: what its server had signed and not sent is refused by then.
 EXPIRED_S = 120.0
+LATE_S = 600.0  # Due for so long: whoever leads should have done with it.
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +57,9 @@ class SharedCatalogue(Catalogue, Protocol):
 
     def ended_attempts(self, limit: int) -> list[Attempt]:
         """Up to `limit` that are due: ended, and nobody reads their object; or expired for EXPIRED_S. The longest due first."""
+
+    def count_attempts(self) -> AttemptCounts:
+        """Late are those that were due LATE_S ago, and whose object nobody reads."""
 
     def oldest_attempt(self) -> int:
         """When the oldest open one began, Unix nanoseconds; 0 where none is open."""

@@ -22,6 +22,7 @@ from slotstream.store.cluster.reading import BlobFiles, object_key
 from slotstream.store.disk.clock import boot_ns
 from slotstream.store.records import SampleRecord
 from slotstream.store.sample.file import sample_file_at
+from slotstream.store.shared_state import AttemptCounts
 from slotstream.wire.errors import Damaged, Interrupted, SlotStreamError, StoreGone, UnsupportedFormat
 
 _log = logging.getLogger(__name__)
@@ -88,10 +89,13 @@ class Keeper:
         clock: DatabaseTime,
         generations: Generations,
         open_attempts: Callable[[], Iterable[str]],
+        scratch_bytes: Callable[[], int],
     ) -> None:
         self._catalogue, self._blobs, self._objects, self._clock = catalogue, blobs, objects, clock
         self._generations = generations
-        self._open_attempts = open_attempts
+        self._open_attempts, self._measure = open_attempts, scratch_bytes
+        self.attempts = AttemptCounts()  # As of the last beat, and so the next.
+        self.scratch_bytes = 0
         self.reads = Reads()
         self.leads = False  # As of the last look; what is done as leader asks again.
         self.trouble = ""  # Which engine is away, in a sentence.
@@ -147,6 +151,7 @@ class Keeper:
                         self._good_until[name] = at + round(LIFE_S * 1e9) if name in still else 0
         if long := self.reads.long():
             self._catalogue.hold_attempts(long).result()
+        self.attempts, self.scratch_bytes = self._catalogue.count_attempts(), self._measure()
         self._generations.look()
 
     def _beat_forever(self) -> None:

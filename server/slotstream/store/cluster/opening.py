@@ -13,27 +13,18 @@ from slotstream.store.blobs.s3.bucket import S3Blobs
 from slotstream.store.catalogue.attempts import SharedCatalogue
 from slotstream.store.catalogue.postgres.address import check_command_line as check_command_line
 from slotstream.store.catalogue.postgres.catalogue import PostgresCatalogue
+from slotstream.store.cluster import scratch as scratch_dir
 from slotstream.store.cluster.keeping import DatabaseTime
+from slotstream.store.cluster.scratch import ScratchFiles
 from slotstream.store.cluster.store import ObjectStore
 from slotstream.store.disk.clock import Clock
 from slotstream.store.disk.directory import CATALOGUE_NAME, LOCK_NAME, OpenedDirectory
 from slotstream.store.disk.files import DIR_MODE, Files
 from slotstream.store.parts import StoreParts
-from slotstream.store.records import PARTIAL_SUFFIX
 from slotstream.store.samples import FREE_BYTES_MIN, descriptors_allow
 from slotstream.wire.errors import ConfigError, SlotStreamError
 
 _log = logging.getLogger(__name__)
-
-
-class ScratchFiles(Files):
-    """A disk of which nothing has to survive: it waits for no sync."""
-
-    def sync_data(self, fd: int) -> None:
-        pass
-
-    def sync_dir(self, path: Path) -> None:
-        pass
 
 
 def open_store(
@@ -65,7 +56,7 @@ def open_store(
         except BlockingIOError as error:
             raise ConfigError(f"--scratch: another server is using {directory}: each needs its own") from error
         undo.append(lambda: files.close(lock_fd))
-        removed = _empty(files, directory)
+        removed = scratch_dir.empty(files, directory)
         if files.free_bytes(directory) < free_bytes_min:
             raise ConfigError(
                 f"the disk of {directory} is full: less than the {free_bytes_min} bytes of --free-bytes-min are free"
@@ -119,15 +110,3 @@ def _uploads_max() -> int:
     """Each has two descriptors: one writes, one sends."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return descriptors_allow() // (1 if soft == resource.RLIM_INFINITY else 2)
-
-
-def _empty(files: Files, directory: Path) -> int:
-    """Remove what the last server left there: scratch files of samples, and nothing else."""
-    removed = 0
-    for space in list(files.walk(directory)):
-        for shard in list(files.walk(Path(space.path))) if space.is_dir(follow_symlinks=False) else ():
-            for entry in list(files.walk(Path(shard.path))) if shard.is_dir(follow_symlinks=False) else ():
-                if entry.name.endswith(PARTIAL_SUFFIX):
-                    files.unlink(Path(entry.path))
-                    removed += 1
-    return removed

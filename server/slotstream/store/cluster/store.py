@@ -14,6 +14,7 @@ from typing import Any
 from slotstream.store.blobs.base import Blobs
 from slotstream.store.catalogue.attempts import SharedCatalogue
 from slotstream.store.catalogue.base import scan
+from slotstream.store.cluster import scratch
 from slotstream.store.cluster.failure_shares import SharedFailureShares
 from slotstream.store.cluster.generation import Generations, is_own
 from slotstream.store.cluster.keeping import DatabaseTime, Keeper
@@ -27,6 +28,7 @@ from slotstream.store.sample.reading import SampleReader, unreadable
 from slotstream.store.sample.remote import RemoteUpload
 from slotstream.store.sample.upload import OpenSample, Upload
 from slotstream.store.samples import SampleStore, readable
+from slotstream.store.shared_state import SharedState
 from slotstream.store.upkeep.restoring import Restored
 from slotstream.store.upkeep.verifying import FOREIGN, Verdict
 from slotstream.wire.errors import Damaged, InternalFault, SlotStreamError, UnsupportedFormat, VerdictUnknown
@@ -59,7 +61,7 @@ class ObjectStore(SampleStore):
         self._shared, self._blobs = catalogue, blobs
         self._senders = ThreadPoolExecutor(_SENDERS, thread_name_prefix="send")
         self._cleaners = ThreadPoolExecutor(_CLEANERS, thread_name_prefix="clean")
-        self._keeper = Keeper(catalogue, blobs, objects, clock, self._generations, self._open_attempts)
+        self._keeper = Keeper(catalogue, blobs, objects, clock, self._generations, self._open_attempts, self._scratch_bytes)
         self._keeper.start()
 
     def _end(self) -> None:
@@ -93,6 +95,12 @@ class ObjectStore(SampleStore):
             uploads = [upload for same in self._uploads.values() for upload in same]
         # One whose row is not written yet would count as one that was ended.
         return [upload.attempt for upload in uploads if isinstance(upload, ObjectUpload) and upload.begun.done()]
+
+    def _scratch_bytes(self) -> int:
+        try:
+            return scratch.nbytes(self._files, self.data_dir)
+        except OSError:
+            return self._keeper.scratch_bytes  # The disk is watched elsewhere.
 
     def _ended(self, upload: OpenSample, failure: Failure | None) -> None:
         """Raises VerdictUnknown for a failure of which the catalogue could not be told."""
@@ -229,6 +237,11 @@ class ObjectStore(SampleStore):
     @property
     def is_behind(self) -> bool:
         return self._generations.is_behind
+
+    def shared_state(self) -> SharedState:
+        keeper = self._keeper
+        names = str(self._blobs), str(self._shared)
+        return SharedState(*names, keeper.trouble, keeper.leads, keeper.scratch_bytes, keeper.attempts)
 
     def watch(self, told: Callable[[SampleKey | None], None]) -> None:
         self._shared.watch(told)

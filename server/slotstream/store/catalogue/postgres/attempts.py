@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 import psycopg
 
-from slotstream.store.catalogue.attempts import EXPIRED_S, LIFE_S, REMOVED_AFTER_S, Attempt
+from slotstream.store.catalogue.attempts import EXPIRED_S, LATE_S, LIFE_S, REMOVED_AFTER_S, Attempt
 from slotstream.store.records import SampleKey
+from slotstream.store.shared_state import AttemptCounts
 
 _NS = 1_000_000_000
 _PUT = "INSERT INTO attempts VALUES (%s, %s, %s, %s, %s, %s) ON CONFLICT (attempt) DO NOTHING"
@@ -17,6 +18,11 @@ _DUE = (
     "AND (a.ended OR a.due_unix_ns <= now_unix_ns() - %s) "
     "AND NOT EXISTS (SELECT 1 FROM holds AS h WHERE h.attempt = a.attempt AND h.until_unix_ns > now_unix_ns()) "
     "ORDER BY a.due_unix_ns LIMIT %s"
+)
+_COUNT = (
+    "SELECT count(*) FILTER (WHERE NOT ended), count(*) FILTER (WHERE ended), "
+    "count(*) FILTER (WHERE due_unix_ns <= now_unix_ns() - %s AND NOT EXISTS "
+    "(SELECT 1 FROM holds AS h WHERE h.attempt = a.attempt AND h.until_unix_ns > now_unix_ns())) FROM attempts AS a"
 )
 _KNOWN = (
     "SELECT k.attempt FROM unnest(%s::text[], %s::text[], %s::text[]) AS k (attempt, namespace, sample_id) "
@@ -82,6 +88,12 @@ def is_open(db: psycopg.Connection, key: SampleKey) -> bool:
 def due(db: psycopg.Connection, limit: int) -> list[Attempt]:
     rows = db.execute(_DUE, (round(EXPIRED_S * _NS), limit))
     return [Attempt(SampleKey(namespace, sample_id), name, ended) for name, namespace, sample_id, ended in rows]
+
+
+def count(db: psycopg.Connection) -> AttemptCounts:
+    row = db.execute(_COUNT, (round(LATE_S * _NS),)).fetchone()
+    assert row is not None, "a count is one row"
+    return AttemptCounts(*map(int, row))
 
 
 def oldest(db: psycopg.Connection) -> int:

@@ -15,6 +15,7 @@ from slotstream.store.catalogue.postgres import attempts, failure_shares, leases
 from slotstream.store.catalogue.postgres.database import Database, Work
 from slotstream.store.catalogue.queries import Candidate, ListQuery, Queue, Standing, Usage
 from slotstream.store.records import SampleKey, SampleRecord, State
+from slotstream.store.shared_state import AttemptCounts
 from slotstream.wire.errors import Interrupted, SampleNotFound, StoreFull
 
 _NS = 1_000_000_000
@@ -271,6 +272,9 @@ class PostgresCatalogue(Database):
 
     def ended_attempts(self, limit: int) -> list[Attempt]:
         return self._ask(lambda db: attempts.due(db, limit))
+
+    def count_attempts(self) -> AttemptCounts:
+        return self._ask(attempts.count)
 
     def oldest_attempt(self) -> int:
         return self._ask(attempts.oldest)
