@@ -337,3 +337,18 @@ def test_the_gauges_are_told_once_a_second_and_at_once_when_no_capture_is_left()
     rig.finish(request)
     rig.step()
     assert rig.half.take_stats()["row_pool_pages_in_use"] == 0
+
+
+def test_a_capture_that_was_short_is_looked_at_when_it_ends() -> None:
+    rig = PlanRig()
+    rig.half.take_stats()
+    request = rig.add(100)
+    rig.step()
+    rig.half.take_stats()
+    assert not rig.half.tells_gauges  # The second is not over.
+    rig.finish(request)
+    rig.step()
+    rig.half.take_stats()
+    assert rig.half.tells_gauges
+    rig.half.take_stats()
+    assert not rig.half.tells_gauges

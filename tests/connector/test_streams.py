@@ -77,6 +77,7 @@ def _all_is_stored(engine: Engine, server: Restarting) -> None:
 def test_each_stream_finds_a_process_of_its_own_and_all_rows_arrive(
     server: Restarting, transport: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    monkeypatch.setattr("slotstream.transport.spread._TRIES_MAX", 500)  # The kernel deals: 16 miss the last one in 1 of 100.
     with (
         caplog.at_level(logging.INFO, "vllm"),
         closing(Engine.start(server.address, 1, "e", streams=STREAMS, transport=transport)) as engine,

@@ -93,7 +93,7 @@ class SchedulerHalf:
         self._clock = clock
         self._told: dict[str, float] = {}  # The gauges, as they were last told.
         self._looked_at = -_GAUGES_EVERY_S
-        self._had_live = False  # At that look.
+        self._was_live = False  # At the last `take_stats`, told or not: what the last capture changed is told at its end.
         self.tells_gauges = True  # Whether the last `take_stats` was to.
         self._throttle = Throttle(60.0, clock)
         self._unsaid = 0  # Refusals that the log has not counted yet.
@@ -202,11 +202,12 @@ class SchedulerHalf:
         often, whether or not anything is captured: an engine whose requests want no rows pays for every look.
         """
         counts, now = self._counters.take(), self._clock()
-        is_last = not self._live and (self._had_live or bool(counts))
+        is_last = not self._live and (self._was_live or bool(counts))
+        self._was_live = bool(self._live)
         self.tells_gauges = is_last or now - self._looked_at >= _GAUGES_EVERY_S
         if not self.tells_gauges:
             return counts
-        self._looked_at, self._had_live = now, bool(self._live)
+        self._looked_at = now
         if self._unsaid:
             for code, unsaid in self._throttle.overdue().items():
                 self._unsaid -= unsaid
