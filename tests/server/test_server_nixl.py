@@ -25,6 +25,7 @@ from support.server import ServerProcess
 from support.waiting import wait_until
 
 from slotstream.client import connect
+from slotstream.server.ingest.sample_writer import SampleWriter
 from slotstream.store.sample.upload import Upload
 from slotstream.v1 import ingest_pb2 as pb
 from slotstream.wire.hashing import xxh3
@@ -246,12 +247,20 @@ def test_chunks_that_arrive_together_leave_the_event_loop_to_others(
         asyncio.get_running_loop().call_soon(turned)
         write_chunk(*arguments)
 
+    opened = threading.Event()
+    run = SampleWriter._run
+
+    def noted_run(writer: SampleWriter) -> None:
+        run(writer)
+        opened.set()  # A chunk that comes before this is written by the thread that opened the sample.
+
     monkeypatch.setattr(Upload, "write_chunk", noted)
+    monkeypatch.setattr(SampleWriter, "_run", noted_run)
     sample = Sample(rows=SLOTS)
     together = [chunk_of(owner.announce(sample, 1, 1 + row, row, row + 1, slot=row)) for row in range(SLOTS)]
     with RunningServer(tmp_path, transport="auto") as server, greeted(server.address, owner.offer) as peer:
         peer.say(sample.open(1))
-        wait_until(lambda: server.metric("open_samples") == 1)
+        assert opened.wait(TIMEOUT_S)
         peer.say(pb.IngestRequest(announcements=pb.Announcements(chunks=together)), sample.commit(1))
         assert peer.acks(SLOTS) == list(range(1, SLOTS + 1))
         peer.committed()
