@@ -5,11 +5,13 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 from support.memory_blobs import Bucket, MemoryBlobs
 
 from slotstream.store.blobs.base import Blobs, Put
+from slotstream.wire.errors import Interrupted
 
 MIB = 1 << 20
 
@@ -212,6 +214,30 @@ def test_others_may_give_up_what_was_begun(blobs: Blobs) -> None:
     assert blobs.open("theirs") is None
     other.finish(len(data))
     assert read(blobs, "theirs-too") == data
+
+
+def uploads_to(blobs: Any, key: str) -> int:
+    """That go on."""
+    if isinstance(blobs, MemoryBlobs):
+        return sum(one == key for one, _ in blobs._bucket.uploads)
+    return len(blobs._uploads(key))
+
+
+def test_what_must_not_be_sent_leaves_not_even_an_upload(blobs: Blobs) -> None:
+    """Of a server that stood still: those who removed what it had sent do not look again. A random machine found it."""
+    data = content(20 * MIB)
+
+    def too_late() -> None:
+        raise Interrupted("this may have been removed already")
+
+    put = blobs.put("late", len(data), lambda at, nbytes: data[at : at + nbytes], too_late)
+    with pytest.raises(Interrupted):
+        put.send(1)
+    assert uploads_to(blobs, "late") == 0
+    other = begun(blobs, "early", data)
+    other.send(1)
+    assert uploads_to(blobs, "early") == 1
+    other.abort()
 
 
 def test_it_is_checked_what_can_be_done(blobs: Blobs) -> None:

@@ -126,6 +126,7 @@ class _MemoryPut(Put):
     def _send(self, number: int, length: int) -> None:
         with self._lock:
             if self._upload is None:
+                self._may()
                 self._is_touched = True
                 self._upload = (self._key, next(self._bucket.numbers))
                 self._bucket.uploads[self._upload] = {}

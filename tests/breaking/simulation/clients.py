@@ -23,7 +23,7 @@ from slotstream.wire.frames import decode_reply
 if TYPE_CHECKING:
     from simulation.world import World
 
-_ANSWER_S = 150.0  # Whoever is not answered by then waits for ever: disks are slow here, but none hangs.
+ANSWER_S = 150.0  # Whoever is not answered by then waits for ever: disks are slow here, but none hangs.
 _VALUES = ("a", "b", "c")
 # What a client does next, and how often of a hundred or so.
 _KINDS = {
@@ -94,7 +94,7 @@ class Client:
         """Some samples on one stream, interleaved."""
         call = Call(self._world.server, "Ingest/Stream", self._address)
         call.send(hello(batches=self._rng.random() < 0.5).SerializeToString())
-        welcome = call.receive(_ANSWER_S)
+        welcome = call.receive(ANSWER_S)
         if welcome is None:
             self._check_answered(call, "a Hello")
             return
@@ -116,7 +116,7 @@ class Client:
     def _leave(self, call: Call) -> None:
         if self._rng.random() < 0.5:
             call.half_close()
-            if not call.status and not call.receive(_ANSWER_S):
+            if not call.status and not call.receive(ANSWER_S):
                 self._check_answered(call, "the end of a stream")
         else:
             call.cut()
@@ -179,9 +179,9 @@ class Client:
 
     def _hear(self, call: Call, puts: list[_Put]) -> bool:
         """The next reply. False when there is none."""
-        raw = call.receive(_ANSWER_S)
+        raw = call.receive(self._world.silent_s)
         if raw is None:
-            self._check_answered(call, "a commit")
+            self._check_answered(call, "a commit", self._world.silent_s)
             return False
         reply = ingest_pb2.IngestReply.FromString(raw)
         for one in reply.batch.replies if reply.WhichOneof("kind") == "batch" else (reply,):
@@ -242,7 +242,7 @@ class Client:
         call.send(request.SerializeToString())
         frames: list[bytes] = []
         gives_up_after = self._rng.randint(1, 3) if self._rng.random() < 0.1 else -1
-        while (frame := call.receive(_ANSWER_S)) is not None:
+        while (frame := call.receive(ANSWER_S)) is not None:
             frames.append(frame)
             if len(frames) == gives_up_after:
                 call.cut()
@@ -302,7 +302,7 @@ class Client:
         called_at = running().now
         call = Call(self._world.server, "Samples/Verify", self._address)
         call.send(pb.VerifyRequest(quarantine=self._rng.random() < 0.5).SerializeToString())
-        while (raw := call.receive(_ANSWER_S)) is not None:
+        while (raw := call.receive(ANSWER_S)) is not None:
             verdict = pb.VerifyReply.FromString(raw)
             if verdict.damage not in ("", "IO_ERROR", "FOREIGN"):
                 running().fail(f"{verdict.namespace}/{verdict.sample_id} is {verdict.damage}: {verdict.message}")
@@ -315,7 +315,7 @@ class Client:
         called_at = running().now
         call = Call(self._world.server, "Samples/Restore", self._address)
         call.send(pb.RestoreRequest().SerializeToString())
-        while (raw := call.receive(_ANSWER_S)) is not None:
+        while (raw := call.receive(ANSWER_S)) is not None:
             running().fail(f"the quarantine has {pb.RestoreReply.FromString(raw)}")
         self._check_answered(call, "a restore")
         if call.status != OK:
@@ -357,7 +357,7 @@ class Client:
         call = Call(self._world.server, "Samples/Retention", self._address)
         call.send(pb.RetentionRequest(accept=True).SerializeToString())
         held = set()
-        while (raw := call.receive(_ANSWER_S)) is not None:
+        while (raw := call.receive(ANSWER_S)) is not None:
             held.add(pb.RetentionReply.FromString(raw).namespace)
         self._check_answered(call, "an acceptance of the rules")
         if call.status != OK:
@@ -369,7 +369,7 @@ class Client:
         called_at = running().now
         call = Call(self._world.server, f"Samples/{method}", self._address)
         call.send(request.SerializeToString())
-        raw = call.receive(_ANSWER_S)
+        raw = call.receive(ANSWER_S)
         if raw is not None:
             return kind.FromString(raw)
         self._check_answered(call, method)
@@ -383,9 +383,9 @@ class Client:
         if code == "DAMAGED":
             running().fail(f"client {self._number} was told that {key} is damaged, and nothing is")
 
-    def _check_answered(self, call: Call, what: str) -> None:
+    def _check_answered(self, call: Call, what: str, limit_s: float = ANSWER_S) -> None:
         if not call.status:
-            running().fail(f"client {self._number}: {what} was not answered within {_ANSWER_S:g} s\n{running().stacks()}")
+            running().fail(f"client {self._number}: {what} was not answered within {limit_s:g} s\n{running().stacks()}")
             call.cut()
 
     def _check_error(self, call: Call, called_at: float, what: str) -> None:

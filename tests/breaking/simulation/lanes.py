@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from server.server_kit import hello
-from simulation.clients import _ANSWER_S as ANSWER_S
-from simulation.clients import Client
+from simulation.clients import ANSWER_S, Client
 from simulation.clients import _Put as Put
 from simulation.network import Call
 from simulation.scheduler import running

@@ -16,6 +16,7 @@ from support.memory_blobs import MemoryBlobs
 from support.memory_catalogue import MemoryCatalogue
 from support.memory_tables import Begun
 
+from slotstream.server.ingest import stream
 from slotstream.store.cluster.keeping import DatabaseTime, Keeper
 from slotstream.store.cluster.publishing import ObjectPublisher
 from slotstream.store.cluster.reading import object_key
@@ -236,3 +237,9 @@ def _() -> None:
         return done
 
     _set(MemoryCatalogue, "fail_abandoned", nothing)
+
+
+@_pair_plant("a-long-commit-says-nothing")
+def _() -> None:
+    """A peer hears nothing while an object store takes its time: it gives the stream up, with all that is on it."""
+    _set(stream, "_REASSURE_S", 1e9)

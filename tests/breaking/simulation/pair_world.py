@@ -93,6 +93,7 @@ class PairWorld(World):
 
     trouble_lasts_s = 60.0  # What was sent late arrives; a server that doubts an engine asks it again.
     quiet_s = 3000.0  # Servers stand still, or are away, for minutes.
+    silent_s = 30.0  # A connector's ack_timeout_s, unless it says another.
     never = frozenset({"INTERNAL"})  # It is final to a connector, and an engine that is away comes back.
 
     def __init__(self, scheduler: Scheduler, root: Path) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from simulation.clients import Client
+from simulation.clients import ANSWER_S, Client
 from simulation.disk import SimConnection, SimFiles
 from simulation.lanes import ClientWithLanes
 from simulation.model import KEPT, POLICY, TRIMMED, Model
@@ -48,6 +48,7 @@ class World:
     lanes = 1  # Streams that a client may put over at a time.
     trouble_lasts_s = 2.0  # How much longer than what was wrong.
     quiet_s = 600.0  # Everything must have come to rest by then, once nothing goes wrong any more.
+    silent_s = ANSWER_S  # For so long a client that is owed an answer hears nothing.
     never: frozenset[str] = frozenset()  # Codes that no client is told here, beside those that none is ever told.
 
     def __init__(self, scheduler: Scheduler, root: Path) -> None:

@@ -72,8 +72,8 @@ class Blobs(Protocol):
     """Objects by key: names with `/` between them, below the place that this was opened at."""
 
     def put(self, key: str, bytes_max: int, read: Read, may: Callable[[], None] = lambda: None) -> Put:
-        """Begin an object of at most so many bytes. Nothing is sent yet. `may` is called before each body is sent, and raises
-        where it must not be: what it allows arrives within a minute, or never.
+        """Begin an object of at most so many bytes. Nothing is sent yet. `may` is called before an upload begins and
+        before each body is sent, and raises where it must not be: what it allows arrives within a minute, or never.
         """
 
     def open(self, key: str, *, all_of_it: bool = False) -> OpenBlob | None:

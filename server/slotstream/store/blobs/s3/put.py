@@ -75,6 +75,7 @@ class S3Put:
     def _begun(self) -> str:
         with self._lock:
             if not self._upload:
+                self._may()  # An upload, too, would be removed by nobody.
                 self._is_touched = True
                 more = {"ChecksumAlgorithm": "CRC64NVME"} if self._requests.has_crc else {}
                 self._upload = self._requests.call("create_multipart_upload", Key=self._key, **more)["UploadId"]
