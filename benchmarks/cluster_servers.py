@@ -85,7 +85,7 @@ def _servers(work: Path) -> Iterator[dict[str, list[ServerProcess]]]:
                 ends.enter_context(
                     ServerProcess(
                         None,
-                        *("--store", store, "--scratch", str(place / f"scratch-{count}-{number}"), "--experimental"),
+                        *("--store", store, "--scratch", str(place / f"scratch-{count}-{number}")),
                         environment={**objects.environment(), "SLOTSTREAM_SERVE_CATALOGUE": catalogue},
                     )
                 )

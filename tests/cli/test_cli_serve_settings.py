@@ -107,7 +107,7 @@ def test_every_option_is_a_key_and_a_variable() -> None:
     assert {option.name for option in server_options()} | {"also_listen"} == {field.name for field in fields(ServerConfig)}
 
 
-_STORE = ("store", "catalogue", "scratch", "experimental")
+_STORE = ("store", "catalogue", "scratch")
 
 
 @pytest.mark.parametrize(
@@ -141,6 +141,7 @@ def test_a_flag_goes_before_a_variable_and_that_before_the_file(folder: Path, ke
         "listen": ("127.0.0.1:7", '"127.0.0.1:7"'),
         "allow_anonymous": ("false", "false"),
         "accept_clock": ("false", "false"),
+        "experimental": ("false", "false"),
         "log_format": ("text", '"text"'),
         "log_level": ("error", '"error"'),
         "transport": ("auto", '"auto"'),
@@ -256,9 +257,8 @@ def test_a_server_without_a_directory_is_told_where_it_may_stand() -> None:
         ("--store s3://b1b/x --data d", "--data and --store exclude each other: samples are files, or objects"),
         ("--store s3://b1b/x", "--store needs --catalogue too"),
         ("--store s3://b1b/x --catalogue postgresql://h/d", "--store needs --scratch too"),
-        ("--store s3://b1b/x --catalogue postgresql://h/d --scratch s", "give --experimental too"),
-        ("--store s3://b1b/x --catalogue postgresql://h/d --scratch s --experimental --workers 2", "start more servers"),
-        ("--store s3://b1b/x --catalogue postgresql://me:word@h/d --scratch s --experimental", "PGPASSFILE"),
+        ("--store s3://b1b/x --catalogue postgresql://h/d --scratch s --workers 2", "start more servers"),
+        ("--store s3://b1b/x --catalogue postgresql://me:word@h/d --scratch s", "PGPASSFILE"),
     ],
 )
 def test_what_belongs_to_the_store_is_told(words: str, sentence: str) -> None:
@@ -279,7 +279,7 @@ def test_what_belongs_to_the_store_is_told(words: str, sentence: str) -> None:
 )
 def test_a_bucket_has_the_room_that_the_rules_say(tmp_path: Path, rules: str, store: bool, sentence: str) -> None:
     (tmp_path / "rules.toml").write_text(f"{rules}\n[default]\ndelete_when_full = true\n")
-    pair = "--store s3://b1b/x --catalogue postgresql://h/d --scratch s --experimental"
+    pair = "--store s3://b1b/x --catalogue postgresql://h/d --scratch s"
     words = [*(pair if store else "--data d").split(), "--retention", str(tmp_path / "rules.toml")]
     if not sentence:
         assert _config(*words).retention.deletes_when_full
@@ -290,7 +290,7 @@ def test_a_bucket_has_the_room_that_the_rules_say(tmp_path: Path, rules: str, st
 
 def test_a_password_may_stand_in_the_environment() -> None:
     url = "postgresql://me:word@h/d"
-    said = _config(*["--store", "s3://b1b/x", "--scratch", "s", "--experimental"], SLOTSTREAM_SERVE_CATALOGUE=url)
+    said = _config(*["--store", "s3://b1b/x", "--scratch", "s"], SLOTSTREAM_SERVE_CATALOGUE=url)
     assert said.catalogue == url
 
 

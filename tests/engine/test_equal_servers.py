@@ -40,7 +40,7 @@ class Servers:
 
     def _started(self, number: int) -> ServerProcess:
         environment = {**self._world.environment, "SLOTSTREAM_SERVE_CATALOGUE": self._world.catalogue_url}
-        options = ("--store", self._world.store_url, "--scratch", str(self._place / f"server-{number}"), "--experimental")
+        options = ("--store", self._world.store_url, "--scratch", str(self._place / f"server-{number}"))
         return ServerProcess(None, *options, environment=environment, address=self.addresses[number])
 
     def _end(self) -> None:

@@ -51,7 +51,7 @@ class _Starts:
     def __call__(self, name: str, address: str | None = None) -> ServerProcess:
         url = self._world.catalogue_url.replace("postgres@", f"postgres:{_SECRET}@")
         environment = {**self._world.environment, "SLOTSTREAM_SERVE_CATALOGUE": url}
-        options = ("--store", self._world.store_url, "--scratch", str(self._place / name), "--experimental")
+        options = ("--store", self._world.store_url, "--scratch", str(self._place / name))
         return self._ends.enter_context(ServerProcess(None, *options, address=address, environment=environment))
 
     def connected(self, server: ServerProcess) -> Client:
@@ -282,7 +282,7 @@ def test_a_commit_that_takes_long_is_answered_meanwhile(tmp_path: Path) -> None:
 
 
 def _serve(world: World, *options: str, **environment: str) -> tuple[int, str]:
-    words = ("serve", "--store", world.store_url, "--experimental", "--listen", "127.0.0.1:0", *options)
+    words = ("serve", "--store", world.store_url, "--listen", "127.0.0.1:0", *options)
     done = run_cli(*words, environment={**world.environment, **environment})
     return done.returncode, " ".join((done.stdout + done.stderr).split())
 

@@ -1,4 +1,4 @@
-"""Moves of a random machine against a dict: what every store does with samples, whatever it keeps them in."""
+"""Moves of a random machine against a dict: what every store does with samples, in files or in objects."""
 
 from __future__ import annotations
 

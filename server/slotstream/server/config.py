@@ -50,7 +50,7 @@ class ServerConfig:
         default=None,
         metadata=_option(
             "--store",
-            "s3://BUCKET/PREFIX of samples as objects, for any number of servers; needs --catalogue, --scratch, --experimental",
+            "s3://BUCKET/PREFIX of samples as objects, for any number of servers; needs --catalogue, --scratch",
             "URL",
         ),
     )
@@ -70,7 +70,7 @@ class ServerConfig:
         ),
     )
     experimental: bool = field(
-        default=False, metadata=_option("--experimental", "use what may still change, and lose what it stores: --store")
+        default=False, metadata=_option("--experimental", "use what may still change; nothing needs it in this version")
     )
     listen: str = field(
         default=DEFAULT_ADDRESS,
@@ -355,7 +355,6 @@ class ServerConfig:
             (has_store and has_data, "--data and --store exclude each other: samples are files, or objects"),
             (has_store and self.catalogue is None, "--store needs --catalogue too"),
             (has_store and self.scratch is None, "--store needs --scratch too"),
-            (has_store and not self.experimental, "--store may still change, and lose what it stores: give --experimental too"),
             (has_store and self.workers > 1, "--workers: with --store one process takes all streams; start more servers"),
             (
                 has_store and self.retention.free_bytes_target > 0 and not self.retention.bucket_bytes_max,

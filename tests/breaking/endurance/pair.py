@@ -54,7 +54,7 @@ class Pair:
 
     def options(self, scratch: Path) -> list[str]:
         """Of one of the servers."""
-        return ["--store", self._store, "--scratch", str(scratch), "--experimental"]
+        return ["--store", self._store, "--scratch", str(scratch)]
 
     # What goes wrong. Each returns once everything is there again.
 

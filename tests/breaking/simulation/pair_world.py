@@ -47,7 +47,6 @@ class PairServer(SimServer):
             store="s3://bucket/prefix",
             catalogue="postgresql://somebody@somewhere/slotstream",
             scratch=self._place,
-            experimental=True,
             listen="127.0.0.1:0",
             **self._options,
         )

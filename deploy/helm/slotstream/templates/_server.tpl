@@ -9,7 +9,6 @@ args:
   # The catalogue's URL stands in the Secret: SLOTSTREAM_SERVE_CATALOGUE.
   - --store={{ .Values.deployment.store }}
   - --scratch=/scratch
-  - --experimental
   {{- else }}
   - --data=/data
   {{- end }}
