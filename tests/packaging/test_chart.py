@@ -354,7 +354,10 @@ def test_lint_finds_nothing(by: str) -> None:
     ("values", "says"),
     [
         (("mode=sidecar", "persistence=none"), {"Rows end with their pod": True, "vllm-capture-token": True}),
-        (RENDERINGS["deployment"], {"--from-env-file=store.env": True, "slotstream-pods:50151": True, "deployment/r-slotstream": True}),
+        (
+            RENDERINGS["deployment"],
+            {"--from-env-file=store.env": True, "slotstream-pods:50151": True, "deployment/r-slotstream": True},
+        ),
         (("mode=sidecar",), {"Rows end with their pod": False, "Nothing is deleted": True}),
         (
             ("tls.enabled=true", "retention.enabled=true"),

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 from collections.abc import Sequence
 from typing import Any, Protocol
 
 from slotstream.client.reading import RowReader
 from slotstream.client.tensors import receive_rows, require_torch
 from slotstream.wire.errors import ConfigError
+
+Part = tuple[Any, Sequence[int], Sequence[int]]  # Rows that are held, the numbers of those wanted, and their places in a batch.
 
 
 class Arrays(Protocol):
@@ -16,8 +20,8 @@ class Arrays(Protocol):
     def receive(self, reader: RowReader) -> Any:
         """All rows of `reader`, in memory of their own. Raises what iterating the reader raises, and MemoryError."""
 
-    def gather(self, parts: Sequence[tuple[Any, Sequence[int]]], order: Sequence[int]) -> Any:
-        """[len(order), layers, hidden] of the rows named of each part; row i is number order[i] of the parts, end to end."""
+    def gather(self, parts: Sequence[Part]) -> Any:
+        """[rows, layers, hidden] of the rows that the parts name, each at its place. They have every place once."""
 
     def layer(self, rows: Any, at: int) -> Any:
         """[rows, hidden] of one layer, contiguous, as the trainer wants it."""
@@ -40,10 +44,16 @@ class TorchArrays:
     def receive(self, reader: RowReader) -> Any:
         return receive_rows(reader)
 
-    def gather(self, parts: Sequence[tuple[Any, Sequence[int]]], order: Sequence[int]) -> Any:
+    def gather(self, parts: Sequence[Part]) -> Any:
         torch = require_torch()
-        laid = torch.cat([rows.index_select(0, torch.tensor(wanted)) for rows, wanted in parts])
-        return laid.index_select(0, torch.tensor(order))
+        if _has_numpy() and (first := _of_one_kind(parts)) is not None:
+            laid = torch.empty((_count(parts), *first.shape[1:]), dtype=first.dtype)
+            _copy(_torch_bytes(laid), [(_torch_bytes(rows), wanted, places) for rows, wanted, places in parts])
+            return laid
+        order = torch.empty(_count(parts), dtype=torch.int64)
+        order[torch.tensor([place for _, _, places in parts for place in places])] = torch.arange(len(order))
+        laid = torch.cat([rows.index_select(0, torch.tensor(wanted)) for rows, wanted, _ in parts])
+        return laid.index_select(0, order)
 
     def layer(self, rows: Any, at: int) -> Any:
         return rows[:, at].to(device=self._device, dtype=self._dtype).contiguous()
@@ -72,8 +82,16 @@ class NumpyArrays:
         stored = {"BF16": "<u2", "F16": "<f2", "F32": "<f4"}[dtype]
         return self._numpy.frombuffer(memory, dtype=stored).reshape(shape)
 
-    def gather(self, parts: Sequence[tuple[Any, Sequence[int]]], order: Sequence[int]) -> Any:
-        return self._numpy.concatenate([rows[wanted] for rows, wanted in parts])[order]
+    def gather(self, parts: Sequence[Part]) -> Any:
+        if _of_one_kind(parts) is None:  # Of samples with several dtypes.
+            parts = [(self.float32(rows), wanted, places) for rows, wanted, places in parts]
+        first = parts[0][0]
+        laid = self._numpy.empty((_count(parts), *first.shape[1:]), dtype=first.dtype)
+        _copy(self._bytes(laid), [(self._bytes(rows), wanted, places) for rows, wanted, places in parts])
+        return laid
+
+    def _bytes(self, rows: Any) -> Any:
+        return rows.reshape(len(rows), -1).view(self._numpy.uint8)
 
     def layer(self, rows: Any, at: int) -> Any:
         return self.float32(rows[:, at])
@@ -86,3 +104,30 @@ class NumpyArrays:
 
     def numbers(self, values: Sequence[int] | Sequence[bool]) -> Any:
         return self._numpy.asarray(values)
+
+
+def _count(parts: Sequence[Part]) -> int:
+    return sum(len(places) for _, _, places in parts)
+
+
+def _of_one_kind(parts: Sequence[Part]) -> Any:
+    """The rows of the first part, where all have its dtype and shape of a row; else None."""
+    first = parts[0][0]
+    same = all(rows.dtype == first.dtype and rows.shape[1:] == first.shape[1:] for rows, _, _ in parts)
+    return first if same else None
+
+
+def _copy(target: Any, parts: Sequence[Part]) -> None:
+    """Rows as bytes, [rows, bytes] each. numpy copies them in half the time that torch takes to select them."""
+    for rows, wanted, places in parts:
+        target[places] = rows[wanted]
+
+
+def _torch_bytes(rows: Any) -> Any:
+    return rows.view(require_torch().uint8).reshape(len(rows), -1).numpy()
+
+
+@functools.cache
+def _has_numpy() -> bool:
+    """torch can be installed without it."""
+    return importlib.util.find_spec("numpy") is not None

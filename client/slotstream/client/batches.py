@@ -49,24 +49,25 @@ class Options:
         return to_hex(xxh3(repr(kept).encode()))
 
 
-def batch_of(picked: Sequence[tuple[Held, int]], options: Options, arrays: Arrays) -> Any:
-    """These rows (what holds each, and its number there) as the trainer gets them."""
-    parts: dict[int, tuple[Held, list[int]]] = {}
-    for one, row in picked:
-        parts.setdefault(id(one), (one, []))[1].append(row)
-    begins, at = {}, 0
-    for key, (_, numbers) in parts.items():
-        begins[key] = at
-        at += len(numbers)
-    order = []
-    for one, _ in picked:
-        order.append(begins[id(one)])
-        begins[id(one)] += 1
-    laid = arrays.gather([(one.rows, numbers) for one, numbers in parts.values()], order)
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Rows of one stretch, by their numbers there, and the place of each in a batch."""
+
+    held: Held
+    rows: list[int]
+    places: list[int]
+
+
+def batch_of(parts: Sequence[Part], options: Options, arrays: Arrays) -> Any:
+    """These rows as the trainer gets them. The parts have every place once."""
+    laid = arrays.gather([(part.held.rows, part.rows, part.places) for part in parts])
     if options.is_one and not options.columns:
         return arrays.layer(laid, 0)
     made: dict[int | str, Any] = {layer: arrays.layer(laid, number) for number, layer in enumerate(options.layers)}
     for name in options.columns:
-        values = [COLUMNS[name](one, row) for one, row in picked]
+        found = {
+            place: COLUMNS[name](part.held, row) for part in parts for place, row in zip(part.places, part.rows, strict=True)
+        }
+        values = [found[place] for place in range(len(found))]
         made[name] = values if name == "sample_ids" else arrays.numbers(values)
     return made

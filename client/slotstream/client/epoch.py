@@ -135,13 +135,21 @@ def place_of(mark: int) -> int:
     return mark >> _TAG_BITS + _ROW_BITS
 
 
-def tag_of(mark: int) -> int:
-    return mark >> _ROW_BITS & (1 << _TAG_BITS) - 1
+def first_mark(place: int) -> int:
+    """Marks of earlier places are less, those of this place and of later ones are not."""
+    return place << _TAG_BITS + _ROW_BITS
 
 
-def row_of(mark: int) -> int:
-    """Counted from the first row of its stretch."""
-    return mark & (1 << _ROW_BITS) - 1
+def tags_of(marks: Iterable[int]) -> list[int]:
+    """Of which stretch each row is."""
+    mask = (1 << _TAG_BITS) - 1
+    return [mark >> _ROW_BITS & mask for mark in marks]
+
+
+def rows_of(marks: Iterable[int]) -> list[int]:
+    """Each row's number, from the first row of its stretch."""
+    mask = (1 << _ROW_BITS) - 1
+    return [mark & mask for mark in marks]
 
 
 def census(members: Iterable[Member], cut: Cut, world_size: int) -> list[list[int]]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from slotstream.client.arrays import Arrays
-from slotstream.client.batches import Options, batch_of
+from slotstream.client.batches import Options, Part, batch_of
 from slotstream.client.client import Client
 from slotstream.client.epoch import Cut, Member, stretches
 from slotstream.client.info import SampleState
@@ -70,11 +70,13 @@ class Follower:
         return sorted(new, key=lambda member: member.committed_unix_ns)
 
     def _drawn(self) -> Any:
-        picked = []
-        for _ in range(self._options.batch):
+        parts: dict[int, Part] = {}
+        for place in range(self._options.batch):
             at = self._chance.randrange(len(self._pool))
             self._pool[at], self._pool[-1] = self._pool[-1], self._pool[at]
             held, row = self._pool.pop()
             held.left -= 1
-            picked.append((held, row))
-        return batch_of(picked, self._options, self._arrays)
+            part = parts.setdefault(id(held), Part(held, [], []))
+            part.rows.append(row)
+            part.places.append(place)
+        return batch_of(list(parts.values()), self._options, self._arrays)

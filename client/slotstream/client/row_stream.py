@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import heapq
+from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import slotstream.client.epoch as plan
 from slotstream.client.arrays import Arrays
-from slotstream.client.batches import Options, batch_of
+from slotstream.client.batches import Options, Part, batch_of
 from slotstream.client.connection import Connection
 from slotstream.client.epoch import Cut, Member, Turn
 from slotstream.client.follow import Follower
@@ -110,18 +111,22 @@ class RowStream:
             return
         order, progress = self._begin(where, self._resuming)
         self._progress, self._resuming = progress, None
-        mixed = self._mixed(order, progress)
+        held: dict[int, Held] = {}
+        mixed = self._mixed(order, progress, held)
+        marks: list[int] = []
         while progress.batches_left is None or progress.batches_left > 0:
-            picked = self._picked(mixed)
+            while len(marks) < self._options.batch and (more := next(mixed, None)) is not None:
+                marks += more
+            picked, marks = marks[: self._options.batch], marks[self._options.batch :]
             if not picked or (len(picked) < self._options.batch and self._options.drop_last):
                 break
-            progress.mark = picked[-1][1]
+            progress.mark = picked[-1]
             progress.batches += 1
             progress.rows += len(picked)
             progress.rows_left -= len(picked)
             if progress.batches_left is not None:
                 progress.batches_left -= 1
-            yield batch_of([(one, plan.row_of(mark)) for one, mark in picked], self._options, self._arrays)
+            yield batch_of(_taken(held, picked), self._options, self._arrays)
         if progress.batches_left:
             raise SampleNotFound(
                 f"{progress.deleted_rows} rows of this rank were deleted during the epoch, so {progress.batches_left} of its "
@@ -158,40 +163,33 @@ class RowStream:
             return turn.stretch.rows
         return sum(mark > progress.mark for mark in turn.marks(self._options.seed, progress.epoch, progress.window))
 
-    def _mixed(self, order: Sequence[Turn], progress: Progress) -> Iterator[tuple[Held, int]]:
-        """Rows in the order of their marks: what holds each, and its mark."""
+    def _mixed(self, order: Sequence[Turn], progress: Progress, held: dict[int, Held]) -> Iterator[list[int]]:
+        """Marks of rows in their order, about a batch at a time. `held` gets what holds them, by tag."""
         begun = progress.mark
         waiting: list[int] = []
-        held: dict[int, Held] = {}
+        new = 0  # Of these, since they were sorted: sorting all for each stretch would cost more than reading it.
         wanted = (turn for turn in order if self._left(turn, progress))
         read = read_stretches(
             self._connection.client(), ((turn, turn.stretch) for turn in wanted), self._arrays, self._options.retry_s
         )
         for turn, found in read:
-            while waiting and plan.place_of(waiting[0]) < turn.key:
-                mark = heapq.heappop(waiting)
-                yield _taken(held, mark), mark
+            if new >= self._options.batch:
+                waiting.sort()
+                at = bisect_left(waiting, plan.first_mark(turn.key))  # Those before it are all known.
+                ready, waiting, new = waiting[:at], waiting[at:], 0
+                yield ready
             marks = turn.marks(self._options.seed, progress.epoch, progress.window)
-            left = [mark for mark in marks if mark > begun]
+            left = marks if begun < 0 else [mark for mark in marks if mark > begun]
             if found is None:
                 progress.deleted_rows += len(left)
                 progress.rows_left -= len(left)
                 continue
             found.left = len(left)
             held[turn.tag] = found
-            for mark in left:
-                heapq.heappush(waiting, mark)
-        while waiting:
-            mark = heapq.heappop(waiting)
-            yield _taken(held, mark), mark
-
-    def _picked(self, mixed: Iterator[tuple[Held, int]]) -> list[tuple[Held, int]]:
-        picked: list[tuple[Held, int]] = []
-        for one in mixed:
-            picked.append(one)
-            if len(picked) == self._options.batch:
-                break
-        return picked
+            waiting += left
+            new += len(left)
+        waiting.sort()
+        yield waiting
 
     def state_dict(self) -> dict[str, Any]:
         """Where this epoch is, as plain values of a few hundred bytes. Raises RuntimeError where only worker processes know."""
@@ -244,11 +242,17 @@ def _progress_of(state: Mapping[str, Any]) -> Progress:
         raise ValueError("this is not the state of a stream of rows") from error
 
 
-def _taken(held: dict[int, Held], mark: int) -> Held:
-    """What holds the row of this mark, which is held for no longer than its last row."""
-    tag = plan.tag_of(mark)
-    one = held[tag]
-    one.left -= 1
-    if not one.left:
-        del held[tag]
-    return one
+def _taken(held: dict[int, Held], marks: Sequence[int]) -> list[Part]:
+    """What holds the rows of these marks, each for no longer than its last row."""
+    places: dict[int, list[int]] = defaultdict(list)
+    for at, tag in enumerate(plan.tags_of(marks)):
+        places[tag].append(at)
+    rows = plan.rows_of(marks)
+    parts = []
+    for tag, of_tag in places.items():
+        one = held[tag]
+        parts.append(Part(one, [rows[at] for at in of_tag], of_tag))
+        one.left -= len(of_tag)
+        if not one.left:
+            del held[tag]
+    return parts

@@ -32,6 +32,7 @@ class Engine:
         self.is_away = False
         self.loses = 0.0  # How likely the answer to a request is lost.
         self.slow = 1.0
+        self.stalls_s = 0.0  # What a request that changes something takes at most: less than anybody waits for one.
 
     def take_time(self) -> None:
         rng = running().rng
@@ -243,6 +244,8 @@ class SimBlobs(MemoryBlobs):
     def _do(self, request: Callable[[], None], what: str) -> None:
         engine, rng = self._engine, running().rng
         engine.take_time()
+        if engine.stalls_s:
+            running().pause(engine.stalls_s * rng.random())
         if engine.is_away:
             raise IoError("the object store does not answer")
         if rng.random() < engine.loses:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 _SILENT_S = 20.0
 _RIVALS = 5
 _HOUR_NS = 3600 * 10**9
-KINDS = ("kill", "restart", "freeze", "database", "sessions", "commits", "bucket", "requests", "leap", "slow", "cut")
+KINDS = ("kill", "restart", "freeze", "database", "sessions", "commits", "bucket", "requests", "stalls", "leap", "slow", "cut")
 
 
 class PairNemesis(Nemesis):
@@ -95,9 +95,9 @@ class PairNemesis(Nemesis):
         """Answers to COMMIT are lost, and now and then the database is away until servers have given up."""
         engine = self._pair.tables.engine
         with self._pair.trouble("commits not answered"):
-            engine.loses = self._rng.choice((0.1, 0.5))
+            engine.loses = self._rng.choice((0.1, 0.5, 0.9))
             running().pause(self._rng.random() * 5)
-            if self._rng.random() < 0.5:
+            if self._rng.random() < 0.7:
                 engine.is_away = True
                 running().pause(self._rng.choice((5.0, 40.0)))
                 engine.is_away = False
@@ -110,6 +110,13 @@ class PairNemesis(Nemesis):
                 self._contest()
             running().pause(self._rng.random() * 20)
             self._pair.bucket.engine.loses = 0.0
+
+    def stalls(self) -> None:
+        """What is sent to the bucket takes long, and arrives: a commit takes longer than a peer waits for a word."""
+        with self._pair.trouble("bucket stalls"):
+            self._pair.bucket.engine.stalls_s = self._rng.choice((10.0, 25.0))
+            running().pause(self._rng.random() * 40)
+            self._pair.bucket.engine.stalls_s = 0.0
 
     def _contest(self) -> None:
         """Several bring one id at once, which is free."""
