@@ -114,11 +114,15 @@ class RowStream:
         held: dict[int, Held] = {}
         mixed = self._mixed(order, progress, held)
         marks: list[int] = []
+        at, batch = 0, self._options.batch
         while progress.batches_left is None or progress.batches_left > 0:
-            while len(marks) < self._options.batch and (more := next(mixed, None)) is not None:
-                marks += more
-            picked, marks = marks[: self._options.batch], marks[self._options.batch :]
-            if not picked or (len(picked) < self._options.batch and self._options.drop_last):
+            if len(marks) - at < batch:
+                marks, at = marks[at:], 0
+                while len(marks) < batch and (more := next(mixed, None)) is not None:
+                    marks += more
+            picked = marks[at : at + batch]
+            at += len(picked)
+            if not picked or (len(picked) < batch and self._options.drop_last):
                 break
             progress.mark = picked[-1]
             progress.batches += 1
@@ -167,13 +171,13 @@ class RowStream:
         """Marks of rows in their order, about a batch at a time. `held` gets what holds them, by tag."""
         begun = progress.mark
         waiting: list[int] = []
-        new = 0  # Of these, since they were sorted: sorting all for each stretch would cost more than reading it.
+        new = 0  # Of these, since they were sorted: sorting all for each stretch, or each batch, would cost more than reads.
         wanted = (turn for turn in order if self._left(turn, progress))
         read = read_stretches(
             self._connection.client(), ((turn, turn.stretch) for turn in wanted), self._arrays, self._options.retry_s
         )
         for turn, found in read:
-            if new >= self._options.batch:
+            if new >= max(self._options.batch, len(waiting) // 8):
                 waiting.sort()
                 at = bisect_left(waiting, plan.first_mark(turn.key))  # Those before it are all known.
                 ready, waiting, new = waiting[:at], waiting[at:], 0
