@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 
 import psycopg
 import pytest
+from store.store_kit import crash_server
 from support.postgres import catalogue_url
 from support.seaweedfs import object_store
 from support.waiting import wait_until
@@ -71,15 +71,9 @@ class World:
         return next(store for store in self.stores if store._shared.lead())._keeper.sweep()
 
     def die(self, store: ObjectStore) -> None:
-        """Of a server that was killed: it renews, sweeps and removes nothing any more."""
+        """As a server that is killed."""
         self.stores.remove(store)
-        store._keeper.stop()
-        store._cleaners.shutdown(cancel_futures=True)
-        store._senders.shutdown(cancel_futures=True)
-        store._catalogue.close()
-        store._blobs.close()
-        with suppress(OSError):
-            store._files.close(store._lock_fd)
+        crash_server(store)
 
 
 @pytest.fixture

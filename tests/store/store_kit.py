@@ -6,6 +6,7 @@ import errno
 import os
 import random
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -167,6 +168,17 @@ def crash(store: SampleStore) -> None:
     store._catalogue.close(clean=False)
     store._files.close(store._lock_fd)
     store._lock_fd = -1
+
+
+def crash_server(store: ObjectStore) -> None:
+    """The same of one of several: it renews, sweeps and removes nothing any more."""
+    store._keeper.stop()
+    store._cleaners.shutdown(cancel_futures=True)
+    store._senders.shutdown(cancel_futures=True)
+    store._catalogue.close()
+    store._blobs.close()
+    with suppress(OSError):
+        store._files.close(store._lock_fd)
 
 
 def crash_in(store: SampleStore, action: Callable[[], Any]) -> None:

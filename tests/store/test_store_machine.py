@@ -14,7 +14,6 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import rule
 from store.machine import Machine, Process
 from store.power import Plugged, PowerFiles
-from store.store_kit import BROKEN, FULL, Crash, crash
+from store.store_kit import BROKEN, FULL, Crash, crash, crash_server
 from support.memory_blobs import Bucket, MemoryBlobs
 from support.memory_catalogue import MemoryCatalogue
 from support.memory_tables import Tables
@@ -247,30 +246,19 @@ class PairMachine(Machine):
         if cleanly:
             self.store.close()
         else:
-            self._kill(self._server(self.process))
+            crash_server(self._server(self.process))
         self.pair[self.turn] = self._opened()
         self._find_ghosts()
         self._look_at_standing(forgetful=False)
-
-    def _kill(self, store: ObjectStore) -> None:
-        store._cleaners.shutdown(cancel_futures=True)
-        store._senders.shutdown(cancel_futures=True)
-        store._catalogue.close()
-        store._blobs.close()
-        with suppress(OSError):
-            store._files.close(store._lock_fd)
 
     @rule(stands_still=st.booleans())
     def let_time_pass(self, stands_still: bool) -> None:
         """So long that what is over is removed, and what nobody renews expires. `stands_still`: that server renews nothing."""
         self._disarm()
-        self._pass(None if stands_still else self.process)
-
-    def _pass(self, also: Process | None) -> None:
         renewed: set[str] = set()
         for process in self.pair:
             keeper = self._server(process)._keeper
-            if process is self.process and also is None:
+            if process is self.process and stands_still:
                 keeper._good_until = dict.fromkeys(keeper._good_until, 0)
                 continue
             keeper.beat()
@@ -296,7 +284,7 @@ class PairMachine(Machine):
             self.turn = turn
             self.restart(cleanly=False)
         for _ in range(3):
-            self._pass(self.process)
+            self.let_time_pass(stands_still=False)
         self.what_is_committed_is_there_and_nothing_else()
         rows = [row.record for row in self.tables.rows.values()]
         wanted = {object_key(row.key, row.attempt) for row in rows if row.state is State.COMMITTED}

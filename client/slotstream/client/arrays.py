@@ -46,7 +46,8 @@ class TorchArrays:
 
     def gather(self, parts: Sequence[Part]) -> Any:
         torch = require_torch()
-        if _has_numpy() and (first := _of_one_kind(parts)) is not None:
+        if _has_numpy() and _are_of_one_kind(parts):
+            first = parts[0][0]
             laid = torch.empty((_count(parts), *first.shape[1:]), dtype=first.dtype)
             _copy(_torch_bytes(laid), [(_torch_bytes(rows), wanted, places) for rows, wanted, places in parts])
             return laid
@@ -83,8 +84,8 @@ class NumpyArrays:
         return self._numpy.frombuffer(memory, dtype=stored).reshape(shape)
 
     def gather(self, parts: Sequence[Part]) -> Any:
-        if _of_one_kind(parts) is None:  # Of samples with several dtypes.
-            parts = [(self.float32(rows), wanted, places) for rows, wanted, places in parts]
+        if not _are_of_one_kind(parts):
+            parts = [(self.float32(rows[wanted]), range(len(wanted)), places) for rows, wanted, places in parts]
         first = parts[0][0]
         laid = self._numpy.empty((_count(parts), *first.shape[1:]), dtype=first.dtype)
         _copy(self._bytes(laid), [(self._bytes(rows), wanted, places) for rows, wanted, places in parts])
@@ -110,11 +111,10 @@ def _count(parts: Sequence[Part]) -> int:
     return sum(len(places) for _, _, places in parts)
 
 
-def _of_one_kind(parts: Sequence[Part]) -> Any:
-    """The rows of the first part, where all have its dtype and shape of a row; else None."""
+def _are_of_one_kind(parts: Sequence[Part]) -> bool:
+    """Whether all have one dtype and one shape of a row."""
     first = parts[0][0]
-    same = all(rows.dtype == first.dtype and rows.shape[1:] == first.shape[1:] for rows, _, _ in parts)
-    return first if same else None
+    return all(rows.dtype == first.dtype and rows.shape[1:] == first.shape[1:] for rows, _, _ in parts)
 
 
 def _copy(target: Any, parts: Sequence[Part]) -> None:

@@ -136,7 +136,7 @@ def place_of(mark: int) -> int:
 
 
 def first_mark(place: int) -> int:
-    """Marks of earlier places are less, those of this place and of later ones are not."""
+    """Marks of places before this one are less; all others are not."""
     return place << _TAG_BITS + _ROW_BITS
 
 

@@ -23,7 +23,7 @@ from slotstream.wire.frames import decode_reply
 if TYPE_CHECKING:
     from simulation.world import World
 
-ANSWER_S = 150.0  # Whoever is not answered by then waits for ever: disks are slow here, but none hangs.
+ANSWER_S = 150.0  # A client that is not answered by then waits without end: disks are slow here, but none hangs.
 _VALUES = ("a", "b", "c")
 # What a client does next, and how often of a hundred or so.
 _KINDS = {

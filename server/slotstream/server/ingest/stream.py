@@ -39,7 +39,6 @@ class Stream:
         self._context = context
         self._loop = asyncio.get_running_loop()
         self._heard_at = self._loop.time()
-        self._is_welcomed = False
         self._room = asyncio.Event()  # Set whenever something was let go of, or sent.
         self._ending = asyncio.Event()
         self._replies = Replies(context.write, self._room.set)
@@ -83,7 +82,7 @@ class Stream:
 
     def say_draining(self) -> None:
         """The server will open no more samples. A peer that is still to be welcomed hears it after that."""
-        if self._is_welcomed:
+        if self._samples.engine is not None:  # As of its welcome.
             self._replies.add(pb.IngestReply(draining=pb.Draining()))
 
     def end(self) -> None:
@@ -145,7 +144,6 @@ class Stream:
         )
         self._replies.batches = hello.batches
         self._replies.add(pb.IngestReply(welcome=welcome))
-        self._is_welcomed = True
         if self._shared.draining:
             self.say_draining()
 
