@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from support.plan_rig import PlanRig
 from support.worker_rig import config
 
 from slotstream.connector.counters import REASONS, SCHEDULER_REASONS, SENDER_REASONS, WORKER_REASONS, capture_off, merge
@@ -140,3 +141,14 @@ def test_an_answer_has_a_handle_where_that_is_asked_for() -> None:
     _, refused = half.on_finished(request, [1])
     assert refused is not None
     assert refused.keys() == {"slotstream"}  # There will be no sample.
+
+
+def test_a_sample_is_opened_before_the_requests_that_are_refused_its_id() -> None:
+    """Else a reader that waits for the sample could hear that it failed."""
+    rig = PlanRig()
+    first, second, third = (rig.add(17, sample_id="s", tokens=[start, None]) for start in range(3))
+    plan = rig.step()
+    assert [opened.req_id for opened in plan.opens] == [first.request_id, second.request_id, third.request_id]
+    assert [(abort.req_id, abort.code) for abort in plan.aborts] == [
+        (request.request_id, "ALREADY_EXISTS") for request in (second, third)
+    ]
