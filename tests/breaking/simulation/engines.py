@@ -22,6 +22,8 @@ from slotstream.wire.errors import Interrupted, IoError, VerdictUnknown
 _T = TypeVar("_T")
 _VERDICT_S = 20.0  # How long a server tries to find out what became of a transaction.
 _LATE_S = 50.0  # A request that was given up arrives by then, or never.
+_SIGNED_S = 60.0  # How long what was signed is taken, as `blobs/s3/requests.py` signs it.
+_SIGNED = frozenset({"put", "part"})
 
 
 class Engine:
@@ -33,8 +35,32 @@ class Engine:
         self.loses = 0.0  # How likely the answer to a request is lost.
         self.slow = 1.0
         self.stalls_s = 0.0  # What a request that changes something takes at most: less than anybody waits for one.
+        self._freezes: tuple[int, str, float, SimThread] | None = None
+
+    def freeze_before(self, requests: int, whose: str, seconds: float, thread: SimThread) -> None:
+        """Once so many requests have come from now, who makes the next stands still for so long, and `thread` is woken.
+
+        `whose`: what the names of threads begin with whose requests count.
+        """
+        self._freezes = (requests, whose, seconds, thread)
+
+    def freeze_nobody(self) -> None:
+        self._freezes = None
+
+    def _maybe_freeze(self) -> None:
+        me = running().current
+        if self._freezes is None or not me.name.startswith(self._freezes[1]):
+            return
+        left, whose, seconds, thread = self._freezes
+        self._freezes = (left - 1, whose, seconds, thread)
+        if left == 0:
+            self._freezes = None
+            me.process.frozen_until = running().now + seconds
+            running().wake(thread)
+            running().pause()
 
     def take_time(self) -> None:
+        self._maybe_freeze()
         rng = running().rng
         running().pause(self.slow * (0.1 if rng.random() > 0.95 else 0.003) * rng.random())
 
@@ -180,16 +206,16 @@ class SimCatalogue(MemoryCatalogue):
             before = _Transaction(self._tables, run, late_s, is_lost and scheduler.rng.random() < 0.3)
             if is_lost:
                 scheduler.note("a COMMIT is not answered")
-                if scheduler.rng.random() < 0.5:  # And nothing else is, for some time.
-                    self._lose_it()
+                self._not_answered(before, is_commit)
                 continue
             _ended(before.thread)
             if before.is_committed:
                 return before
 
-    def _lose_it(self) -> None:
-        """The whole catalogue is away for this server until it gave up."""
-        running().pause(_VERDICT_S)
+    def _not_answered(self, before: _Transaction, is_commit: bool) -> None:
+        """Half of the time nothing else is, either, until this server gave up."""
+        if running().rng.random() < 0.5:
+            running().pause(_VERDICT_S)
 
     def _transact(self, run: Callable[[], _T], key: SampleKey | None) -> _T:
         before = self._standing(key)
@@ -243,7 +269,10 @@ class SimBlobs(MemoryBlobs):
 
     def _do(self, request: Callable[[], None], what: str) -> None:
         engine, rng = self._engine, running().rng
+        signed_at = running().now
         engine.take_time()
+        if what in _SIGNED and running().now - signed_at > _SIGNED_S:
+            raise IoError("the object store takes no URL that was signed so long ago")
         if engine.stalls_s:
             running().pause(engine.stalls_s * rng.random())
         if engine.is_away:

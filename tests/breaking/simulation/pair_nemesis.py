@@ -9,9 +9,11 @@ from simulation.nemesis import Nemesis
 from simulation.scheduler import running
 from simulation.threads import SimTime, ThreadPoolExecutor
 
+from slotstream.store.catalogue.attempts import REMOVED_AFTER_S
+
 if TYPE_CHECKING:
     from simulation.engines import Engine
-    from simulation.pair_world import PairWorld
+    from simulation.pair_world import PairServer, PairWorld
 
 _SILENT_S = 20.0
 _RIVALS = 5
@@ -53,10 +55,9 @@ class PairNemesis(Nemesis):
 
     def freeze(self) -> None:
         """A server stops, and goes on later, as if nothing had happened: perhaps after all have taken it for dead."""
-        server = self._pair.servers[self._which()]
-        seconds = self._rng.choice((1.0, 20.0, 140.0, 700.0)) * self._rng.random()
-        with self._pair.trouble(f"{server.process.name} stands still"):
-            server.process.frozen_until = running().now + seconds
+        seconds = self._rng.choice((1.0, 20.0, 140.0, 700.0, 700.0)) * self._rng.random()
+        with self._pair.trouble("one stands still"):
+            server = self._frozen(seconds)
             running().pause(min(_SILENT_S, seconds))
             if seconds > _SILENT_S:  # Its clients give it up.
                 server.is_up = False
@@ -65,6 +66,21 @@ class PairNemesis(Nemesis):
                 running().pause(seconds - _SILENT_S)
                 server.is_up = True
             running().pause(self._rng.random())
+
+    def _frozen(self, seconds: float) -> PairServer:
+        """One that stands still from now on: most often where it is about to ask an engine for something."""
+        scheduler = running()
+        if self._rng.random() < 0.7:
+            engine = self._rng.choice((self._pair.tables.engine, self._pair.bucket.engine))
+            requests, whose = self._rng.choice(((30, ""), (3, "commit")))
+            engine.freeze_before(self._rng.randrange(requests), whose, seconds, scheduler.current)
+            scheduler.block(10.0)
+            engine.freeze_nobody()
+        stopped = [server for server in self._pair.servers if server.process.frozen_until > scheduler.now]
+        server = stopped[0] if stopped else self._pair.servers[self._which()]
+        server.process.frozen_until = scheduler.now + seconds
+        scheduler.note(f"{server.process.name} stands still for {seconds:.0f} s")
+        return server
 
     # The engines.
 
@@ -105,6 +121,8 @@ class PairNemesis(Nemesis):
 
     def requests(self) -> None:
         with self._pair.trouble("requests not answered"):
+            if self._rng.random() < 0.3:
+                self._leave_objects()
             self._pair.bucket.engine.loses = self._rng.choice((0.1, 0.5, 0.9))
             if self._rng.random() < 0.5:
                 self._contest()
@@ -117,6 +135,13 @@ class PairNemesis(Nemesis):
             self._pair.bucket.engine.stalls_s = self._rng.choice((10.0, 25.0))
             running().pause(self._rng.random() * 40)
             self._pair.bucket.engine.stalls_s = 0.0
+
+    def _leave_objects(self) -> None:
+        """Those of deleted samples, which the leader is about to remove."""
+        client = Client(self._pair, _RIVALS)
+        for key in self._pair.keys:
+            client.delete(key)
+        running().pause(REMOVED_AFTER_S - 1.0)
 
     def _contest(self) -> None:
         """Several bring one id at once, which is free."""

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
+from simulation.engines import SimCatalogue
 from simulation.plants import _set
 from simulation.threads import Future, SimTime
 from support import memory_blobs, memory_catalogue, memory_tables
@@ -23,7 +24,7 @@ from slotstream.store.cluster.reading import object_key
 from slotstream.store.cluster.store import ObjectStore
 from slotstream.store.cluster.uploads import ObjectUpload
 from slotstream.store.records import SampleRecord
-from slotstream.wire.errors import InternalFault, IoError, VerdictUnknown
+from slotstream.wire.errors import InternalFault, IoError
 
 _Plant = Callable[[], None]
 PAIR_PLANTS: dict[str, _Plant] = {}
@@ -41,21 +42,18 @@ def _pair_plant(name: str) -> Callable[[_Plant], _Plant]:
 def _() -> None:
     """Where nobody answered a COMMIT, the row is looked for; it is not there yet, and the sample is told to have failed."""
 
-    def looks(self: ObjectPublisher, upload: ObjectUpload, sealed: SampleRecord, is_sent: bool) -> bool:
+    def look(self: SimCatalogue, before: Any, is_commit: bool) -> None:
+        if is_commit and not before.is_committed:
+            raise IoError("the catalogue did not take the sample")
+
+    def believes(self: ObjectPublisher, upload: ObjectUpload, sealed: SampleRecord, is_sent: bool) -> bool:
         if not is_sent:
             upload.finish(sealed)
-        try:
-            upload.is_stored = self._shared.commit(sealed).result() is None
-        except VerdictUnknown as error:
-            row = None
-            with suppress(IoError):
-                row = self._shared.get(sealed.key)
-            if row is None or row.attempt != sealed.attempt:
-                raise IoError(str(error)) from error
-            upload.is_stored = True
+        upload.is_stored = self._shared.commit(sealed).result() is None
         return upload.is_stored
 
-    _set(ObjectPublisher, "_is_committed", looks)
+    _set(SimCatalogue, "_not_answered", look)
+    _set(ObjectPublisher, "_is_committed", believes)
 
 
 @_pair_plant("a-failure-ends-nothing")
