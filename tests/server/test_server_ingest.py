@@ -297,6 +297,23 @@ def test_draining_lets_open_samples_finish_and_takes_no_new_ones(tmp_path: Path)
         drained.result(60)
 
 
+def test_a_peer_that_is_not_greeted_yet_hears_of_the_drain_after_its_welcome(tmp_path: Path) -> None:
+    """Said before, it would be the first reply, and no connector takes it for a welcome."""
+    with RunningServer(tmp_path, drain_s=120.0) as running, Peer(running.address) as peer:
+        peer.say(Sample().open(1), Sample().chunk(1, 1, 0, 20))  # Without it the drain would be over at once.
+        peer.hear_until("ack")
+        with Peer(running.address, greet=False) as slow:
+            wait_until(lambda: running.metric("ingest_streams") == 2)
+            drained = running.start_drain()
+            peer.hear_until("draining")
+            slow.say(hello())
+            assert [slow.hear().WhichOneof("kind") for _ in range(2)] == ["welcome", "draining"]
+            peer.say(Sample().chunk(1, 2, 20, 40), Sample().commit(1))
+            peer.committed()
+            assert slow.ending() == (grpc.StatusCode.UNAVAILABLE, "SERVER_DRAINING")
+        drained.result(60)
+
+
 def test_what_is_open_when_the_drain_ends_fails(tmp_path: Path) -> None:
     with RunningServer(tmp_path, drain_s=0.0) as running, Peer(running.address) as peer:
         peer.say(Sample().open(1), Sample().chunk(1, 1, 0, 20))
