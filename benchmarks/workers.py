@@ -4,7 +4,8 @@
 
 Every stream comes from a process of its own, over each transport; samples are stored in memory, so that the processes and not
 the disk decide. Both servers run in each round, one after the other, never at once. With `--connector-streams`, one sender of N
-streams, as a connector has them, is measured beside one of a single stream. benchmarks/README.md says more.
+streams, as a connector has them, is measured beside one of a single stream, and what N processes copy without slotstream.
+benchmarks/README.md says more.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from typing import Any
 
 from children import ChildFailed
 from contenders import Server
+from copies import Copies, measure_copies, report_copies
 from load import SOURCE_BYTES, Load, Senders
 from machine import file_system, machine, plain, progress
 from transport_contenders import Contender, Round
@@ -157,6 +159,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
         try:
             pairs, connectors = measure(options, Path(work)), measure_connectors(options, Path(work))
+            copies: list[Copies] = []
+            if options.connector_streams > 1:
+                copies = measure_copies(options.connector_streams, options.mib, options.rounds, Path(work))
         except ChildFailed as error:
             print(f"workers benchmark: {error}", file=sys.stderr)
             return 1
@@ -165,6 +170,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(report(pairs, "1 process", f"{options.workers} processes"))
     if connectors:
         print(report(connectors, "one stream", "one sender"))
+    if copies:
+        print(report_copies(copies))
     if not is_installed():
         print(f"without NIXL: {INSTALL}")
     if options.json is not None:
@@ -175,6 +182,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "options": plain(options),
             "pairs": [asdict(pair) | {"ratios": pair.ratios} for pair in pairs],
             "connectors": [asdict(pair) | {"ratios": pair.ratios} for pair in connectors],
+            "copies": [asdict(case) | {"name": case.name} for case in copies],
         }
         options.json.write_text(json.dumps(figures, indent=2) + "\n")
     return 0

@@ -130,6 +130,8 @@ def test_workers(tmp_path: Path) -> None:
     options = ["--workers", "2", "--streams", "1,2", "--connector-streams", "2", "--mib", "32", "--rounds", "1"]
     figures = _figures(tmp_path, "workers.py", *options)
     assert [(pair["transport"], pair["streams"]) for pair in figures["connectors"]] == [("grpc", 2), ("nixl", 2)]
+    assert {(case["copiers"], case["sources"]) for case in figures["copies"]} == {(1, 1), (2, 1), (2, 2), (1, 0), (2, 0)}
+    assert all(speed > 0 for case in figures["copies"] for speed in case["gb_per_s"])
     pairs = {(pair["transport"], pair["streams"]): pair for pair in figures["pairs"]}
     assert {("grpc", 1), ("grpc", 2)} <= pairs.keys()
     for pair in pairs.values():
