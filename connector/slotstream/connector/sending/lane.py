@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -36,6 +37,7 @@ class Lane:
         self.taken_columns: frozenset[str] = frozenset()  # By the server of this stream.
         self.samples: dict[int, SampleState] = {}
         self.sent: dict[int, Sent] = {}
+        self.names: Counter[tuple[str, str]] = Counter()  # Of these samples: namespace and sample id.
         self.owed_bytes = 0
         self.answered_at = 0.0
         self._numbers = itertools.count(1)  # None is ever used again, on any stream.
@@ -54,6 +56,7 @@ class Lane:
         sample.lane, sample.number, sample.owed_bytes = self.index, self.next_number(), owed_bytes
         sample.sends += 1
         self.samples[sample.number] = sample
+        self.names[sample.name] += 1
         self.owed_bytes += owed_bytes
 
     def owes(self, sample: SampleState, nbytes: int) -> None:
@@ -64,6 +67,9 @@ class Lane:
     def end(self, sample: SampleState) -> None:
         """A sample is on it no longer."""
         del self.samples[sample.number]
+        self.names[sample.name] -= 1
+        if not self.names[sample.name]:
+            del self.names[sample.name]
         self.owes(sample, 0)
         sample.lane = NO_LANE
 
@@ -108,8 +114,15 @@ class Lanes:
         waiting = [lane.answered_at for lane in self._lanes if lane.sent]
         return not waiting or max(waiting) > when
 
+    def for_sample(self, sample: SampleState) -> Lane:
+        """Where a sample goes now: behind one of its name, so that the server hears of both in this order; else to the one that
+        owes least. One is up.
+        """
+        same = (lane for lane in self.up if sample.name in lane.names)
+        return next(same, None) or self.least_owing()
+
     def least_owing(self) -> Lane:
-        """Where a sample goes now. One that is down owes nothing, and is never chosen. One is up."""
+        """One that is down owes nothing, and is never chosen. One is up."""
         return min(self.up, key=lambda lane: lane.owed_bytes)
 
 

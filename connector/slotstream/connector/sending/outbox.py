@@ -354,7 +354,7 @@ class Outbox:
 
     def _lane_for(self, sample: SampleState) -> Lane | None:
         """The lane that a sample goes to. One of a format that the server does not take fails before a row of it is sent."""
-        lane = self.lanes.least_owing()
+        lane = self.lanes.for_sample(sample)
         if not (unknown := sorted(set(sample.opened.columns) - lane.taken_columns)):
             return lane
         message = f"the server takes no column {unknown[0][:64]!r}: upgrade servers before connectors"

@@ -71,6 +71,11 @@ class SampleState:
     rows_unix_ns: int = 0  # When the last rows were computed and in host memory.
     bad_rows: BadRowCount | None = None  # Those found so far, if any.
 
+    @property
+    def name(self) -> tuple[str, str]:
+        """Its namespace and sample id: several samples may have one, of which one is stored."""
+        return self.opened.namespace, self.opened.sample_id
+
     def move(self, event: Event) -> Phase:
         """Go where the table says; the new phase. Raises NotAllowed."""
         move = MOVES.get((self.phase, event))
