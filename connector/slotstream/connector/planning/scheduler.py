@@ -377,18 +377,18 @@ class SchedulerHalf:
                     self._complete_prompt(capture)
                 except SlotStreamError as error:
                     self._refuse(req_id, error)
-        opens: list[SampleOpen] = []
+        opened = 0
         for req_id, capture, start, covered in self._rows.due(self._live, output):
             if not capture.opened:
                 capture.opened = True
                 capture.hit_tokens = start
-                opens.append(capture.sample_open())
+                # Before refused requests: else a reader that waits for the id could hear of a refusal, and not of the sample.
+                self._pending.opens.insert(opened, capture.sample_open())
+                opened += 1
             try:
                 self._rows.advance(capture, start, covered, output)
             except SlotStreamError as error:
                 self._refuse(req_id, error)
-        # Before those of refused requests: else a reader that waits for the id could hear of a refusal, and not of the sample.
-        self._pending.opens[:0] = opens
         known: Mapping[str, int] | None = None
         for capture in self._rows.to_read(self._live, output):
             known = _computed_tokens(output) if known is None else known
