@@ -22,6 +22,7 @@ from slotstream.wire.layout import (
     HEADER_ALIGN,
     HEADER_BYTES_MAX,
     SampleHeader,
+    committed_header,
     decode_header,
     encode_header,
     header_bytes_for,
@@ -53,7 +54,7 @@ def test_a_header_comes_back_as_it_was(header: SampleHeader) -> None:
     assert len(raw) == header.header_bytes
     assert len(raw) % HEADER_ALIGN == 0
     assert header_length(raw[:8]) == len(raw)
-    assert decode_header(raw) == header
+    assert decode_header(raw) == committed_header(raw) == header
 
 
 @pytest.mark.parametrize("dtype", sorted(_TORCH))
@@ -158,6 +159,7 @@ def test_the_sound_header_of_the_following_tests_is_sound() -> None:
 def test_a_body_that_is_not_ours_is_damage(body: bytes) -> None:
     with pytest.raises(Damaged):
         decode_header(_raw(body))
+    committed_header(_raw(body))  # It may take it, for it is asked of what was committed; but raises nothing.
 
 
 @pytest.mark.parametrize(
@@ -202,10 +204,12 @@ def test_fields_that_cannot_be_are_damage(changes: dict[str, Any]) -> None:
 
 def _accepted_means_readable(raw: bytes) -> None:
     """What `decode_header` accepts is a file that plain safetensors reads, as large as the header says."""
+    committed = committed_header(raw)  # Raises nothing.
     try:
         header = decode_header(raw)
     except (Damaged, UnsupportedFormat):
         return
+    assert committed == header
     if header.file_bytes < 1 << 20:
         assert safetensors.deserialize(raw + bytes(header.file_bytes - len(raw)))  # type: ignore[no-untyped-call]
 

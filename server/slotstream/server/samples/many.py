@@ -43,13 +43,13 @@ class _Filling:
         self._most = _FIRST_REPLIES
         self.ended: list[tuple[SampleRecord, bool]] = []
 
-    def has_room(self, reply: Reply) -> bool:
-        """A reply that is too large for any group has one of its own."""
-        return not self._replies or (len(self._replies) < self._most and self._nbytes + _size(reply) <= _GROUP_BYTES)
-
-    def add(self, reply: Reply) -> None:
+    def add(self, reply: Reply, then: str) -> Iterator[_Group]:
+        """One more; before it, what there is, where that has no room for it. One too large for any group has one of its own."""
+        nbytes = sum(map(len, reply))
+        if self._replies and (len(self._replies) >= self._most or self._nbytes + nbytes > _GROUP_BYTES):
+            yield from self.take(then)
         self._replies.append(reply)
-        self._nbytes += _size(reply)
+        self._nbytes += nbytes
 
     def take(self, then: str) -> Iterator[_Group]:
         """What there is, if there is something; it is empty after."""
@@ -59,10 +59,6 @@ class _Filling:
             self._most = min(2 * self._most, _GROUP_REPLIES)
             messages = [encode_replies(replies)] if self._batches else [b"".join(reply) for reply in replies]
             yield _Group(messages, then, ended)
-
-
-def _size(reply: Reply) -> int:
-    return sum(memoryview(piece).nbytes for piece in reply)
 
 
 class ManyReads:
@@ -112,28 +108,23 @@ def _groups(
     """The replies to all reads, made as they are asked for. One sample is open at a time, and closed with the generator."""
     group = _Filling(batches)
     for number, (key, read) in enumerate(zip(keys, reads, strict=True)):
-
-        def added(reply: Reply, namespace: str = key.namespace) -> Iterator[_Group]:
-            if not group.has_room(reply):
-                yield from group.take(namespace)
-            group.add(reply)
-
+        space = key.namespace
         try:
             reader, replies, header = opened(store, key, read)
         except SlotStreamError as error:
-            yield from added(_error_reply(number, error))
+            yield from group.add(_error_reply(number, error), space)
         else:
             with reader:
-                yield from added(header)
+                yield from group.add(header, space)
                 try:
                     for reply in replies:
-                        yield from added(reply)
+                        yield from group.add(reply, space)
                     group.ended.append((reader.record, counts_when_sent(read, reader)))
                 except SlotStreamError as error:
-                    yield from added(_error_reply(number, error))
+                    yield from group.add(_error_reply(number, error), space)
                     group.ended.append((reader.record, False))
         then = keys[number + 1].namespace if number + 1 < len(keys) else ""
-        if then != key.namespace:
+        if then != space:
             yield from group.take(then)
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import sys
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path
 
 from slotstream.store.disk.files import Files
@@ -23,6 +23,7 @@ from slotstream.wire.layout import (
     HEADER_BYTES_MAX,
     FileHeader,
     SampleHeader,
+    committed_header,
     decode_columns,
     decode_hashes,
     encode_columns,
@@ -174,7 +175,7 @@ class SampleFile:
     column_xxh3: Mapping[str, str]  # Every column but hidden states -> hash of its bytes.
     header_xxh3: str
 
-    @cached_property
+    @functools.cached_property
     def content(self) -> Content:
         header = self.header
         return Content(header.row_format, header.num_tokens, self.layer_ids, self.hash_rows, self.hashes, self.column_xxh3)
@@ -234,6 +235,8 @@ def read_sample_file(files: Files, fd: int, committed_xxh3: str = "") -> SampleF
     size, raw = _raw_header(files, fd)
     header_xxh3 = to_hex(xxh3(raw))
     is_committed = committed_xxh3 == header_xxh3
+    if is_committed and (file := _committed_file(raw, size, header_xxh3)) is not None:
+        return file
     try:
         parsed = parse_header(raw)
     except Damaged as error:
@@ -241,7 +244,7 @@ def read_sample_file(files: Files, fd: int, committed_xxh3: str = "") -> SampleF
     _check_size(parsed, size)
     try:
         key, layer_ids = _identity(parsed)
-        return _known_file(parsed, key, layer_ids, header_xxh3)
+        return _known_file(parsed.known(), key, layer_ids, header_xxh3)
     except Damaged as error:
         raise _later_format(error) if is_committed else error from None
     except UnsupportedFormat as error:
@@ -305,9 +308,25 @@ def _identity(parsed: FileHeader) -> tuple[SampleKey, tuple[int, ...]]:
     return key, layer_ids
 
 
-def _known_file(parsed: FileHeader, key: SampleKey, layer_ids: tuple[int, ...], header_xxh3: str) -> SampleFile:
-    """Raises Damaged and UnsupportedFormat."""
-    header = parsed.known()
+def _committed_file(raw: bytes, size: int, header_xxh3: str) -> SampleFile | None:
+    """Of a header that is the one that was committed. None where something is not as usual: then `parse_header` says what."""
+    header = committed_header(raw)
+    if header is None or header.file_bytes != size:
+        return None
+    try:
+        key = SampleKey(header.metadata["namespace"], header.metadata["sample_id"])
+        return _known_file(header, key, _layers(header.metadata["layer_ids"]), header_xxh3)
+    except (KeyError, ValueError, Damaged):
+        return None
+
+
+@functools.lru_cache(maxsize=256)  # Most samples of a store have the same.
+def _layers(text: str) -> tuple[int, ...]:
+    return tuple(json.loads(text))
+
+
+def _known_file(header: SampleHeader, key: SampleKey, layer_ids: tuple[int, ...], header_xxh3: str) -> SampleFile:
+    """Raises Damaged."""
     entries = header.metadata
     try:
         hash_rows, hashes, ids_xxh3 = int(entries["hash_rows"]), entries["hashes"], entries["token_ids_xxh3"]
