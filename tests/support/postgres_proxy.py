@@ -60,11 +60,12 @@ class Proxy:
         with contextlib.suppress(OSError):
             while data := client.recv(1 << 16):
                 cut = b"COMMIT" in data and self.cut_at_commit > 0
-                server.sendall(data)
                 if cut:
                     self.cut_at_commit -= 1
                     self.refuses = self.refuses or self.refuses_after_cut
-                    _end(client)  # The server's own end stays open for now: it goes on with its COMMIT.
+                    _end(client)  # Before an answer can come.
+                server.sendall(data)
+                if cut:  # The server's own end stays open for now: it goes on with its COMMIT.
                     self.commits_cut.release()
                     return
             _end(server)
