@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 import random
+import time
 from collections import deque
+from multiprocessing import Pipe
+from types import SimpleNamespace
+from typing import Any
 
+from support.waiting import WAIT_S
+
+from slotstream.connector.sending.process.main import _Desk
+from slotstream.connector.sending.process.messages import Want, hear, say
 from slotstream.connector.sending.staging_area import LeaseRing, StagingArea, control_bytes
-from slotstream.connector.sending.staging_pool import StagingShape
+from slotstream.connector.sending.staging_pool import StagingPool, StagingShape
+from slotstream.wire.errors import StagingFull
 
 
 def _area(num_slots: int) -> StagingArea:
@@ -75,3 +84,26 @@ def test_notes_and_words_lie_where_they_belong_and_share_nothing() -> None:
     assert (area.notes == -7).all()
     assert area.done == 9
     assert [bytes(area.slots[slot * 64 : slot * 64 + 8]) for slot in range(5)] == [bytes([slot, *[0] * 7]) for slot in range(5)]
+
+
+def test_what_is_lent_ahead_counts_for_a_worker_that_asks_for_nearly_all() -> None:
+    """Slots that are lent while it asks lack in the pool: the lender would wait for the worker, which waits for the lender."""
+    lender, leaser = _ends(_area(16))
+    shape = StagingShape(16, 2, 64, 8)
+    pool = StagingPool(memoryview(bytearray(shape.nbytes)), shape)
+
+    def lease(count: int, deadline: float) -> list[int] | None:
+        return pool.acquire(count, deadline=deadline, keep_waiting=lambda: True)
+
+    pump: Any = SimpleNamespace(lease=lease, why_full=lambda: StagingFull("no room"))
+    worker, desk = Pipe()
+    _Desk(pool, pump, lender, desk)
+    assert lender.stock == 4
+    say(worker, Want(14, time.monotonic() + 5.0))
+    assert worker.poll(WAIT_S)
+    assert hear(worker).refusal is None
+    assert len(leaser.ready(14)) == 14
+    say(worker, Want(3, time.monotonic() + 5.0))  # All of them are there.
+    assert worker.poll(WAIT_S)
+    assert hear(worker).refusal is None
+    worker.close()

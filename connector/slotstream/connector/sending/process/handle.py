@@ -107,7 +107,7 @@ class _Child:
 
     def lease(self, count: int) -> list[int] | None:
         """So many slots, if they are lent."""
-        more = max(0, count - len(self.stock))
+        more = self.wanted(count)
         ready = self.ring.ready(more)
         if len(ready) < more:
             return None
@@ -115,10 +115,9 @@ class _Child:
         self.stock.extend(ready)
         return [self.stock.pop() for _ in range(count)]
 
-    def missing(self, count: int) -> int:
-        """How many of so many are not lent."""
-        more = max(0, count - len(self.stock))
-        return more - len(self.ring.ready(more))
+    def wanted(self, count: int) -> int:
+        """How many the ring has to have for so many."""
+        return max(0, count - len(self.stock))
 
     def end(self, within_s: float) -> None:
         """Return once the process is gone, killed if need be."""
@@ -214,7 +213,7 @@ class SenderProcess:
             self._refusal = StagingFull("no room in staging: the process that sends rows does not answer")
             return False
         if not child.asked:
-            say(child.leases, Want(child.missing(count), deadline))
+            say(child.leases, Want(child.wanted(count), deadline))
             child.asked = True
         if not child.leases.poll(max(0.0, deadline - now) + _ANSWER_S):
             self._refusal = StagingFull("no room in staging: the process that sends rows is too slow")

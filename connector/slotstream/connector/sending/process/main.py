@@ -153,12 +153,14 @@ class _Desk:
                 want = hear(self._connection)
                 with self._lock:
                     self._asked = True
-                slots = self._pump.lease(want.count, want.deadline)
+                    # Counted here: what was lent ahead meanwhile may be more than leaves room for what the worker lacked.
+                    missing = max(0, want.count - self._ring.stock)
+                slots = self._pump.lease(missing, want.deadline)
                 with self._lock:
-                    self._ahead = min(self._ahead + want.count, max(1, self._pool.num_slots // 2))
+                    self._ahead = min(self._ahead + missing, max(1, self._pool.num_slots // 2))
                     self._lend(slots or [])
                     self._asked = False
-                say(self._connection, Lent(None if slots else self._pump.why_full()))
+                say(self._connection, Lent(self._pump.why_full() if slots is None else None))
                 self._lend_ahead()
         except (EOFError, OSError):  # The worker is gone, which would have used them.
             return

@@ -77,7 +77,7 @@ class Update:
 
 @dataclass(frozen=True, slots=True)
 class Want:
-    """`count` slots more are wanted by `deadline` (monotonic, which all processes of a host share)."""
+    """`count` slots are wanted in the ring, those there included, by `deadline` (monotonic, which all processes share)."""
 
     count: int
     deadline: float
