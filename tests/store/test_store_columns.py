@@ -15,6 +15,7 @@ from store.store_kit import Sample, crash, read_all, tree
 from slotstream.store.catalogue.queries import ListQuery
 from slotstream.store.directory.looking import verify_directory
 from slotstream.store.records import State
+from slotstream.store.sample.file import sample_file_at
 from slotstream.store.samples import SampleStore
 from slotstream.store.upkeep.quarantine import QUARANTINE_NAME
 from slotstream.store.upkeep.retention import Policy, Rule
@@ -245,6 +246,22 @@ def test_rows_of_an_unknown_element_type_are_kept_and_listed(store: SampleStore,
         again.reader(NEW.key)
     assert NEW.path(again).read_bytes() == raw
     again.close()
+
+
+@pytest.mark.files_only
+@pytest.mark.parametrize("layers", [b"55555", b"[3,3]", b"{3:7}"])
+def test_layer_ids_that_this_version_cannot_read_are_no_fault_of_the_server(tmp_path: Path, layers: bytes) -> None:
+    """Of a header that is the committed one: nothing but UnsupportedFormat comes of it."""
+    store = SampleStore.open(tmp_path / "data")
+    sample = Sample("ours")
+    sample.put(store)
+    path = sample.path(store)
+    path.write_bytes(path.read_bytes().replace(b'"layer_ids":"[3,7]"', b'"layer_ids":"%b"' % layers, 1))
+    raw = path.read_bytes()
+    committed_xxh3 = to_hex(xxh3(raw[: header_length(raw)]))
+    with pytest.raises(UnsupportedFormat):
+        sample_file_at(store._files, path, committed_xxh3)
+    store.close()
 
 
 @pytest.mark.files_only

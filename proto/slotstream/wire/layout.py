@@ -189,11 +189,11 @@ def parse_header(raw: bytes) -> FileHeader:
 
 def committed_header(raw: bytes) -> SampleHeader | None:
     """The header of a file that has, by its hash, the header that was committed: what only damage changes is not looked at
-    again, which takes twice as long. None where `parse_header` has to say what it is.
+    again. None where `parse_header` has to say what it is.
     """
     try:
         parsed = json.loads(raw[_LENGTH.size : raw.rindex(b"}") + 1])
-        metadata = parsed.pop(_METADATA)
+        metadata = _strings(parsed.pop(_METADATA))
         num_tokens, num_layers, hidden_size = parsed[HIDDEN_STATES]["shape"]
         further = [name for name in parsed if name not in (HIDDEN_STATES, TOKEN_IDS)]
         row_format = RowFormat.of(parsed[HIDDEN_STATES]["dtype"], num_layers, hidden_size, further)

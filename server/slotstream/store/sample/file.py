@@ -243,7 +243,7 @@ def read_sample_file(files: Files, fd: int, committed_xxh3: str = "") -> SampleF
         raise _later_format(error) if is_committed else error from None
     _check_size(parsed, size)
     try:
-        key, layer_ids = _identity(parsed)
+        key, layer_ids = _identity(parsed.metadata, *parsed.hidden_states.shape[1:])
         return _known_file(parsed.known(), key, layer_ids, header_xxh3)
     except Damaged as error:
         raise _later_format(error) if is_committed else error from None
@@ -276,7 +276,7 @@ def unsupported_record_at(files: Files, path: Path) -> SampleRecord:
         files.close(fd)
     parsed = parse_header(raw)
     _check_size(parsed, size)
-    key, layer_ids = _identity(parsed)
+    key, layer_ids = _identity(parsed.metadata, *parsed.hidden_states.shape[1:])
     hidden = parsed.hidden_states
     return _record(key, layer_ids, hidden.dtype, hidden.shape, parsed.metadata, size, to_hex(xxh3(raw)))
 
@@ -292,15 +292,13 @@ def _raw_header(files: Files, fd: int) -> tuple[int, bytes]:
     return size, raw
 
 
-def _identity(parsed: FileHeader) -> tuple[SampleKey, tuple[int, ...]]:
+def _identity(entries: Mapping[str, str], num_layers: int, hidden_size: int) -> tuple[SampleKey, tuple[int, ...]]:
     """Of which sample the file is, and of which layers. Raises Damaged."""
-    entries = parsed.metadata
     try:
         key = SampleKey.checked(entries["namespace"], entries["sample_id"])
-        layer_ids = tuple(_layer(n) for n in json.loads(entries["layer_ids"]))
+        layer_ids = _layers(entries["layer_ids"])
     except (KeyError, ValueError, TypeError, RecursionError, BadNamespace, BadSampleId) as error:
         raise Damaged("the file's header lacks what slotstream writes into it") from error
-    _, num_layers, hidden_size = parsed.hidden_states.shape
     if len(layer_ids) != num_layers or len(set(layer_ids)) != len(layer_ids):
         raise Damaged("the file's header names another number of layers than its rows have")
     if hidden_size > _UINT32_MAX:
@@ -314,15 +312,10 @@ def _committed_file(raw: bytes, size: int, header_xxh3: str) -> SampleFile | Non
     if header is None or header.file_bytes != size:
         return None
     try:
-        key = SampleKey(header.metadata["namespace"], header.metadata["sample_id"])
-        return _known_file(header, key, _layers(header.metadata["layer_ids"]), header_xxh3)
-    except (KeyError, ValueError, Damaged):
+        key, layer_ids = _identity(header.metadata, header.row_format.num_layers, header.row_format.hidden_size)
+        return _known_file(header, key, layer_ids, header_xxh3)
+    except Damaged:
         return None
-
-
-@functools.lru_cache(maxsize=256)  # Most samples of a store have the same.
-def _layers(text: str) -> tuple[int, ...]:
-    return tuple(json.loads(text))
 
 
 def _known_file(header: SampleHeader, key: SampleKey, layer_ids: tuple[int, ...], header_xxh3: str) -> SampleFile:
@@ -344,6 +337,11 @@ def sample_file_at(files: Files, path: Path, committed_xxh3: str = "") -> Sample
         return read_sample_file(files, fd, committed_xxh3)
     finally:
         files.close(fd)
+
+
+@functools.lru_cache(maxsize=256)  # Most samples of a store have the same.
+def _layers(text: str) -> tuple[int, ...]:
+    return tuple(map(_layer, json.loads(text)))
 
 
 def _layer(value: object) -> int:
