@@ -6,6 +6,7 @@ With one GPU, vLLM's scheduler and its worker share a process and a thread, so o
 from __future__ import annotations
 
 import functools
+import gc
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -35,6 +36,8 @@ class Step:
     cpu: int = 0
     ours_wall: int = 0
     ours_cpu: int = 0
+    parts: dict[str, int] = field(default_factory=dict)
+    """Wall time in parts of vLLM's own, see `_PARTS`, and in the collector of garbage; one may be within another."""
 
 
 @dataclass(slots=True)
@@ -81,6 +84,11 @@ class Notes:
             self.steps[-1].ours_wall += wall
             self.steps[-1].ours_cpu += cpu
 
+    def part(self, name: str, wall: int) -> None:
+        if self.steps:
+            parts = self.steps[-1].parts
+            parts[name] = parts.get(name, 0) + wall
+
 
 NOTES = Notes()
 
@@ -109,7 +117,7 @@ def _watch_scheduler() -> None:
     from vllm.v1.core.sched.scheduler import Scheduler
 
     schedule = Scheduler.schedule
-    if getattr(schedule, "is_watched", False):
+    if getattr(schedule, "begins_steps", False):
         return
 
     @functools.wraps(schedule)
@@ -121,15 +129,64 @@ def _watch_scheduler() -> None:
         NOTES.scheduled(self, output)
         return output
 
-    watched.is_watched = True  # type: ignore[attr-defined]
+    watched.begins_steps = True  # type: ignore[attr-defined]
     setattr(Scheduler, "schedule", watched)  # noqa: B010  (mypy: a method is not assigned)
+
+
+def _watch_part(owner: Any, name: str) -> None:
+    """`owner`: a class, or the model itself, whose `forward` runs where no graph does."""
+    inner = getattr(owner, name)
+    if getattr(inner, "is_watched", False):
+        return
+
+    @functools.wraps(inner)
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        if not NOTES.on:
+            return inner(*args, **kwargs)
+        wall = perf_counter_ns()
+        try:
+            return inner(*args, **kwargs)
+        finally:
+            NOTES.part(name, perf_counter_ns() - wall)
+
+    watched.is_watched = True  # type: ignore[attr-defined]
+    setattr(owner, name, watched)
+
+
+def _watch_parts(runner: Any) -> None:
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    for owner, name in (
+        (Scheduler, "schedule"),
+        (Scheduler, "update_from_output"),
+        (type(runner), "execute_model"),
+        (type(runner), "sample_tokens"),
+        (runner.get_model(), "forward"),
+    ):
+        _watch_part(owner, name)
+    if _collecting not in gc.callbacks:
+        gc.callbacks.append(_collecting)
+
+
+_collecting_since = 0
+
+
+def _collecting(phase: str, _: dict[str, int]) -> None:
+    global _collecting_since
+    if phase == "start":
+        _collecting_since = perf_counter_ns()
+    elif NOTES.on:
+        NOTES.part("gc", perf_counter_ns() - _collecting_since)
 
 
 class Watch:
     """vLLM's worker has these methods beside its own."""
 
+    model_runner: Any
+
     def begin_watch(self) -> dict[str, Any]:
         """Take notes from now on."""
+        _watch_parts(self.model_runner)
         _watch_scheduler()
         NOTES.clear()
         self._allocations = _allocations()
@@ -166,6 +223,9 @@ def _of_steps(steps: Sequence[Step]) -> dict[str, Any]:
         "requests": _mean([s.requests for s in steps]),
         "wall_us": _spread([s.wall for s in steps if s.wall]),
         "cpu_us": _spread([s.cpu for s in steps]),
+        "parts_us": {
+            name: _spread([s.parts.get(name, 0) for s in steps]) for name in sorted({n for s in steps for n in s.parts})
+        },
         **_ours(steps),
     }
 

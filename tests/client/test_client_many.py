@@ -131,6 +131,19 @@ def test_it_waits_for_what_is_arriving(client: Client, fill: IngestClient, names
     assert [outcome(answer) for answer in answers] == ["s00", "STILL_ARRIVING", "s02"]
 
 
+def test_it_waits_for_what_failed_with_its_server(client: Client, fill: IngestClient, namespace: str) -> None:
+    sample = SyntheticSample("again", namespace=namespace, num_tokens=3, dtype="F32")
+    fill.fail(sample, "SERVER_DRAINING")
+    for wait_s in (0.0, 0.1):
+        (answer,) = client.get_many(["again"], namespace=namespace, wait_s=wait_s)
+        assert (outcome(answer), getattr(answer.error, "reason", "")) == ("SAMPLE_FAILED", "SERVER_DRAINING")
+    later = threading.Timer(0.3, fill.store, (sample,))
+    later.start()
+    (answer,) = client.get_many(["again"], namespace=namespace, wait_s=60)
+    later.join()
+    assert_rows(answer, sample)
+
+
 def test_each_sample_counts_as_read(client: Client, fill: IngestClient, namespace: str) -> None:
     samples = small(namespace, 5)
     fill.store(*samples)

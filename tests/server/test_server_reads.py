@@ -140,6 +140,24 @@ def test_waiting_ends_with_the_failure_of_the_sample(running: RunningServer, pee
         assert _reason(failed.value) == "STAGING_FULL"
 
 
+def test_a_sample_that_failed_with_its_server_is_waited_for(tmp_path: Path) -> None:
+    """Its sender sends it again. Who waits is told of the failure only once the wait is over."""
+    sample = Sample()
+    with RunningServer(tmp_path, drain_s=0.0) as before, Peer(before.address) as peer:
+        peer.say(sample.open(1), sample.chunk(1, 1, 0, 20))
+        peer.hear_until("ack")
+        before.start_drain().result(60)
+        assert peer.failed().code == "SERVER_DRAINING"
+    with RunningServer(tmp_path) as running, Reader(running.address) as reader, Peer(running.address) as peer:
+        for wait_s in (0, 0.1):
+            with pytest.raises(grpc.RpcError) as failed:
+                list(reader.frames(sample_id="s", wait_s=wait_s))
+            assert _reason(failed.value) == "SERVER_DRAINING"
+        with _waiting(running, reader, "s") as waiting:
+            peer.put(sample, 1)
+            assert waiting.result()[1] == sample.data
+
+
 def test_a_sample_that_was_announced_outlives_the_grace_for_unknown_ones(tmp_path: Path) -> None:
     with (
         RunningServer(tmp_path, appear_grace_s=0.05) as running,

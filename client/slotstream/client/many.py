@@ -273,8 +273,8 @@ class ManyReads:
                 self._is_served = False
                 self._end_call()
                 _log.info("the server reads one sample a call: %s", error)
-            except (SampleNotFound, StillArriving):
-                if not self._wait_s:
+            except (SampleNotFound, StillArriving, SampleFailed) as error:
+                if not self._wait_s or (isinstance(error, SampleFailed) and not error.comes_again):
                     raise
                 return self._waited_for(number)
             except SlotStreamError as error:
@@ -286,7 +286,7 @@ class ManyReads:
                 self._wait(error)
 
     def _waited_for(self, number: int) -> RowReader:
-        """Of a sample that is still arriving, or not known yet."""
+        """Of a sample that is still arriving, comes again, or is not known yet."""
         try:
             return self._in_place(self._open_alone(number, None, self._wait_s), number, None)
         except DeadlineExceeded as error:

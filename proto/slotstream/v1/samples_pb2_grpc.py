@@ -106,7 +106,8 @@ class SamplesServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def Read(self, request, context):
-        """Rows of one sample. Waits while the sample is ARRIVING, and for an id not seen yet (its Open may still be under way).
+        """Rows of one sample. Waits while the sample is ARRIVING, for one that failed as SERVER_DRAINING (its sender sends it again),
+        and for an id not seen yet (its Open may still be under way).
         NOT_FOUND: the id did not appear. FAILED_PRECONDITION (SAMPLE_FAILED): it failed. DEADLINE_EXCEEDED: still ARRIVING
         when wait_s passed. INVALID_ARGUMENT (BAD_TOKEN_RANGE, BAD_LAYERS). DATA_LOSS (DAMAGED): the file fails its hashes.
         UNAVAILABLE (IO_ERROR): the disk did not give the file; ask again. UNIMPLEMENTED (UNSUPPORTED_FORMAT): the sample has columns

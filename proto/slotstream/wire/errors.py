@@ -299,13 +299,18 @@ class DeadlineExceeded(SlotStreamError):
 
 
 class SampleFailed(SlotStreamError):
-    """The sample failed for good. The exception's `reason` is the stable code that says why."""
+    """The sample failed. The exception's `reason` is the stable code that says why, and whether it may come again."""
 
     code, status = "SAMPLE_FAILED", "FAILED_PRECONDITION"
 
     def __init__(self, message: str, reason: str = "") -> None:
         super().__init__(message)
         self.reason = reason
+
+    @property
+    def comes_again(self) -> bool:
+        """Whether it is worth waiting for: its sender still has it, and sends it to another server, or here after a restart."""
+        return self.reason == ServerDraining.code
 
 
 def _all_subclasses(cls: type[SlotStreamError]) -> list[type[SlotStreamError]]:

@@ -31,6 +31,7 @@ from slotstream.v1 import samples_pb2 as pb
 from slotstream.wire.errors import (
     BadParams,
     DeadlineExceeded,
+    SampleFailed,
     SampleNotFound,
     SlotStreamError,
     StillArriving,
@@ -89,7 +90,7 @@ class SamplesService:
             self._waiters.check_open()
             try:
                 reader, replies, header = await self._open(key, request)
-            except (SampleNotFound, StillArriving):
+            except (SampleNotFound, StillArriving, SampleFailed):
                 reader, replies, header = await self._open_later(session, key, request)
             frames = map(b"".join, replies)
             step: Future[bytes | None] | None = None
@@ -170,6 +171,10 @@ class SamplesService:
                 except SampleNotFound:
                     limit_s = min(request.wait_s, self._config.appear_grace_s)
                     late = SampleNotFound(f"there is no sample {key}, and none appeared")
+                except SampleFailed as failed:
+                    if not failed.comes_again:
+                        raise
+                    limit_s, late = request.wait_s, failed
                 try:
                     with self._one_wait(session):
                         async with asyncio.timeout_at(begun + limit_s):
