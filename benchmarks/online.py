@@ -69,7 +69,7 @@ def make_tokenizer(model: Path) -> None:
 def take_turn(contender: Contender, client: LoadClient, load: Load, seed: int) -> Turn:
     """One load on one engine; what the client and the engine say of it."""
     cpu, everything = contender.cpu(), cpu_use()
-    contender.ask("begin_watch")
+    contender.ask("begin_watch_of_hooks" if load.is_of_hooks else "begin_watch")
     found = client.run(contender.port, load, seed)
     watch = contender.ask("end_watch")
     of_machine = {name: round(seconds - everything[name], 2) for name, seconds in cpu_use().items()}

@@ -28,6 +28,11 @@ class Load:
     at_once: int | None = None
     rate: float | None = None
 
+    @property
+    def is_of_hooks(self) -> bool:
+        """Whether our hooks are what is measured, and not what people wait for."""
+        return self.name.startswith("hooks-")
+
 
 class LoadClient:
     """Sends loads to one server after the other. Importing vLLM takes seconds, and this does so once."""

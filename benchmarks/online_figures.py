@@ -178,28 +178,33 @@ def _verdicts(rounds: Sequence[dict[str, Turn]], names: Sequence[str], metrics: 
 
 
 def thread_table(turns: Sequence[Turn]) -> str:
-    """The engine's thread by kind of step, and our hooks on it: medians over turns."""
-    lines = ["engine's thread, us a step (median of turns): wall and CPU of all, wall and CPU of ours, worst of ours"]
+    """The engine's thread by kind of step, and our hooks on it where they were clocked: medians over turns."""
+    lines = [
+        "engine's thread, us a step (median of turns): wall and CPU of all; of ours, clocked: wall, CPU, worst; parts: wall"
+    ]
     for load in loads_of(turns):
         for name in contenders_of(turns):
-            here = [turn["watch"]["steps"] for turn in turns if (turn["load"], turn["contender"]) == (load, name)]
+            here = [turn["watch"] for turn in turns if (turn["load"], turn["contender"]) == (load, name)]
+            clocked = any(watch["hooks"] for watch in here)
             for kind in ("decode", "mixed", "prompt"):
-                steps = [one[kind] for one in here if kind in one]
-                cells = [
-                    _middle(steps, what, cut)
-                    for what, cut in (
-                        ("wall_us", "mean"),
-                        ("cpu_us", "mean"),
-                        ("ours_wall_us", "mean"),
-                        ("ours_cpu_us", "mean"),
-                    )
-                ]
-                if steps:
-                    worst = max(one["ours_wall_us"]["max"] for one in steps)
-                    count = statistics.median(one["count"] for one in steps)
-                    figures = "".join(f"{cell:>10.1f}" for cell in [*cells, worst])
-                    lines.append(f"{load:10} {name:14} {kind:7}{count:>8.0f} steps{figures}")
+                steps = [watch["steps"][kind] for watch in here if kind in watch["steps"]]
+                if not steps:
+                    continue
+                cells = [_middle(steps, what, "mean") for what in ("wall_us", "cpu_us")]
+                if clocked:
+                    cells += [_middle(steps, what, "mean") for what in ("ours_wall_us", "ours_cpu_us")]
+                    cells.append(max(one["ours_wall_us"]["max"] for one in steps))
+                count = statistics.median(one["count"] for one in steps)
+                figures = "".join(f"{cell:>10.1f}" for cell in cells)
+                lines.append(f"{load:10} {name:14} {kind:7}{count:>8.0f} steps{figures:50}  {_parts(steps)}".rstrip())
     return "\n".join(lines) if len(lines) > 1 else ""
+
+
+def _parts(steps: Sequence[dict[str, Any]]) -> str:
+    """Of vLLM's own work; older files have none."""
+    parts = [one.get("parts_us", {}) for one in steps]
+    names = dict.fromkeys(name for one in parts for name in one)
+    return ", ".join(f"{name} {_median([one[name]['mean'] for one in parts if name in one]):.0f}" for name in names)
 
 
 def cpu_table(turns: Sequence[Turn]) -> str:

@@ -37,7 +37,7 @@ class Step:
     ours_wall: int = 0
     ours_cpu: int = 0
     parts: dict[str, int] = field(default_factory=dict)
-    """Wall time in parts of vLLM's own, see `_PARTS`, and in the collector of garbage; one may be within another."""
+    """Wall time in parts of vLLM's own, and in the collector of garbage; one may be within another."""
 
 
 @dataclass(slots=True)
@@ -45,6 +45,7 @@ class Notes:
     """Taken while `on`, by the engine's thread alone."""
 
     on: bool = False
+    clocks_hooks: bool = False
     inside: bool = False
     """In a hook of ours, which may call another."""
     steps: list[Step] = field(default_factory=list)
@@ -98,7 +99,7 @@ def timed(name: str, inner: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(inner)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if not NOTES.on or NOTES.inside:
+        if not NOTES.clocks_hooks or NOTES.inside:
             return inner(*args, **kwargs)
         NOTES.inside = True
         cpu = thread_time_ns()  # Slow where the system is asked for it, and so no part of the wall time.
@@ -185,7 +186,7 @@ class Watch:
     model_runner: Any
 
     def begin_watch(self) -> dict[str, Any]:
-        """Take notes from now on."""
+        """Take notes from now on, but clock no hook: what people wait for is measured, and clocks are slow on some hosts."""
         _watch_parts(self.model_runner)
         _watch_scheduler()
         NOTES.clear()
@@ -193,9 +194,15 @@ class Watch:
         NOTES.on = True
         return {}
 
+    def begin_watch_of_hooks(self) -> dict[str, Any]:
+        """Take notes from now on, with a clock around each of our hooks."""
+        self.begin_watch()
+        NOTES.clocks_hooks = True
+        return {}
+
     def end_watch(self) -> dict[str, Any]:
         """Notes since `begin_watch`: steps by kind, hooks (us), cache use, preemptions, allocations."""
-        NOTES.on = False
+        NOTES.on = NOTES.clocks_hooks = False
         steps = NOTES.steps[:-1]  # The last one has no end.
         before = self._allocations
         return {

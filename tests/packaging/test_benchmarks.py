@@ -244,13 +244,17 @@ def test_online(tmp_path: Path) -> None:
         watch = turn["watch"]
         assert watch["preemptions"] == 0
         assert 0 < watch["kv_used_max"] < 0.85
-        assert watch["steps"]["decode"]["wall_us"]["mean"] >= watch["steps"]["decode"]["ours_wall_us"]["mean"]
-        assert bool(watch["hooks"]) == (who == "grpc")
+        decode = watch["steps"]["decode"]
+        assert decode["wall_us"]["mean"] >= decode["ours_wall_us"]["mean"]
+        assert {"schedule", "execute_model", "sample_tokens", "update_from_output"} <= decode["parts_us"].keys()
+        clocked = who == "grpc" and load == "hooks-1024"  # Clocks cost more than some hooks: what people wait for goes without.
+        assert bool(watch["hooks"]) == (decode["ours_wall_us"]["mean"] > 0) == clocked
         assert any(name.startswith("engine/EngineCore/") for name in turn["cpu_s"]), turn["cpu_s"]
         if load == "hooks-1024":
             assert watch["prompts_of_1024"]["count"] > 0
-        if who == "grpc":
+        if clocked:
             assert {"build_connector_meta", "wait_for_save", "take"} <= watch["hooks"].keys()
+        if who == "grpc":
             assert sum(turn["samples"].values()) == {"closed-2": 4, "open-4": 4, "hooks-1024": 6}[load]
     asked = {(turn["load"], turn["requests"], turn["output_tokens"]) for turn in figures["turns"]}
     assert len(asked) == 3, "equal seeds, equal requests"
