@@ -2,6 +2,7 @@
 
     python benchmarks/online.py [--contenders nixl,grpc,again] [--seconds N] [--json FILE]
     python benchmarks/online.py --merge A.json B.json [--json FILE]
+    python benchmarks/online.py --kernels [--contenders nixl,none2] [--json FILE]
 
 Engines without capture ("none") and with it share the GPU, two at a time, and take turns under the same load: the same
 prompts, lengths and arrivals, forwards and backwards (ABBA). A round counts only if every engine's KV cache had room: none
@@ -18,6 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from datetime import UTC, datetime
 from pathlib import Path
@@ -27,12 +29,13 @@ from gpu import make_model
 from machine import cpu_use, machine, plain, progress
 from online_client import Load, LoadClient
 from online_engine import AGAIN, BEFORE, NAMES, Contender, Setting, known, needs_before, start
-from online_figures import BASE, Turn, report
+from online_figures import BASE, Turn, kernels_table, report
 
 from slotstream.demo.processes import ProcessFailed
 
 _LOADS = "closed-8,closed-32,closed-64,open-10,open-16,open-22,hooks-64,hooks-1024"
 _NOT_NOTED = ("json", "logs", "merge", "merge_before", "before")  # Where files lay says nothing of a run.
+_MOMENTS_S, _LOOK_S = (1.0, 2.0, 4.0, 6.0), 0.3  # When kernels are looked at, and how long.
 _SMALL_CACHE_GIB, _SMALL_CACHE_LOAD = 4, "open-20"
 
 
@@ -86,6 +89,30 @@ def take_turn(contender: Contender, client: LoadClient, load: Load, seed: int) -
     }
 
 
+def look_at_kernels(contender: Contender, client: LoadClient, load: Load, moments: Sequence[float]) -> list[dict[str, Any]]:
+    """What the device did in the third of a second from each of these seconds of a load on."""
+    contender.ask("begin_watch")
+    contender.ask("begin_kernels")  # The first time takes long.
+    contender.ask("end_kernels")
+    found: list[dict[str, Any]] = []
+    began = time.monotonic()
+
+    def look() -> None:
+        for at in moments:
+            time.sleep(max(0.0, began + at - time.monotonic()))
+            contender.ask("begin_kernels")
+            time.sleep(_LOOK_S)
+            found.append({"contender": contender.name, "at_s": at, **contender.ask("end_kernels")})
+
+    with ThreadPoolExecutor(1) as pool:
+        looking = pool.submit(look)
+        client.run(contender.port, load, seed=3)
+        looking.result()
+    contender.ask("end_watch")
+    contender.forget_samples()
+    return found
+
+
 class Run:
     """Engines that take turns until the time or the rounds are over; the figures are in a file after each load."""
 
@@ -123,6 +150,13 @@ class Run:
         for contender in contenders.values():
             client.run(contender.port, warm, seed=1)
             contender.forget_samples()
+        if self._options.kernels:
+            load = Load("kernels", 8, 64, self._options.output_tokens, spread=0.0, at_once=8)
+            for contender in contenders.values():
+                self._figures.setdefault("kernels", []).extend(look_at_kernels(contender, client, load, _MOMENTS_S))
+                self._write()
+                progress(f"[{self._since():.0f} s] kernels of {contender.name}\n")
+            return
         for number in range(self._options.rounds):
             order = list(contenders)
             if AGAIN in self._options.contenders and number % 4 in (0, 3):  # Once forwards, once backwards.
@@ -194,7 +228,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--waves", type=int, default=4, metavar="N", help="closed loop: requests for each in flight (default: %(default)s)")
     add("--open-s", type=float, default=15.0, metavar="N", help="open loop: seconds of arrivals (default: %(default)s)")
     add("--prompt-tokens", type=int, default=512, metavar="N", help="mean, half to one and a half (default: %(default)s)")
-    add("--output-tokens", type=int, default=128, metavar="N", help="mean, likewise (default: %(default)s)")
+    add("--output-tokens", type=int, metavar="N", help="mean, likewise (default: 128)")
     add("--rounds", type=int, default=8, metavar="N", help="at most so many of each load (default: %(default)s)")
     add("--seconds", type=float, metavar="N", help="end by then: loads that would take longer are left out (default: no end)")
     add("--kv-cache-gib", type=float, default=14, metavar="N", help="KV cache of each engine (default: %(default)s)")
@@ -202,6 +236,12 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--small-cache",
         action="store_true",
         help=f"{_SMALL_CACHE_GIB} GiB of KV cache and {_SMALL_CACHE_LOAD} alone; requests wait, and each round counts",
+    )
+    add(
+        "--kernels",
+        action="store_true",
+        help="instead of loads: what the device does in decode steps of 8, by kernel, 1, 2, 4 and 6 s after they began "
+        "(1,000 output tokens unless told)",
     )
     add("--step-tokens", type=int, default=8192, metavar="N", help="tokens of a step (default: %(default)s)")
     add("--seed", type=int, default=0, metavar="N", help="the first round's (default: %(default)s)")
@@ -218,6 +258,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     add("--json", type=Path, metavar="FILE", help="also write every figure there, after each load")
     options = parser.parse_args(arguments)
+    options.output_tokens = options.output_tokens or (1000 if options.kernels else 128)
     if options.small_cache:
         options.loads, options.kv_cache_gib = _SMALL_CACHE_LOAD, _SMALL_CACHE_GIB
     try:
@@ -282,7 +323,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         status = measure(options, figures)
     write(options.json, figures)
     small = all(float(run["options"]["kv_cache_gib"]) <= _SMALL_CACHE_GIB for run in figures["runs"])
-    print(report(figures["turns"], keep_void=small))
+    print(kernels_table(figures["kernels"]) if "kernels" in figures else report(figures["turns"], keep_void=small))
     return status
 
 

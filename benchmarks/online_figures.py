@@ -200,6 +200,22 @@ def thread_table(turns: Sequence[Turn]) -> str:
     return "\n".join(lines) if len(lines) > 1 else ""
 
 
+def kernels_table(looks: Sequence[dict[str, Any]], rows: int = 40) -> str:
+    """Device time a decode step by kernel, us, and how often it ran: those that differ most between two engines first."""
+    heads = [f"{look['contender']} {look['at_s']:g} s" for look in looks]
+    lines = ["us of the device a step (times it ran)  " + "".join(f"{head:>20}" for head in heads)]
+    of_all = [("steps, of them with prompts", [f"{look['steps']} {look['of_prompts']}" for look in looks])]
+    of_all += [("step, wall p50", [f"{look['wall_us'].get('p50', math.nan):.0f}" for look in looks])]
+    of_all += [("all kernels", [f"{sum(us for _, us in look['kernels_us'].values()):.0f}" for look in looks])]
+    found: dict[str, list[tuple[float, float]]] = {}
+    for at, look in enumerate(looks):
+        for name, one in look["kernels_us"].items():
+            found.setdefault(name, [(0.0, 0.0)] * len(looks))[at] = (one[0], one[1])
+    apart = sorted(found.items(), key=lambda item: min(us for _, us in item[1]) - max(us for _, us in item[1]))
+    of_all += [(name, [f"{us:.1f} ({calls:g})" for calls, us in each]) for name, each in apart[:rows]]
+    return "\n".join([*lines, *(f"{name[:38]:40}" + "".join(f"{cell:>20}" for cell in cells) for name, cells in of_all)])
+
+
 def _parts(steps: Sequence[dict[str, Any]]) -> str:
     """Of vLLM's own work; older files have none."""
     parts = [one.get("parts_us", {}) for one in steps]

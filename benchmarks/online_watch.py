@@ -184,6 +184,8 @@ class Watch:
     """vLLM's worker has these methods beside its own."""
 
     model_runner: Any
+    _profile: torch.profiler.profile
+    _first_step: int
 
     def begin_watch(self) -> dict[str, Any]:
         """Take notes from now on, but clock no hook: what people wait for is measured, and clocks are slow on some hosts."""
@@ -199,6 +201,30 @@ class Watch:
         self.begin_watch()
         NOTES.clocks_hooks = True
         return {}
+
+    def begin_kernels(self) -> dict[str, Any]:
+        """Note what the device does from now on, within a watch. It slows the engine."""
+        kinds = torch.profiler.ProfilerActivity
+        self._profile = torch.profiler.profile(activities=[kinds.CUDA if torch.cuda.is_available() else kinds.CPU])
+        self._first_step = len(NOTES.steps)
+        self._profile.start()
+        return {}
+
+    def end_kernels(self) -> dict[str, Any]:
+        """Since `begin_kernels`, us a step: by kernel (operator, on a CPU) and in all; and how often each ran a step."""
+        self._profile.stop()
+        steps = NOTES.steps[self._first_step :]
+        found: dict[str, tuple[int, float]] = {}
+        for event in self._profile.events() or ():  # type: ignore[no-untyped-call]
+            count, took = found.get(event.name, (0, 0.0))
+            found[event.name] = count + 1, took + event.time_range.elapsed_us()
+        count = max(1, len(steps))
+        return {
+            "steps": len(steps),
+            "of_prompts": sum(step.kind != "decode" for step in steps),
+            "wall_us": _spread([step.wall for step in steps if step.wall]),
+            "kernels_us": {name: (round(calls / count, 2), round(took / count, 2)) for name, (calls, took) in found.items()},
+        }
 
     def end_watch(self) -> dict[str, Any]:
         """Notes since `begin_watch`: steps by kind, hooks (us), cache use, preemptions, allocations."""

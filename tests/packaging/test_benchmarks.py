@@ -258,3 +258,19 @@ def test_online(tmp_path: Path) -> None:
             assert sum(turn["samples"].values()) == {"closed-2": 4, "open-4": 4, "hooks-1024": 6}[load]
     asked = {(turn["load"], turn["requests"], turn["output_tokens"]) for turn in figures["turns"]}
     assert len(asked) == 3, "equal seeds, equal requests"
+
+
+@pytest.mark.vllm
+@pytest.mark.extended
+def test_online_kernels(tmp_path: Path) -> None:
+    small = ["--shape", "tiny", "--layers", "1,4", "--contenders", "grpc", "--kernels", "--output-tokens", "400"]
+    looks = _figures(tmp_path, "online.py", *small)["kernels"]
+    assert {(look["contender"], look["at_s"]) for look in looks} == {
+        (who, at) for who in ("none", "grpc") for at in (1, 2, 4, 6)
+    }
+    ours = [look["kernels_us"] for look in looks if look["contender"] == "grpc" and look["steps"]]
+    theirs = [look["kernels_us"] for look in looks if look["contender"] == "none" and look["steps"]]
+    assert all("aten::index_copy_" in one for one in ours), "rows are written in each step"
+    assert not any("aten::index_copy_" in one for one in theirs)
+    assert ours
+    assert theirs
