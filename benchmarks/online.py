@@ -240,8 +240,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add(
         "--kernels",
         action="store_true",
-        help="instead of loads: what the device does in decode steps of 8, by kernel, 1, 2, 4 and 6 s after they began "
-        "(1,000 output tokens unless told)",
+        help="instead of loads: what the device does in decode steps of 8, by kernel, "
+        f"{', '.join(map('{:g}'.format, _MOMENTS_S))} s after they began (1,000 output tokens unless told)",
     )
     add("--step-tokens", type=int, default=8192, metavar="N", help="tokens of a step (default: %(default)s)")
     add("--seed", type=int, default=0, metavar="N", help="the first round's (default: %(default)s)")

@@ -53,6 +53,7 @@ class Notes:
     kv_used_max: float = 0.0
     waiting_max: int = 0
     preemptions: int = 0
+    collecting_since: int = 0
     _began: tuple[int, int] = (0, 0)
 
     def clear(self) -> None:
@@ -169,15 +170,11 @@ def _watch_parts(runner: Any) -> None:
         gc.callbacks.append(_collecting)
 
 
-_collecting_since = 0
-
-
 def _collecting(phase: str, _: dict[str, int]) -> None:
-    global _collecting_since
     if phase == "start":
-        _collecting_since = perf_counter_ns()
+        NOTES.collecting_since = perf_counter_ns()
     elif NOTES.on:
-        NOTES.part("gc", perf_counter_ns() - _collecting_since)
+        NOTES.part("gc", perf_counter_ns() - NOTES.collecting_since)
 
 
 class Watch:

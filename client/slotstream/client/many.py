@@ -273,11 +273,11 @@ class ManyReads:
                 self._is_served = False
                 self._end_call()
                 _log.info("the server reads one sample a call: %s", error)
-            except (SampleNotFound, StillArriving, SampleFailed) as error:
-                if not self._wait_s or (isinstance(error, SampleFailed) and not error.comes_again):
-                    raise
-                return self._waited_for(number)
             except SlotStreamError as error:
+                if error.may_come:
+                    if not self._wait_s:
+                        raise
+                    return self._waited_for(number)
                 is_of_call = self._turn is not None and not self._turn.is_over
                 if is_of_call and not error.retryable and not isinstance(error, _ENDING):
                     # One read spoils the call: perhaps not this one.
@@ -286,7 +286,7 @@ class ManyReads:
                 self._wait(error)
 
     def _waited_for(self, number: int) -> RowReader:
-        """Of a sample that is still arriving, comes again, or is not known yet."""
+        """Of a sample that may be there soon."""
         try:
             return self._in_place(self._open_alone(number, None, self._wait_s), number, None)
         except DeadlineExceeded as error:

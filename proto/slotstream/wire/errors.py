@@ -73,6 +73,7 @@ class SlotStreamError(Exception):
     code: ClassVar[str] = "INTERNAL"
     retryable: ClassVar[bool] = False
     status: ClassVar[str] = "INTERNAL"
+    may_come: bool = False  # Whether a read that met this should wait, if its caller lets it: the sample may be there soon.
 
 
 class InternalFault(SlotStreamError):
@@ -257,6 +258,7 @@ class StillArriving(SlotStreamError):
     """The sample is still arriving: it cannot be deleted yet."""
 
     code, status, retryable = "STILL_ARRIVING", "FAILED_PRECONDITION", True
+    may_come = True
 
 
 class Leased(SlotStreamError):
@@ -290,6 +292,7 @@ class SampleNotFound(SlotStreamError):
     """There is no sample of this id, and none appeared while the call waited."""
 
     code, status = "NOT_FOUND", "NOT_FOUND"
+    may_come = True
 
 
 class DeadlineExceeded(SlotStreamError):
@@ -306,11 +309,8 @@ class SampleFailed(SlotStreamError):
     def __init__(self, message: str, reason: str = "") -> None:
         super().__init__(message)
         self.reason = reason
-
-    @property
-    def comes_again(self) -> bool:
-        """Whether it is worth waiting for: its sender still has it, and sends it to another server, or here after a restart."""
-        return self.reason == ServerDraining.code
+        # Its sender still has it then, and sends it to another server, or to this one after its restart.
+        self.may_come = reason == ServerDraining.code
 
 
 def _all_subclasses(cls: type[SlotStreamError]) -> list[type[SlotStreamError]]:

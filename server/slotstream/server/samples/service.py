@@ -90,7 +90,9 @@ class SamplesService:
             self._waiters.check_open()
             try:
                 reader, replies, header = await self._open(key, request)
-            except (SampleNotFound, StillArriving, SampleFailed):
+            except SlotStreamError as error:
+                if not error.may_come:
+                    raise
                 reader, replies, header = await self._open_later(session, key, request)
             frames = map(b"".join, replies)
             step: Future[bytes | None] | None = None
@@ -172,7 +174,7 @@ class SamplesService:
                     limit_s = min(request.wait_s, self._config.appear_grace_s)
                     late = SampleNotFound(f"there is no sample {key}, and none appeared")
                 except SampleFailed as failed:
-                    if not failed.comes_again:
+                    if not failed.may_come:
                         raise
                     limit_s, late = request.wait_s, failed
                 try:
