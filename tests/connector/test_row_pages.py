@@ -70,7 +70,8 @@ def test_a_row_is_stored_where_its_slot_has_a_page_and_nowhere_else(seed: int, h
         page = entries.get(slot // size, -1) if slot >= 0 else -1
         if page >= 0:
             wanted[page * size + slot % size] = torch.stack([layer[at] for layer in rows])
-            stamps[page * size + slot % size] = torch.tensor([slot, 7])
+            peaks = [int((layer[at].view(torch.int16) & 0x7FFF).max()) for layer in rows]
+            stamps[page * size + slot % size] = torch.tensor([slot, 7, *peaks])
     assert torch.equal(pages.pool, wanted)
     assert torch.equal(pages.stamps, stamps)
 
@@ -91,7 +92,7 @@ def test_pages_are_given_and_taken_and_what_was_forgotten_counts_no_more() -> No
     write_rows(pages, hidden_of(8), torch.arange(24, 32))
     give(pages, 2, {3: -1})
     assert (pages.table >= 0).nonzero().flatten().tolist() == [4]
-    assert pages.stamps[16:24].tolist() == [[slot, 1] for slot in range(24, 32)]
+    assert pages.stamps[16:24, :2].tolist() == [[slot, 1] for slot in range(24, 32)]
     give(pages, 3, {0: 1}, clear=True)
     assert (pages.table >= 0).nonzero().flatten().tolist() == [0]
     assert (pages.stamps < 0).all()

@@ -401,7 +401,7 @@ class _Engine:
         words = page_words(located, [part], [Segment(plan.req_id, 0, part.rows, 0)], self.device.shape.page_rows)
         at, kv_slots, steps = rows_in_pages(np.array(words), 1, self.device.shape.page_rows)
         index = torch.from_numpy(at)
-        notes = torch.nn.functional.pad(self.device.stamps[index], (0, 1)).numpy()
+        notes = self.device.stamps[index].numpy()
         assert not located.failed
         assert StampEvidence(kv_slots, steps, notes).problem(0, len(index)) is None, plan
         for row, values in enumerate(self.device.pool[index].flatten(1).tolist(), plan.first_row):

@@ -18,8 +18,8 @@ from slotstream.connector.sending.staging_pool import StagingPool, StagingShape
 from slotstream.wire.errors import StagingFull
 
 
-def _area(num_slots: int) -> StagingArea:
-    shape = StagingShape(num_slots, 2, 64, 8)
+def _area(num_slots: int, note_words: int = 0) -> StagingArea:
+    shape = StagingShape(num_slots, 2, 64, 8, note_words)
     return StagingArea(memoryview(bytearray(shape.nbytes)), memoryview(bytearray(control_bytes(shape))), shape)
 
 
@@ -72,8 +72,8 @@ def test_what_a_lender_that_died_had_lent_is_not_the_next_ones() -> None:
 
 
 def test_notes_and_words_lie_where_they_belong_and_share_nothing() -> None:
-    area = _area(3)
-    assert area.notes.shape == (5, 8, 3)
+    area = _area(3, note_words=6)
+    assert area.notes.shape == (5, 8, 6)
     area.notes[:] = -7
     for slot in range(5):
         area.words(slot)[:] = slot

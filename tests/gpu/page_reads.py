@@ -1,6 +1,6 @@
 """Reads of row pages on a GPU beside other work: every byte and note is there once the number is; and what a read costs.
 
-usage: python tests/gpu/page_reads.py [--reads N]      needs a GPU, PyTorch and Triton; says so and exits 0 where there is none.
+usage: python tests/gpu/page_reads.py [--reads N] [--each]      needs a GPU; says so and exits 0 where there is none.
 
 vLLM is not needed: PYTHONPATH=connector:client:server:proto will do.
 """
@@ -19,10 +19,11 @@ import numpy as np
 import torch
 
 from slotstream.connector.plan import PagePlace, RowPlan
+from slotstream.connector.reading.gather import bits_of
 from slotstream.connector.reading.row_pages import RowPages
 from slotstream.connector.reading.staging_memory import StagingMemory
 from slotstream.connector.row_pool import RowPoolShape
-from slotstream.connector.sending.row_check import RowEvidence, Segment
+from slotstream.connector.sending.row_check import RowEvidence, Segment, note_words
 from slotstream.connector.sending.staging_pool import StagingShape
 from slotstream.connector.vllm_config import RowKind
 
@@ -40,8 +41,10 @@ class Rig:
         self.pages.cut(RowPoolShape(PAGES, PAGE_ROWS), rows)
         self.pool, self.stamps = self.pages.pool, self.pages.stamps
         self.pool.copy_(torch.randn(rows, 2, row // 2, device=device))
-        self.stamps.copy_(torch.stack((torch.arange(rows), torch.full((rows,), 5)), 1))
-        self.shape = StagingShape(SLOTS, 0, SLOT_BYTES, row_bytes)
+        bits, mask = bits_of(dtype)
+        peaks = (self.pool.view(bits) & mask).amax(2).cpu().to(torch.int64)
+        self.stamps.copy_(torch.cat((torch.stack((torch.arange(rows), torch.full((rows,), 5)), 1), peaks), 1))
+        self.shape = StagingShape(SLOTS, 0, SLOT_BYTES, row_bytes, note_words(2))
         self.memory = StagingMemory(self.shape, device, shared=True)
         self.pages.use_staging(self.memory)
         assert self.pages._reads is not None
@@ -161,6 +164,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--reads", type=int, default=200)
     parser.add_argument("--only", type=int, default=0, metavar="BYTES", help="rows of so many bytes, and no others")
+    parser.add_argument("--each", action="store_true", help="a call for each copy, as with a driver before CUDA 12.8")
     asked = parser.parse_args()
     if not torch.cuda.is_available():
         print("no GPU here: nothing was tried")
@@ -176,6 +180,8 @@ def main() -> int:
         if asked.only not in (0, row_bytes):
             continue
         rig = Rig(row_bytes, dtype)
+        if asked.each:
+            rig.reads._device._batch = None  # type: ignore[attr-defined]
         wrong, wrong_turns = check(rig, asked.reads), check_several(rig, asked.reads // 4)
         failed += wrong + wrong_turns
         print(f"rows of {row_bytes} bytes, {dtype}: {wrong} of {asked.reads} reads wrong", flush=True)

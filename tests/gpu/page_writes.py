@@ -98,7 +98,7 @@ def _in_a_graph() -> int:
     torch.cuda.synchronize()
     wanted = torch.stack([row[:16] for row in rows], 1)
     wrong = int((pages.pool[3 * BLOCK : 4 * BLOCK] != wanted).sum())
-    return wrong + int((pages.stamps[3 * BLOCK : 4 * BLOCK, 1] != 7).sum()) + int((pages.stamps >= 0).sum() != 32)
+    return wrong + int((pages.stamps[3 * BLOCK : 4 * BLOCK, 1] != 7).sum()) + int((pages.stamps >= 0).sum() != 16 * 6)
 
 
 def _cost(call: Callable[[], object]) -> float:

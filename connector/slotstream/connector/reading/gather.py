@@ -2,7 +2,8 @@
 
 This is how `extract_hidden_states` is read, and how everything is on a CPU. On an accelerator the gather runs on the model's
 stream (so it sees this step's rows and not the next step's), the copy to pinned memory on a side stream (so the model does not
-wait for it), and the read's number comes behind it there. On a CPU all happens at once.
+wait for it), and the read's number comes behind it there. The side stream gets copies only: a kernel of it would slow the model
+down for seconds (see `page_reads`). On a CPU all happens at once.
 """
 
 from __future__ import annotations
@@ -22,7 +23,13 @@ WORD_BYTES = 8
 # layers went from 0.947 to 0.961 of no capture.
 _COPY_BYTES = 2 << 20
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32}  # Of elements of so many bytes.
+_NO_WORDS: Words = np.zeros(0, np.int64)
 Select = Callable[[torch.Tensor], torch.Tensor]
+
+
+def bits_of(dtype: torch.dtype) -> tuple[torch.dtype, int]:
+    """The whole numbers that elements of this dtype are looked at as for their peaks, and the mask that takes the sign off."""
+    return _BITS[dtype.itemsize], (1 << dtype.itemsize * 8 - 1) - 1
 
 
 class RowGather:
@@ -33,7 +40,6 @@ class RowGather:
         self._memory = memory
         self._row_bytes = memory.shape.row_bytes
         self._side = None if device.type == "cpu" else torch.Stream(device=device)
-        self._number = torch.zeros(1, dtype=torch.int64, device=device)  # Of the last read that the side stream is to do.
         self._done = torch.from_numpy(memory.area.done_word)
         self._reads = 0
 
@@ -44,34 +50,33 @@ class RowGather:
         rows' peaks are once it is over.
 
         `select` gives rows [n, layers, hidden], contiguous, for an index tensor. `scratch`: a staging slot of n words or more,
-        needed on an accelerator. `stamps`, on a CPU only, gives int64 [n, 2], which stand in the notes of the rows then.
+        needed on an accelerator. `stamps`, on a CPU only, gives int64 [n, words of a note]: the notes of rows in pages.
         """
         self._reads += 1
         if self._side is None:
             at = torch.from_numpy(index)
             rows = select(at)
             self._copy(rows, segments)
-            peaks = _peaks(rows).numpy()
             if stamps is not None:
-                notes = np.column_stack((stamps(at).numpy(), peaks))
                 counts = np.array([segment.rows for segment in segments])
                 slots = np.repeat([segment.staging_slot for segment in segments], counts)
-                self._memory.area.notes[slots, numbers(counts)] = notes
+                self._memory.area.notes[slots, numbers(counts)] = stamps(at).numpy()
+            found = _peaks(rows).numpy() if stamps is None else _NO_WORDS
             self._is_over(self._reads)
-            return self._reads, peaks
+            return self._reads, found
         assert scratch is not None, "an accelerator copies its index from pinned memory"
         host_index = self._memory.tensor(scratch, index.nbytes).view(torch.int64)
         host_index.numpy()[:] = index
         rows = select(host_index.to(self._device, non_blocking=True))
+        peaks, number = _peaks(rows), torch.full((1,), self._reads, device=self._device)
 
         def copy() -> None:
             # The peaks go where the index lay: after it was read, for which the side stream waits.
-            host_index.copy_(_peaks(rows), non_blocking=True)
+            host_index.copy_(peaks, non_blocking=True)
             self._copy(rows, segments)
-            self._number.fill_(self._reads)
-            self._done.copy_(self._number, non_blocking=True)
+            self._done.copy_(number, non_blocking=True)
 
-        self._on_side(copy, rows)
+        self._on_side(copy, rows, peaks, number)
         return self._reads, InSlot(scratch, 0, len(index))
 
     def copy_slot_mapping(self, slot_mapping: torch.Tensor, scratch: int | None) -> Words | InSlot:
@@ -119,18 +124,19 @@ class RowGather:
         if nbytes:
             yield first, nbytes
 
-    def _on_side(self, copy: Callable[[], object], source: torch.Tensor) -> None:
+    def _on_side(self, copy: Callable[[], object], *sources: torch.Tensor) -> None:
         side = self._side
         assert side is not None, "a CPU has no side stream"
         side.wait_stream(torch.accelerator.current_stream())
         with side:
             copy()
-        source.record_stream(side)  # The allocator must not hand its memory out again before the side stream has read it.
+        for source in sources:
+            source.record_stream(side)  # The allocator must not hand its memory out again before the side stream has read it.
 
 
 def _peaks(rows: torch.Tensor) -> torch.Tensor:
     """The peak of each row, int64 [n]: see `row_check`."""
-    bits, mask = _BITS[rows.element_size()], (1 << rows.element_size() * 8 - 1) - 1
+    bits, mask = bits_of(rows.dtype)
     flat = rows.flatten(1)
     if flat.device.type == "cpu":
         return (flat.view(bits) & mask).amax(1).to(torch.int64)

@@ -21,7 +21,7 @@ class Launches:
         self._kernel: Any = None
         self._compiled: dict[Hashable, tuple[Any, Any, Any]] = {}
 
-    def knows(self, key: Hashable) -> bool:
+    def knows(self, key: Hashable | None) -> bool:
         """Whether the kernel is compiled for such arguments: then tensors may be given as addresses, which costs less."""
         return key in self._compiled
 

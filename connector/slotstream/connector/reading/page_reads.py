@@ -1,17 +1,20 @@
-"""Row pages read on a GPU: one kernel a read, which writes rows and what is noted of them straight into staging.
+"""Row pages read on a GPU: by the copy engine, which moves rows and what is noted of them from the pages into staging.
 
-It runs on a stream of its own, in a few blocks, behind what the model's stream holds when the read begins. Its last block to
-end writes the read's number: all of the read is there before its number is. Pages that are given to another request meanwhile
-would be written over: then the model's stream waits for the last read of one of them, and for no later one (`wait_for`).
+The copies run on a stream of their own, behind what the model's stream holds when the read begins: first the rows, then their
+notes, then the read's number, which the host looks at. Pages that are given to another request meanwhile would be written over:
+then the model's stream waits for the last read of one of them, and for no later one (`wait_for`).
+
+No kernel runs beside the model. Once a kernel of another stream has run beside a CUDA graph, each kernel of the graph begins
+0.2 to 0.4 us later, for many seconds: 0.25 ms for a decode step of 530 kernels on an H100. Copies do nothing of the kind
+(tests/gpu/beside.py).
 """
 
 from __future__ import annotations
 
 import ctypes
-import functools
 from array import array
 from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -20,23 +23,31 @@ from slotstream.connector.reading.staging_memory import StagingMemory
 from slotstream.connector.sending.row_check import PAGE_WORDS, PART_WORDS, InSlot, NotedRows, Segment
 from slotstream.wire.errors import ConfigError
 
-# Two blocks write 35 to 47 GB/s to the host, and a decode beside them is as fast as without: 1.000 to 1.005 of its time on an
-# H100 (tests/gpu/read_kernel.py). Four take the whole link, and the model's own reads of memory wait: 1.06 to 1.12.
-_BLOCKS = 2
-_WARPS = 16
-_BLOCK = 16384  # Elements that a block moves at a time, at most.
+# A GPU does its copies to the host one after another, vLLM's sampled tokens too: none is to wait long behind one of ours.
+_COPY_BYTES = 2 << 20
+_FEW = 3  # So many copies, 6 us each, take the host no longer than one call for all, 20 us and 1 us each (H100's host).
+_ROOM = 256  # Copies of a read, to begin with.
 _EVENTS = 64  # Reads that the model's stream can wait for one by one: two steps' of the largest.
-_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32}  # Of elements of so many bytes.
 
 
-class Launcher(Protocol):
+class Copies:
+    """Copies from the device to the host, in any order: `count` addresses to and from, and how many bytes each."""
+
+    def __init__(self, room: int) -> None:
+        self.room = room
+        self.count = 0
+        numbers = ctypes.c_uint64 * room
+        self.to, self.source, self.nbytes = numbers(), numbers(), numbers()
+
+
+class Copier(Protocol):
     """What reads need of a device."""
 
-    def prepare(self, memory: Sequence[torch.Tensor], constants: Sequence[int]) -> None:
-        """Before the first launch: the memory that all launches work on, and the kernel's constants, in its order."""
+    def prepare(self, done_word: int) -> None:
+        """Before the first copy: the address where numbers go. Raises ConfigError."""
 
-    def launch(self, scratch: int, parts: int, number: int) -> None:
-        """Start the kernel with these, behind what the model's stream holds now."""
+    def copy(self, rows: Copies, notes: Copies, number: int) -> None:
+        """Start copying, behind what the model's stream holds now: the rows, behind them their notes, and then the number."""
 
     def hold_model(self, number: int) -> None:
         """What the model's stream gets from now on waits for the read of this number, and for those before it."""
@@ -46,42 +57,25 @@ class Launcher(Protocol):
 
 
 class PageReads:
-    """Reads of `pool` [rows, layers, hidden], with `stamps` int64 [rows, 2] beside it, into `memory`. Pages of `page_rows`."""
+    """Reads of `pool` [rows, layers, hidden], with `stamps` int64 [rows, n] beside it, into `memory`. Pages of `page_rows`."""
 
-    def __init__(
-        self, pool: torch.Tensor, stamps: torch.Tensor, memory: StagingMemory, page_rows: int, device: Launcher
-    ) -> None:
-        bits = _BITS[pool.element_size()]
+    def __init__(self, pool: torch.Tensor, stamps: torch.Tensor, memory: StagingMemory, page_rows: int, device: Copier) -> None:
+        area = memory.area
         self._memory = memory
         self._page_rows = page_rows
         self._device = device
         self._number = 0
         self._last = np.zeros(pool.shape[0] // page_rows + 1, np.int64)  # By page, the read that it was last part of.
-        area = memory.area
-        row = pool[0].numel()
-        # Held here: launches are told addresses, and nobody else has the count of the blocks that are done, which comes last.
-        self._used = (
-            pool.view(bits),
-            stamps,
-            memory.memory[: memory.memory.numel() // 8 * 8].view(torch.int64),
-            memory.memory.view(bits),
-            torch.from_numpy(area.notes),
-            torch.from_numpy(area.done_word),
-            torch.zeros(1, dtype=torch.int32, device=pool.device),
-        )
-        shape = memory.shape
-        mask = (1 << pool.element_size() * 8 - 1) - 1
-        block = min(_BLOCK, 1 << (row - 1).bit_length())
-        constants = (
-            page_rows,
-            shape.slot_bytes // 8,
-            shape.slot_bytes // pool.element_size(),
-            shape.rows_per_slot,
-            row,
-            mask,
-            block,
-        )
-        device.prepare(self._used, constants)
+        self._tensors = (pool, stamps)  # Held here: copies are told addresses.
+        rows_per_slot = memory.shape.rows_per_slot
+        note_bytes = stamps.shape[1] * stamps.element_size()
+        assert area.notes.shape[2] == stamps.shape[1], "a row's notes go where they have room"
+        # Of rows and of notes: where the first is on the device and in staging, and the bytes of one and of a slot's.
+        self._row_places = (pool.data_ptr(), memory.memory.data_ptr(), memory.shape.row_bytes, memory.shape.slot_bytes)
+        self._note_places = (stamps.data_ptr(), area.notes.ctypes.data, note_bytes, rows_per_slot * note_bytes)
+        self._copies = Copies(_ROOM), Copies(_ROOM)
+        self._rows_a_copy = max(1, _COPY_BYTES // memory.shape.row_bytes)
+        device.prepare(area.done_word.ctypes.data)
 
     def read(self, words: array[int], segments: Sequence[Segment], scratch: int) -> tuple[int, NotedRows]:
         """Read what `words` say, which are those of `NotedRows`: see `RowSource`."""
@@ -91,9 +85,46 @@ class PageReads:
         area.notes[[segment.staging_slot for segment in segments], : max([segment.rows for segment in segments]), 0] = -1
         self._number = number = self._number + 1
         first = parts * PART_WORDS
-        self._last[words[first : first + (size - first) // PAGE_WORDS]] = number
-        self._device.launch(scratch, parts, number)
+        pages = words[first : first + (size - first) // PAGE_WORDS]
+        self._last[pages] = number
+        if parts + len(pages) > self._copies[0].room:
+            self._copies = Copies(2 * (parts + len(pages))), Copies(2 * (parts + len(pages)))
+        self._list_copies(words, parts, pages)
+        self._device.copy(*self._copies, number)
         return number, NotedRows(InSlot(scratch, 0, size), parts, self._page_rows)
+
+    def _list_copies(self, words: array[int], parts: int, pages: array[int]) -> None:
+        """Have one copy for what lies together: pages next to each other, of one part.
+
+        In loops: most reads have few pages, and are through with them before numpy has begun.
+        """
+        rows, notes = self._copies
+        row_source, row_to, row_bytes, slot_bytes = self._row_places
+        note_source, note_to, note_bytes, slot_note_bytes = self._note_places
+        size, most, count = self._page_rows, self._rows_a_copy, 0
+        for part in range(0, parts * PART_WORDS, PART_WORDS):
+            slot, at, behind, left = words[part : part + PART_WORDS]
+            to, to_note = row_to + slot * slot_bytes, note_to + slot * slot_note_bytes
+            while left > 0:
+                page = pages[at]
+                place, run = page * size + behind, size - behind
+                at += 1
+                page += 1
+                while run < left and run + size <= most and pages[at] == page:
+                    run += size
+                    at += 1
+                    page += 1
+                if run > left:
+                    run = left
+                rows.to[count], rows.source[count], rows.nbytes[count] = to, row_source + place * row_bytes, run * row_bytes
+                notes.to[count], notes.source[count] = to_note, note_source + place * note_bytes
+                notes.nbytes[count] = run * note_bytes
+                count += 1
+                to += run * row_bytes
+                to_note += run * note_bytes
+                left -= run
+                behind = 0
+        rows.count = notes.count = count
 
     def wait_for(self, pages: Iterable[int]) -> None:
         """Before these pages are given to somebody, -1 for none: what still reads one of them is waited for, on the device."""
@@ -106,17 +137,16 @@ class PageReads:
             self._device.hold_model(int(last))
 
     def forget(self) -> None:
-        """After a sleep the count of blocks may be anything: without this no number would come any more."""
+        """Before the pool is written over as a whole: the model's stream waits for every read."""
         self._device.hold_model(self._number)
-        self._used[-1].zero_()
 
     def settle(self) -> None:
         """See `RowSource`."""
         self._device.settle()
 
 
-class CudaLauncher:
-    """A `Launcher` for a CUDA device."""
+class CudaCopier:
+    """A `Copier` for a CUDA device. CUDA's driver is asked itself: torch has no call for many copies."""
 
     def __init__(self, device: torch.device) -> None:
         self._side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -125,50 +155,75 @@ class CudaLauncher:
         self._number = 0
         self._device = device
         self._model = torch.cuda.current_stream(device)
-        self._run: Any = None
-        self._constants: Sequence[int] = ()
+        self._stream = ctypes.c_void_p(self._side.cuda_stream)
+        self._cuda = ctypes.CDLL("libcuda.so.1")
+        self._batch = getattr(self._cuda, "cuMemcpyBatchAsync", None)  # Since CUDA 12.8.
+        self._how = _CopyAttributes(order=_IN_STREAM_ORDER)
+        self._done = ctypes.c_uint64()
 
-    def prepare(self, memory: Sequence[torch.Tensor], constants: Sequence[int]) -> None:
-        """See `Launcher`."""
-        from slotstream.connector.reading.page_kernel import read
-
+    def prepare(self, done_word: int) -> None:
+        """See `Copier`."""
         with torch.cuda.device(self._device):
-            kernel = read.warmup(*memory, 0, 0, 0, *constants, grid=(_BLOCKS,), num_warps=_WARPS)
-            # What Triton's own launch calls in the end: that takes 33 us, and this 8 (H100's host).
-            run = kernel.run
-            addresses = [_device_address(tensor) for tensor in memory]
-        where = (_BLOCKS, 1, 1, self._side.cuda_stream, kernel.function, kernel.packed_metadata)
-        self._run = functools.partial(run, *where, None, None, None, *addresses)
-        self._constants = constants
+            # Pinned host memory may have another address on the device.
+            error = self._cuda.cuPointerGetAttribute(
+                ctypes.byref(self._done), _DEVICE_POINTER, ctypes.c_uint64(done_word)
+            ) or self._tell(0)
+            self._side.synchronize()
+        if error:
+            raise ConfigError(f"a GPU that cannot write into host memory cannot be read: CUDA error {error}")
 
-    def launch(self, scratch: int, parts: int, number: int) -> None:
-        """See `Launcher`."""
+    def copy(self, rows: Copies, notes: Copies, number: int) -> None:
+        """See `Copier`. Raises RuntimeError."""
         if torch._C._cuda_getCurrentRawStream(self._device.index) != self._model.cuda_stream:
             self._model = torch.cuda.current_stream(self._device)
         self._ready.record(self._model)
         self._ready.wait(self._side)
-        self._run(scratch, parts, number, *self._constants)
+        error = self._copy_all(rows) or self._copy_all(notes) or self._tell(number)
+        if error:
+            raise RuntimeError(f"rows could not be copied to the host: CUDA error {error}")
         self._reads[number % _EVENTS].record(self._side)
         self._number = number
 
     def hold_model(self, number: int) -> None:
-        """See `Launcher`."""
+        """See `Copier`."""
         # The event of an older read was recorded again: the oldest that is left comes behind that read.
         event = self._reads[max(number, self._number - _EVENTS + 1) % _EVENTS]
         event.wait(torch.cuda.current_stream(self._device))
 
     def settle(self) -> None:
-        """See `Launcher`."""
+        """See `Copier`."""
         self._side.synchronize()
 
+    def _copy_all(self, copies: Copies) -> int:
+        """Start them; CUDA's error, 0 for none."""
+        if self._batch is not None and copies.count > _FEW:
+            first, failed = ctypes.c_size_t(0), ctypes.c_size_t()
+            how = ctypes.byref(self._how), ctypes.byref(first), ctypes.c_size_t(1), ctypes.byref(failed)
+            count = ctypes.c_size_t(copies.count)
+            return int(self._batch(copies.to, copies.source, copies.nbytes, count, *how, self._stream))
+        for at in range(copies.count):
+            copy = ctypes.c_void_p(copies.to[at]), ctypes.c_uint64(copies.source[at]), ctypes.c_size_t(copies.nbytes[at])
+            if error := self._cuda.cuMemcpyDtoHAsync_v2(*copy, self._stream):
+                return int(error)
+        return 0
 
-def _device_address(memory: torch.Tensor) -> int:
-    """Where the device finds this memory: pinned host memory may have another address there. Raises ConfigError."""
-    found = ctypes.c_uint64()
-    attribute = 3  # CU_POINTER_ATTRIBUTE_DEVICE_POINTER
-    error = ctypes.CDLL("libcuda.so.1").cuPointerGetAttribute(
-        ctypes.byref(found), attribute, ctypes.c_uint64(memory.data_ptr())
+    def _tell(self, number: int) -> int:
+        """Write the number behind everything that the side stream holds; CUDA's error, 0 for none."""
+        return int(self._cuda.cuStreamWriteValue64_v2(self._stream, self._done, ctypes.c_uint64(number), 0))
+
+
+_DEVICE_POINTER = 3  # CU_POINTER_ATTRIBUTE_DEVICE_POINTER
+_IN_STREAM_ORDER = 1  # CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
+
+
+class _CopyAttributes(ctypes.Structure):
+    """CUmemcpyAttributes: in which order sources are read; hints of places, and flags."""
+
+    _fields_ = (
+        ("order", ctypes.c_int),
+        ("source_kind", ctypes.c_int),
+        ("source_id", ctypes.c_int),
+        ("to_kind", ctypes.c_int),
+        ("to_id", ctypes.c_int),
+        ("flags", ctypes.c_uint),
     )
-    if error:
-        raise ConfigError(f"a GPU that cannot write into host memory cannot be read: CUDA error {error}")
-    return found.value

@@ -2,8 +2,8 @@
 
 The pool is [pages * page rows, layers, hidden]; the table maps KV-cache slot // page rows to a page, or to -1. A row is stored
 only where its slot is not padding and its page is not -1, so what nobody captures is neither written nor paid for. Beside each
-row the device notes for which slot it wrote it, and in which step. All tensors stay where they are: a CUDA graph's replay does
-the same.
+row the device notes for which slot it wrote it, in which step, and the peak of each layer (see `row_check`). All tensors stay
+where they are: a CUDA graph's replay does the same.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ import numpy as np
 import torch
 
 from slotstream.connector.plan import PagePlace, RowPlan, StepPlan, TableUpdate
-from slotstream.connector.reading.gather import RowGather
+from slotstream.connector.reading.gather import RowGather, bits_of
 from slotstream.connector.reading.located import Located, Part, page_words
-from slotstream.connector.reading.page_reads import CudaLauncher, PageReads
+from slotstream.connector.reading.page_reads import CudaCopier, PageReads
 from slotstream.connector.reading.page_table import TableWriter
 from slotstream.connector.reading.staging_memory import StagingMemory
 from slotstream.connector.row_pool import RowPoolShape
-from slotstream.connector.sending.row_check import NotedRows, RowEvidence, Segment, rows_in_pages
+from slotstream.connector.sending.row_check import NotedRows, RowEvidence, Segment, note_words, rows_in_pages
 from slotstream.connector.vllm_config import RowKind
 from slotstream.wire.errors import ConfigError, InternalFault, SlotMismatch, SlotStreamError
 
@@ -46,8 +46,9 @@ class RowPages:
                 "set connector option row_pool_bytes lower"
             ) from error
         self._words = _words(self.pool)
-        # The slot, and the step in which its row was written. No step is negative, so what was never written is never right.
-        self.stamps = torch.full((rows, 2), -1, dtype=torch.int64, device=device)
+        self.bits, self.mask = bits_of(dtype)
+        # Of each row the slot, the step, and its peaks. No step is negative, so what was never written is never right.
+        self.stamps = torch.full((rows, note_words(layers)), -1, dtype=torch.int64, device=device)
         self.step = torch.zeros(1, dtype=torch.int64, device=device)
         self.table = torch.full((1,), -1, dtype=torch.int32, device=device)
         self.live = 0  # Entries of the table that are not -1.
@@ -74,8 +75,8 @@ class RowPages:
         # What the kernel that writes rows is told of us: this memory stays where it is.
         self.kernel_key = (self.pool.dtype, shape.page_rows, layers, hidden)
         self.kernel_arguments = (
-            *(self.table, self.table.shape[0], shape.pages, self.pool, self.stamps, self.step),
-            *(shape.page_rows, layers, hidden),
+            *(self.table, self.table.shape[0], shape.pages, self.pool.view(self.bits), self.stamps, self.step),
+            *(shape.page_rows, layers, hidden, self.mask),
         )
         self.kernel_addresses = tuple(x.data_ptr() if isinstance(x, torch.Tensor) else x for x in self.kernel_arguments)
         self.forget()
@@ -112,8 +113,7 @@ class RowPages:
     def use_staging(self, memory: StagingMemory) -> None:
         """See `RowSource`."""
         if self.device.type == "cuda":
-            launcher = CudaLauncher(self.device)
-            self._reads = PageReads(self.pool, self.stamps, memory, self.shape.page_rows, launcher)
+            self._reads = PageReads(self.pool, self.stamps, memory, self.shape.page_rows, CudaCopier(self.device))
         else:
             self._gather = RowGather(self.device, memory)
 

@@ -42,9 +42,12 @@ def _write_on_cpu(pages: RowPages, layers: Sequence[torch.Tensor], slots: torch.
     if rows.numel() == 0:
         return
     at = owned[rows] * page_rows + kv_slots[rows] % page_rows
+    notes = [kv_slots[rows], pages.step.expand(rows.numel())]
     for number, layer in enumerate(layers):
-        pages.pool[:, number].index_copy_(0, at, layer.index_select(0, rows))
-    pages.stamps.index_copy_(0, at, torch.stack((kv_slots[rows], pages.step.expand(rows.numel())), 1))
+        written = layer.index_select(0, rows)
+        pages.pool[:, number].index_copy_(0, at, written)
+        notes.append((written.view(pages.bits) & pages.mask).amax(1).to(torch.int64))
+    pages.stamps.index_copy_(0, at, torch.stack(notes, 1))
 
 
 def _write_on_gpu(pages: RowPages, layers: Sequence[torch.Tensor], slots: torch.Tensor, count: int) -> None:
@@ -52,55 +55,17 @@ def _write_on_gpu(pages: RowPages, layers: Sequence[torch.Tensor], slots: torch.
     addresses = tuple([layer.data_ptr() for layer in rows])
     at = slots.data_ptr()
     grid = (count, len(rows), 1)
-    if (at | functools.reduce(operator.or_, addresses)) & 15:
-        _launch(None, grid, rows, slots, *pages.kernel_arguments, _BLOCK)
-        return
-    key = (pages.kernel_key, slots.dtype)
+    aligned = not (at | functools.reduce(operator.or_, addresses)) & 15
+    key = (pages.kernel_key, slots.dtype) if aligned else None
     if _launch.knows(key):
         _launch(key, grid, addresses, at, *pages.kernel_addresses, _BLOCK)
     else:
-        _launch(key, grid, rows, slots, *pages.kernel_arguments, _BLOCK)
+        _launch(key, grid, tuple([row.view(pages.bits) for row in rows]), slots, *pages.kernel_arguments, _BLOCK)
 
 
 def make_kernel() -> Any:
-    """The Triton kernel: one program for each token and layer."""
-    import triton
-    import triton.language as tl
-
-    @triton.jit(do_not_specialize=["entries", "pages"])  # type: ignore[untyped-decorator]
-    def put(  # type: ignore[no-untyped-def]
-        rows,
-        slots,
-        table,
-        entries,
-        pages,
-        pool,
-        stamps,
-        step,
-        PAGE_ROWS: tl.constexpr,
-        LAYERS: tl.constexpr,
-        HIDDEN: tl.constexpr,
-        BLOCK: tl.constexpr,
-    ):
-        token = tl.program_id(0).to(tl.int64)
-        slot = tl.load(slots + token).to(tl.int64)
-        if slot >= 0:
-            entry = slot // PAGE_ROWS
-            if entry < entries:
-                page = tl.load(table + entry).to(tl.int64)
-                if (page >= 0) & (page < pages):
-                    at = page * PAGE_ROWS + slot % PAGE_ROWS
-                    if tl.program_id(1) == 0:
-                        tl.store(stamps + at * 2, slot)
-                        tl.store(stamps + at * 2 + 1, tl.load(step))
-                    for layer in tl.static_range(LAYERS):
-                        if tl.program_id(1) == layer:
-                            to = (at * LAYERS + layer) * HIDDEN
-                            for first in range(0, HIDDEN, BLOCK):
-                                column = first + tl.arange(0, BLOCK)
-                                inside = column < HIDDEN
-                                value = tl.load(rows[layer] + token * HIDDEN + column, mask=inside)
-                                tl.store(pool + to + column, value, mask=inside)
+    """The Triton kernel. Triton comes with torch for CUDA."""
+    from slotstream.connector.reading.row_kernel import put
 
     return put
 

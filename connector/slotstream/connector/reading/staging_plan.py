@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from slotstream.connector.sending.row_check import PAGE_WORDS, PART_WORDS
+from slotstream.connector.sending.row_check import PAGE_WORDS, PART_WORDS, note_words
 from slotstream.connector.sending.staging_pool import STEPS, StagingShape, default_staging_bytes
 from slotstream.connector.vllm_config import ConnectorConfig
 from slotstream.wire.errors import ConfigError
@@ -65,7 +65,8 @@ class StagingPlan:
             )
         # Rows come back from the spool through slots of their own: a part of staging, whatever else is full.
         reserved = min(_READ_BACK_SLOTS, num_slots // _SLOTS_MIN) if config.options.spool_dir is not None else 0
-        shape = StagingShape(num_slots - reserved, reserved, slot_bytes, row_bytes)
+        notes = note_words(len(config.row_kind.layer_ids)) if config.direct else 0
+        shape = StagingShape(num_slots - reserved, reserved, slot_bytes, row_bytes, notes)
         rows_per_batch = max(1, min(batch_bytes_max // row_bytes, slot_bytes // (WORD_BYTES * words)))
         return cls(shape, rows_per_slot, rows_per_batch, wanted_bytes)
 

@@ -21,6 +21,12 @@ PART_WORDS = 4
 """A part is rows in one staging slot: the slot, the first of the named pages, how far behind its begin, and how many rows."""
 PAGE_WORDS = 3
 """A page is named by its number, its entry in the page table, and the step in which it was given for that."""
+_STAMP_WORDS = 2
+
+
+def note_words(layers: int) -> int:
+    """What the device notes beside a row of so many layers, int64: the KV-cache slot, the step, and the peak of each layer."""
+    return _STAMP_WORDS + layers
 
 
 class Segment(NamedTuple):
@@ -93,12 +99,12 @@ def rows_in_pages(words: Words, parts: int, page_rows: int) -> tuple[Words, Word
 class StampEvidence:
     """The slot that the plan meant each row for, and the step from which on its page was meant for it.
 
-    `kv_slots` and `steps` are int64 [n]; `notes` int64 [n, 3] is what the device noted: slot, step and peak.
+    `kv_slots` and `steps` are int64 [n]; `notes` is what the device noted: see `note_words`.
     """
 
     def __init__(self, kv_slots: Words, steps: Words, notes: Words) -> None:
         self._right = (notes[:, 0] == kv_slots) & (notes[:, 1] >= steps)
-        self.peaks = notes[:, 2]
+        self.peaks = notes[:, _STAMP_WORDS:].max(1)
 
     def problem(self, start: int, stop: int) -> SlotStreamError | None:
         """See `Checkable`."""

@@ -17,8 +17,6 @@ from slotstream.connector.sending.staging_pool import StagingShape
 
 Words = npt.NDArray[np.int64]
 
-NOTE_WORDS = 3
-"""Beside each row: the KV-cache slot that it was written for, the step, and its largest magnitude (see `row_check`)."""
 _WORD_BYTES = 8
 _LINE_WORDS = 8  # Words of one cache line.
 _SLOT_BITS = 24
@@ -26,7 +24,7 @@ _SLOT_BITS = 24
 
 def control_bytes(shape: StagingShape) -> int:
     """How much memory an area needs beside its slots, in whole pages."""
-    words = 2 * _LINE_WORDS + _ring_words(shape) + shape.slots * shape.rows_per_slot * NOTE_WORDS
+    words = 2 * _LINE_WORDS + _ring_words(shape) + shape.slots * shape.rows_per_slot * shape.note_words
     return _whole_pages(words * _WORD_BYTES)
 
 
@@ -52,7 +50,7 @@ class HostMemory(Protocol):
 class StagingArea:
     """Slots of `shape` in `slots`, and `control_bytes` beside them in `control`.
 
-    `notes`: int64 [slots, rows of a slot, NOTE_WORDS]. The device writes a row's notes behind the row.
+    `notes`: int64 [slots, rows of a slot, note words]: see `row_check.note_words`. A row's notes come behind the row.
     """
 
     def __init__(self, slots: memoryview, control: memoryview, shape: StagingShape) -> None:
@@ -62,8 +60,8 @@ class StagingArea:
         words = np.frombuffer(control, np.int64)
         ring = 2 * _LINE_WORDS
         notes = ring + _ring_words(shape)
-        count = shape.slots * shape.rows_per_slot * NOTE_WORDS
-        self.notes = words[notes : notes + count].reshape(shape.slots, shape.rows_per_slot, NOTE_WORDS)
+        count = shape.slots * shape.rows_per_slot * shape.note_words
+        self.notes = words[notes : notes + count].reshape(shape.slots, shape.rows_per_slot, shape.note_words)
         self.done_word = words[:1]
         self._taken = self._control[_LINE_WORDS : _LINE_WORDS + 1]
         self._ring = self._control[ring:notes]

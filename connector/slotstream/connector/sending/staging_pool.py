@@ -34,12 +34,16 @@ def power_of_two(nbytes: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class StagingShape:
-    """`num_slots` slots that may be leased and `reserved` more, of `slot_bytes` each, for rows of `row_bytes`."""
+    """`num_slots` slots that may be leased and `reserved` more, of `slot_bytes` each, for rows of `row_bytes`.
+
+    `note_words`: beside each row, what the device notes of it (`row_check.note_words`); 0 where it notes nothing.
+    """
 
     num_slots: int
     reserved: int
     slot_bytes: int
     row_bytes: int
+    note_words: int = 0
 
     @property
     def slots(self) -> int:
