@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from gpu import make_model
-from machine import cpu_use, machine, plain, progress
+from machine import cpu_use, machine, plain, progress, quietest_core
 from online_client import Load, LoadClient
 from online_engine import AGAIN, BEFORE, NAMES, Contender, Setting, known, needs_before, start
 from online_figures import BASE, Turn, kernels_table, report
@@ -69,8 +69,13 @@ def make_tokenizer(model: Path) -> None:
     PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w0").save_pretrained(model)
 
 
-def take_turn(contender: Contender, client: LoadClient, load: Load, seed: int) -> Turn:
-    """One load on one engine; what the client and the engine say of it."""
+def take_turn(contender: Contender, client: LoadClient, load: Load, seed: int, *, pin: bool) -> Turn:
+    """One load on one engine; what the client and the engine say of it. `pin`: the engine's thread gets the quietest core."""
+    pinned: dict[str, Any] = {}
+    if pin:
+        core, pinned["loop_ms"] = quietest_core()
+        pinned["core"] = core
+        contender.pin(core)
     cpu, everything = contender.cpu(), cpu_use()
     contender.ask("begin_watch_of_hooks" if load.is_of_hooks else "begin_watch")
     found = client.run(contender.port, load, seed)
@@ -81,6 +86,7 @@ def take_turn(contender: Contender, client: LoadClient, load: Load, seed: int) -
     wanted = load.prompts if contender.captures else 0
     return {
         **found,
+        **pinned,
         "watch": watch,
         "cpu_s": {name: seconds for name, seconds in used.items() if seconds > 0},
         "machine_cpu_s": of_machine,
@@ -169,7 +175,7 @@ class Run:
                 began = time.monotonic()
                 seed = self._options.seed + 100 * number + at
                 for who in order:
-                    turn = take_turn(contenders[BASE if who == AGAIN else who], client, load, seed)
+                    turn = take_turn(contenders[BASE if who == AGAIN else who], client, load, seed, pin=self._options.pin)
                     told = {"run": 0, "group": group, "round": number, "seed": seed, "load": name, "contender": who}
                     self._turns.append({**told, **turn})
                 self._took[name] = max(self._took.get(name, 0.0), time.monotonic() - began)
@@ -242,6 +248,11 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         action="store_true",
         help="instead of loads: what the device does in decode steps of 8, by kernel, "
         f"{', '.join(map('{:g}'.format, _MOMENTS_S))} s after they began (1,000 output tokens unless told)",
+    )
+    add(
+        "--pin",
+        action="store_true",
+        help="before each turn, move the engine's thread to the core that is fastest then, for hosts that others use too",
     )
     add("--step-tokens", type=int, default=8192, metavar="N", help="tokens of a step (default: %(default)s)")
     add("--seed", type=int, default=0, metavar="N", help="the first round's (default: %(default)s)")

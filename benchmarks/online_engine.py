@@ -126,6 +126,13 @@ class Contender:
             found: dict[str, Any] = json.load(answer)["results"][0]
             return found
 
+    def pin(self, core: int) -> None:
+        """Have the engine's own thread run on this core alone. Others of its process run where they may."""
+        _, engine = self._processes[-1]
+        for pid in _family(engine.process.pid):
+            if _process_name(pid) == "EngineCore":
+                os.sched_setaffinity(pid, {core})  # Of the thread of that number, which is the main one.
+
     def cpu(self) -> dict[str, float]:
         """Seconds of processor so far, by part, process and thread."""
         total: dict[str, float] = {}
@@ -172,6 +179,17 @@ def _healthy(port: int) -> bool:
             return bool(answer.status == 200)
     except OSError:
         return False
+
+
+def _family(pid: int) -> list[int]:
+    """A process and all that it started."""
+    try:
+        children = [
+            int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()
+        ]
+    except (FileNotFoundError, ProcessLookupError):
+        return []  # It ended meanwhile.
+    return [pid, *(one for child in children for one in _family(child))]
 
 
 def _threads(pid: int) -> list[tuple[str, float]]:

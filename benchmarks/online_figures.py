@@ -207,6 +207,7 @@ def kernels_table(looks: Sequence[dict[str, Any]], rows: int = 40) -> str:
     of_all = [("steps, of them with prompts", [f"{look['steps']} {look['of_prompts']}" for look in looks])]
     of_all += [("step, wall p50", [f"{look['wall_us'].get('p50', math.nan):.0f}" for look in looks])]
     of_all += [("all kernels", [f"{sum(us for _, us in look['kernels_us'].values()):.0f}" for look in looks])]
+    of_all += [("short gaps between them", [f"{look['gaps_us']:.0f}" for look in looks])]
     found: dict[str, list[tuple[float, float]]] = {}
     for at, look in enumerate(looks):
         for name, one in look["kernels_us"].items():

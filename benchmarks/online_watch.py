@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +15,9 @@ from time import perf_counter_ns, thread_time_ns
 from typing import Any
 
 import torch
+from torch.autograd import DeviceType  # type: ignore[attr-defined]
 
+_SHORT_US = 10.0  # A gap between kernels that is shorter is within a CUDA graph: launches take longer.
 _ALLOCATIONS = {
     "num_device_alloc": "device_allocations",
     "num_device_free": "device_frees",
@@ -208,18 +211,28 @@ class Watch:
         return {}
 
     def end_kernels(self) -> dict[str, Any]:
-        """Since `begin_kernels`, us a step: by kernel (operator, on a CPU) and in all; and how often each ran a step."""
+        """Since `begin_kernels`, us a step: by kernel (operator, on a CPU), how often each ran, and short gaps between.
+
+        A gap is short where the device waits for nobody: what its own change from a kernel to the next takes, in a CUDA graph.
+        """
         self._profile.stop()
         steps = NOTES.steps[self._first_step :]
+        kind = DeviceType.CUDA if torch.cuda.is_available() else DeviceType.CPU
+        events = [event for event in self._profile.events() or () if event.device_type == kind]  # type: ignore[no-untyped-call]
         found: dict[str, tuple[int, float]] = {}
-        for event in self._profile.events() or ():  # type: ignore[no-untyped-call]
+        gaps, end = 0.0, math.inf
+        for event in sorted(events, key=lambda event: event.time_range.start):
             count, took = found.get(event.name, (0, 0.0))
             found[event.name] = count + 1, took + event.time_range.elapsed_us()
+            gap = event.time_range.start - end
+            gaps += gap if 0 < gap < _SHORT_US else 0.0
+            end = event.time_range.end if math.isinf(end) else max(end, event.time_range.end)
         count = max(1, len(steps))
         return {
             "steps": len(steps),
             "of_prompts": sum(step.kind != "decode" for step in steps),
             "wall_us": _spread([step.wall for step in steps if step.wall]),
+            "gaps_us": round(gaps / count, 2),
             "kernels_us": {name: (round(calls / count, 2), round(took / count, 2)) for name, (calls, took) in found.items()},
         }
 

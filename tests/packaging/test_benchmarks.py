@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -232,13 +233,15 @@ def test_online(tmp_path: Path) -> None:
         "--rounds",
         "1",
     ]
-    small += ["--waves", "2", "--open-s", "1", "--prompt-tokens", "64", "--output-tokens", "16"]
+    small += ["--waves", "2", "--open-s", "1", "--prompt-tokens", "64", "--output-tokens", "16", "--pin"]
     figures = _figures(tmp_path, "online.py", *small)
     turns = {(turn["load"], turn["contender"]): turn for turn in figures["turns"]}
     assert turns.keys() == {(load, who) for load in ("closed-2", "open-4", "hooks-1024") for who in ("none", "grpc", "again")}
     for (load, who), turn in turns.items():
         assert turn["failed"] == 0
         assert turn["not_stored"] == 0
+        assert turn["core"] in os.sched_getaffinity(0)
+        assert turn["loop_ms"] > 0
         assert turn["ttft_ms"]["p50"] > 0
         assert turn["itl_ms"]["mean"] > 0
         watch = turn["watch"]
@@ -272,5 +275,6 @@ def test_online_kernels(tmp_path: Path) -> None:
     theirs = [look["kernels_us"] for look in looks if look["contender"] == "none" and look["steps"]]
     assert all("aten::index_copy_" in one for one in ours), "rows are written in each step"
     assert not any("aten::index_copy_" in one for one in theirs)
+    assert all(look["gaps_us"] > 0 for look in looks if look["steps"])
     assert ours
     assert theirs

@@ -157,7 +157,7 @@ class CudaCopier:
         self._model = torch.cuda.current_stream(device)
         self._stream = ctypes.c_void_p(self._side.cuda_stream)
         self._cuda = ctypes.CDLL("libcuda.so.1")
-        self._batch = getattr(self._cuda, "cuMemcpyBatchAsync", None)  # Since CUDA 12.8.
+        self._batch = getattr(self._cuda, "cuMemcpyBatchAsync", None)  # CUDA 12.8's form; later drivers keep it.
         self._how = _CopyAttributes(order=_IN_STREAM_ORDER)
         self._done = ctypes.c_uint64()
 
