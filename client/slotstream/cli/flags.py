@@ -115,10 +115,11 @@ def _told(model: _Model, options: ConnectorOptions, arguments: argparse.Namespac
             max_num_batched_tokens=arguments.max_num_batched_tokens, max_num_seqs=arguments.max_num_seqs
         )
     )
-    connector: Any = SimpleNamespace(options=options, row_bytes=row_bytes, direct=True)
+    layer_ids = [model.layers + 1 if name == FINAL else name for name in names]
+    connector: Any = SimpleNamespace(options=options, row_bytes=row_bytes, layer_ids=layer_ids, direct=True)
     return {
         "layer_names": [str(name) for name in names],
-        "layer_ids": [model.layers + 1 if name == FINAL else name for name in names],
+        "layer_ids": layer_ids,
         "bytes_per_token": row_bytes,
         "row_pool_bytes": pool_rows(connector, vllm) * row_bytes,
         "staging_bytes": StagingPlan.of(connector, step_tokens_max(vllm)).shape.nbytes,

@@ -65,7 +65,7 @@ class StagingPlan:
             )
         # Rows come back from the spool through slots of their own: a part of staging, whatever else is full.
         reserved = min(_READ_BACK_SLOTS, num_slots // _SLOTS_MIN) if config.options.spool_dir is not None else 0
-        notes = note_words(len(config.row_kind.layer_ids)) if config.direct else 0
+        notes = note_words(len(config.layer_ids)) if config.direct else 0
         shape = StagingShape(num_slots - reserved, reserved, slot_bytes, row_bytes, notes)
         rows_per_batch = max(1, min(batch_bytes_max // row_bytes, slot_bytes // (WORD_BYTES * words)))
         return cls(shape, rows_per_slot, rows_per_batch, wanted_bytes)
