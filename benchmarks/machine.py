@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import platform
+import statistics
 import sys
 import time
 from importlib.metadata import version
@@ -55,7 +56,7 @@ def _loop_ms(core: int) -> float:
         began = time.perf_counter()
         sum(number * number for number in range(20_000))
         took.append(time.perf_counter() - began)
-    return sorted(took)[1] * 1e3
+    return statistics.median(took) * 1e3
 
 
 def machine() -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
@@ -195,17 +196,14 @@ def _family(pid: int) -> list[int]:
 def _threads(pid: int) -> list[tuple[str, float]]:
     """(process and thread, seconds of processor) of a process and all that it started. Threads that ended are left out."""
     found: list[tuple[str, float]] = []
-    try:
-        process = _process_name(pid)
-        for task in Path(f"/proc/{pid}/task").iterdir():
-            head, _, rest = (task / "stat").read_text().rpartition(")")
-            fields = rest.split()
-            thread = "main" if task.name == str(pid) else head.partition("(")[2]
-            found.append((f"{process}/{thread}", (int(fields[11]) + int(fields[12])) / _TICKS_PER_S))
-            for child in (task / "children").read_text().split():
-                found += _threads(int(child))
-    except (FileNotFoundError, ProcessLookupError):
-        pass  # It ended meanwhile.
+    for one in _family(pid):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # It ended meanwhile.
+            process = _process_name(one)
+            for task in Path(f"/proc/{one}/task").iterdir():
+                head, _, rest = (task / "stat").read_text().rpartition(")")
+                fields = rest.split()
+                thread = "main" if task.name == str(one) else head.partition("(")[2]
+                found.append((f"{process}/{thread}", (int(fields[11]) + int(fields[12])) / _TICKS_PER_S))
     return found
 
 

@@ -50,7 +50,7 @@ def own(tmp_path: Path) -> Any:
 
 
 def test_a_client_that_was_inherited_over_fork_connects_anew(own: ServerProcess) -> None:
-    with IngestClient(own.address) as ingest:  # Ended before: a fork amid a call of gRPC's may crash in gRPC, whatever we do.
+    with IngestClient(own.address) as ingest:  # Ended before: a child that is forked amid a gRPC call may crash in gRPC itself.
         ingest.store(SyntheticSample("s", num_tokens=3))
     with connect(own.address) as client:
 

@@ -76,7 +76,7 @@ def test_rows_are_copied_bit_for_bit(dtype: torch.dtype, hidden: int, layout: st
 @pytest.mark.parametrize("seed", range(20))
 def test_slots_next_to_each_other_get_their_own_rows(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     rng = random.Random(seed)
-    monkeypatch.setattr(gather, "_COPY_BYTES", rng.choice((5, 24, 40, 1 << 20)))  # Nothing says that pieces end with a row.
+    monkeypatch.setattr(gather, "COPY_BYTES", rng.choice((5, 24, 40, 1 << 20)))  # Nothing says that pieces end with a row.
     cache = _bits((16, 1, 4, 4), torch.bfloat16)
     row_bytes, rows_a_slot = 8, 3
     memory = StagingMemory(StagingShape(12, 0, row_bytes * rows_a_slot, row_bytes), torch.device("cpu"))

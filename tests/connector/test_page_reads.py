@@ -230,7 +230,7 @@ def test_rows_are_copied_in_their_order_and_together_where_they_lie_together(
     rng = random.Random(seed)
     parts, pages, words, segments = rng.choice((1, 2, 9)), array("q"), array("q"), []
     pages_max = rng.choice((1, 3, 100))
-    monkeypatch.setattr(page_reads, "_COPY_BYTES", pages_max * PAGE_ROWS * 8)
+    monkeypatch.setattr(page_reads, "COPY_BYTES", pages_max * PAGE_ROWS * 8)
     monkeypatch.setattr(page_reads, "_ROOM", 4)  # More copies than at first have room.
     for number in range(parts):
         offset, rows = rng.randrange(PAGE_ROWS), rng.randrange(1, 60)

@@ -19,14 +19,14 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from slotstream.connector.reading.staging_memory import StagingMemory
+from slotstream.connector.reading.staging_memory import COPY_BYTES, StagingMemory
 from slotstream.connector.sending.row_check import PAGE_WORDS, PART_WORDS, InSlot, NotedRows, Segment
 from slotstream.wire.errors import ConfigError
 
-# A GPU does its copies to the host one after another, vLLM's sampled tokens too: none is to wait long behind one of ours.
-_COPY_BYTES = 2 << 20
 _FEW = 3  # So many copies, 6 us each, take the host no longer than one call for all, 20 us and 1 us each (H100's host).
 _ROOM = 256  # Copies of a read, to begin with.
+_DEVICE_POINTER = 3  # CU_POINTER_ATTRIBUTE_DEVICE_POINTER
+_IN_STREAM_ORDER = 1  # CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
 _EVENTS = 64  # Reads that the model's stream can wait for one by one: two steps' of the largest.
 
 
@@ -74,7 +74,7 @@ class PageReads:
         self._row_places = (pool.data_ptr(), memory.memory.data_ptr(), memory.shape.row_bytes, memory.shape.slot_bytes)
         self._note_places = (stamps.data_ptr(), area.notes.ctypes.data, note_bytes, rows_per_slot * note_bytes)
         self._copies = Copies(_ROOM), Copies(_ROOM)
-        self._rows_a_copy = max(1, _COPY_BYTES // memory.shape.row_bytes)
+        self._rows_a_copy = max(1, COPY_BYTES // memory.shape.row_bytes)
         device.prepare(area.done_word.ctypes.data)
 
     def read(self, words: array[int], segments: Sequence[Segment], scratch: int) -> tuple[int, NotedRows]:
@@ -145,6 +145,19 @@ class PageReads:
         self._device.settle()
 
 
+class _CopyAttributes(ctypes.Structure):
+    """CUmemcpyAttributes: in which order sources are read; hints of places, and flags."""
+
+    _fields_ = (
+        ("order", ctypes.c_int),
+        ("source_kind", ctypes.c_int),
+        ("source_id", ctypes.c_int),
+        ("to_kind", ctypes.c_int),
+        ("to_id", ctypes.c_int),
+        ("flags", ctypes.c_uint),
+    )
+
+
 class CudaCopier:
     """A `Copier` for a CUDA device. CUDA's driver is asked itself: torch has no call for many copies."""
 
@@ -210,20 +223,3 @@ class CudaCopier:
     def _tell(self, number: int) -> int:
         """Write the number behind everything that the side stream holds; CUDA's error, 0 for none."""
         return int(self._cuda.cuStreamWriteValue64_v2(self._stream, self._done, ctypes.c_uint64(number), 0))
-
-
-_DEVICE_POINTER = 3  # CU_POINTER_ATTRIBUTE_DEVICE_POINTER
-_IN_STREAM_ORDER = 1  # CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
-
-
-class _CopyAttributes(ctypes.Structure):
-    """CUmemcpyAttributes: in which order sources are read; hints of places, and flags."""
-
-    _fields_ = (
-        ("order", ctypes.c_int),
-        ("source_kind", ctypes.c_int),
-        ("source_id", ctypes.c_int),
-        ("to_kind", ctypes.c_int),
-        ("to_id", ctypes.c_int),
-        ("flags", ctypes.c_uint),
-    )

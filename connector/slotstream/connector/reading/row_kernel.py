@@ -35,7 +35,7 @@ def put(  # type: ignore[no-untyped-def]
             page = tl.load(table + entry).to(tl.int64)
             if (page >= 0) & (page < pages):
                 at = page * PAGE_ROWS + slot % PAGE_ROWS
-                notes = stamps + at * (2 + LAYERS)
+                notes = stamps + at * (2 + LAYERS)  # See `row_check.note_words`.
                 if tl.program_id(1) == 0:
                     tl.store(notes, slot)
                     tl.store(notes + 1, tl.load(step))

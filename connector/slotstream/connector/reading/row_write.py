@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from slotstream.connector.reading.gather import peaks_of
 from slotstream.connector.reading.launches import Launches
 from slotstream.connector.reading.row_pages import RowPages
 
@@ -46,7 +47,7 @@ def _write_on_cpu(pages: RowPages, layers: Sequence[torch.Tensor], slots: torch.
     for number, layer in enumerate(layers):
         written = layer.index_select(0, rows)
         pages.pool[:, number].index_copy_(0, at, written)
-        notes.append((written.view(pages.bits) & pages.mask).amax(1).to(torch.int64))
+        notes.append(peaks_of(written))
     pages.stamps.index_copy_(0, at, torch.stack(notes, 1))
 
 

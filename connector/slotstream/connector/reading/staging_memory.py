@@ -12,6 +12,11 @@ from slotstream.connector.sending.staging_area import StagingArea, control_bytes
 from slotstream.connector.sending.staging_pool import StagingShape
 from slotstream.wire.errors import ConfigError
 
+# One copy to the host. A GPU does its copies one after another, vLLM's sampled tokens too, which the next step waits for:
+# behind a copy of 256 MiB they take 4.3 ms on an H200. In pieces of 2 MiB, 9 us each to begin with, a decode of 64 with 16
+# layers went from 0.947 to 0.961 of no capture.
+COPY_BYTES = 2 << 20
+
 
 class StagingMemory:
     """The slots of `shape`, one after another, and what belongs to them: see `area`. Pinned where `device` is an accelerator.
