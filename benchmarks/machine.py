@@ -37,14 +37,14 @@ def cpu_use() -> dict[str, float]:
     return {"user": user + nice, "system": system + irq + softirq, "idle": idle + waiting, "steal": steal}
 
 
-def quietest_core() -> tuple[int, float]:
-    """Of the cores that this thread may use, the one that runs Python fastest now, and ms that a fixed loop took there.
+def quietest_core() -> int:
+    """Of the cores that this thread may use, the one that runs Python fastest now.
 
     Where a host's cores are shared with others, the same work may take twice as long on the one next to it.
     """
     allowed = os.sched_getaffinity(0)
     try:
-        return min(((core, _loop_ms(core)) for core in sorted(allowed)), key=lambda found: found[1])
+        return min(sorted(allowed), key=_loop_ms)
     finally:
         os.sched_setaffinity(0, allowed)
 

@@ -69,12 +69,9 @@ def make_tokenizer(model: Path) -> None:
     PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w0").save_pretrained(model)
 
 
-def take_turn(contender: Contender, client: LoadClient, load: Load, seed: int, *, pin: bool) -> Turn:
-    """One load on one engine; what the client and the engine say of it. `pin`: the engine's thread gets the quietest core."""
-    pinned: dict[str, Any] = {}
-    if pin:
-        core, pinned["loop_ms"] = quietest_core()
-        pinned["core"] = core
+def take_turn(contender: Contender, client: LoadClient, load: Load, seed: int, core: int | None) -> Turn:
+    """One load on one engine; what the client and the engine say of it. `core`: the engine's thread runs there alone."""
+    if core is not None:
         contender.pin(core)
     cpu, everything = contender.cpu(), cpu_use()
     contender.ask("begin_watch_of_hooks" if load.is_of_hooks else "begin_watch")
@@ -86,7 +83,6 @@ def take_turn(contender: Contender, client: LoadClient, load: Load, seed: int, *
     wanted = load.prompts if contender.captures else 0
     return {
         **found,
-        **pinned,
         "watch": watch,
         "cpu_s": {name: seconds for name, seconds in used.items() if seconds > 0},
         "machine_cpu_s": of_machine,
@@ -174,10 +170,11 @@ class Run:
                     continue
                 began = time.monotonic()
                 seed = self._options.seed + 100 * number + at
+                core = quietest_core() if self._options.pin else None  # All turns of a round are on one: they are compared.
                 for who in order:
-                    turn = take_turn(contenders[BASE if who == AGAIN else who], client, load, seed, pin=self._options.pin)
+                    turn = take_turn(contenders[BASE if who == AGAIN else who], client, load, seed, core)
                     told = {"run": 0, "group": group, "round": number, "seed": seed, "load": name, "contender": who}
-                    self._turns.append({**told, **turn})
+                    self._turns.append({**told, "core": core, **turn})
                 self._took[name] = max(self._took.get(name, 0.0), time.monotonic() - began)
                 self._write()
                 progress(f"[{self._since():.0f} s] round {number + 1}, {name}\n")
@@ -252,7 +249,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add(
         "--pin",
         action="store_true",
-        help="before each turn, move the engine's thread to the core that is fastest then, for hosts that others use too",
+        help="before each round, move the engines' threads to the core that is fastest then, for hosts that others use too",
     )
     add("--step-tokens", type=int, default=8192, metavar="N", help="tokens of a step (default: %(default)s)")
     add("--seed", type=int, default=0, metavar="N", help="the first round's (default: %(default)s)")
