@@ -48,14 +48,14 @@ def test_one_launch_writes_the_rows_of_all_layers_and_notes_each_once(
     for pages in ways:
         pages.step.fill_(7)
         pages.table[:6] = torch.tensor([3, -1, 0, 7, 1000, 5])
-    slots = torch.tensor([*rng.sample(range(48), 30), -1, -1, SLOTS, SLOTS + 100], dtype=slot_dtype)
+    slots = torch.tensor([*rng.sample(range(48), 12), -1, SLOTS, SLOTS + 100], dtype=slot_dtype)
     generator = torch.Generator().manual_seed(1)
     rows = [torch.randn(len(slots) + 3, hidden, generator=generator).to(torch.bfloat16) for _ in range(layers)]
     row_write._write_on_cpu(ways[0], rows, slots)
     row_write._write_on_gpu(ways[1], rows, slots, len(slots))
     assert torch.equal(ways[0].pool, ways[1].pool)
     assert torch.equal(ways[0].stamps, ways[1].stamps)
-    assert (ways[0].stamps[:, 1] == 7).sum() > 10
+    assert (ways[0].stamps[:, 1] == 7).sum() > 4
     assert (ways[0].stamps[ways[0].stamps[:, 1] == 7, 2:] > 0).all()
 
 

@@ -76,6 +76,7 @@ _SERVERS = ("files", "1 with objects", "2 with objects")
 
 @pytest.mark.postgres
 @pytest.mark.objects
+@pytest.mark.extended
 def test_cluster(tmp_path: Path) -> None:
     options = ["--catalogue", "300,600", "--questions", "2", "--samples-mib", "1,2", "--total-mib", "4", "--rounds", "1"]
     figures = _figures(tmp_path, "cluster.py", *options)

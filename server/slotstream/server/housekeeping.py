@@ -51,6 +51,7 @@ class Housekeeping:
         self.age_held: frozenset[str] = frozenset()
         self._touched: set[str] = set()
         self._touched_lock = threading.Lock()
+        self._full_sweep_at = 0.0
         self._wake = threading.Event()
         self._stopping = threading.Event()
         self._threads = [threading.Thread(target=self._tick, name="retention", daemon=True)]
@@ -83,8 +84,7 @@ class Housekeeping:
     def accept_rules(self, namespaces: tuple[str, ...] | None) -> frozenset[str]:
         """The rules may delete what they say in these namespaces, or in all (None). In which they were held."""
         released = self.rules.accept(namespaces)
-        with self._touched_lock:
-            self._touched |= released
+        self._full_sweep_at = 0.0  # Rules that waited begin to act, too, and those are held nowhere.
         self._wake.set()
         return released
 
@@ -93,14 +93,15 @@ class Housekeeping:
         return self._scrubber.progress
 
     def _tick(self) -> None:
-        full_sweep_at = time.monotonic()
         while not self._stopping.is_set():
             self._wake.clear()
-            full = time.monotonic() >= full_sweep_at
+            full = time.monotonic() >= self._full_sweep_at
+            if full:
+                self._full_sweep_at = time.monotonic() + _FULL_SWEEP_S  # First: somebody may want the next one meanwhile.
             with self._ticking.excused():
                 done = self._look_at_directory() and self._sweep(full)
-            if done and full:
-                full_sweep_at = time.monotonic() + _FULL_SWEEP_S
+            if full and not done:
+                self._full_sweep_at = 0.0
             self._wake.wait(_TICK_S)
 
     def _look_at_directory(self) -> bool:

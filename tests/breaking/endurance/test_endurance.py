@@ -70,7 +70,7 @@ def test_a_few_kill_rounds_with_four_streams(rounds: int, spool: bool) -> None:
 @pytest.mark.parametrize(
     ("rounds", "spool"),
     [
-        pytest.param(10, True, id="with a spool"),
+        pytest.param(7, True, id="with a spool"),
         pytest.param(60, True, id="with a spool, longer", marks=pytest.mark.extended),
         pytest.param(40, False, id="without, longer", marks=pytest.mark.extended),
     ],

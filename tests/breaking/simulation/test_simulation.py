@@ -49,12 +49,12 @@ def _simulate(*arguments: str, timeout_s: float = 280.0) -> subprocess.Completed
 
 @pytest.mark.timeout(900)
 def test_some_seeds() -> None:
-    ran = _simulate("--seeds", "400", timeout_s=850)
+    ran = _simulate("--seeds", "300", timeout_s=850)
     assert ran.returncode == 0, ran.stdout[-6000:] + ran.stderr[-2000:]
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("seeds", [150, pytest.param(2000, marks=pytest.mark.extended)])
+@pytest.mark.parametrize("seeds", [100, pytest.param(2000, marks=pytest.mark.extended)])
 def test_some_seeds_of_clients_with_four_streams(seeds: int) -> None:
     """Samples of one that is cut go over another at once, as a connector with several streams sends them."""
     ran = _simulate("--seeds", str(seeds), "--lanes", "4", timeout_s=850)
@@ -63,7 +63,7 @@ def test_some_seeds_of_clients_with_four_streams(seeds: int) -> None:
 
 
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("seeds", [120, pytest.param(2000, marks=pytest.mark.extended)])
+@pytest.mark.parametrize("seeds", [90, pytest.param(2000, marks=pytest.mark.extended)])
 def test_some_seeds_of_two_servers_with_a_bucket(seeds: int) -> None:
     ran = _simulate("--store", "cluster", "--seeds", str(seeds), timeout_s=3500)
     assert ran.returncode == 0, ran.stdout[-6000:] + ran.stderr[-2000:]
