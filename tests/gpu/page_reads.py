@@ -181,7 +181,7 @@ def main() -> int:
             continue
         rig = Rig(row_bytes, dtype)
         if asked.each:
-            rig.reads._device._batch = None  # type: ignore[attr-defined]
+            rig.reads._device._copies._batch = None  # type: ignore[attr-defined]
         wrong, wrong_turns = check(rig, asked.reads), check_several(rig, asked.reads // 4)
         failed += wrong + wrong_turns
         print(f"rows of {row_bytes} bytes, {dtype}: {wrong} of {asked.reads} reads wrong", flush=True)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import ctypes
 from array import array
 from collections.abc import Iterable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -26,7 +26,10 @@ from slotstream.wire.errors import ConfigError
 _FEW = 3  # So many copies, 6 us each, take the host no longer than one call for all, 20 us and 1 us each (H100's host).
 _ROOM = 256  # Copies of a read, to begin with.
 _DEVICE_POINTER = 3  # CU_POINTER_ATTRIBUTE_DEVICE_POINTER
+_HOST_POINTERS_DO = 91  # CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM
 _IN_STREAM_ORDER = 1  # CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
+_NOT_SUPPORTED = 801  # CUDA_ERROR_NOT_SUPPORTED
+_BLACKWELL = 10  # Its major compute capability.
 _EVENTS = 64  # Reads that the model's stream can wait for one by one: two steps' of the largest.
 
 
@@ -158,8 +161,51 @@ class _CopyAttributes(ctypes.Structure):
     )
 
 
+def takes_batches(cuda: Any, device: int, capability: int) -> bool:
+    """Whether one call may start many copies on a device, by its number and its major compute capability.
+
+    Not before CUDA 12.8. Not where pinned memory has other addresses on the device, as under WSL: the call takes the host's for
+    the device's, and the fault ends the process (github.com/sgl-project/sglang/issues/40232). Not on Blackwell: it was seen to
+    hang and to crash there (github.com/vllm-project/vllm/issues/49276, github.com/InternLM/lmdeploy/pull/4838).
+    """
+    if not hasattr(cuda, "cuMemcpyBatchAsync") or capability >= _BLACKWELL:
+        return False
+    handle, found = ctypes.c_int(), ctypes.c_int()
+    error = cuda.cuDeviceGet(ctypes.byref(handle), ctypes.c_int(device)) or cuda.cuDeviceGetAttribute(
+        ctypes.byref(found), ctypes.c_int(_HOST_POINTERS_DO), handle
+    )
+    return error == 0 and found.value == 1
+
+
+class DriverCopies:
+    """Copies to the host on one stream, by CUDA's driver: torch has no call for many."""
+
+    def __init__(self, cuda: Any, stream: int, *, batches: bool) -> None:
+        """`cuda`: libcuda. `batches`: see `takes_batches`."""
+        self._cuda = cuda
+        self._stream = ctypes.c_void_p(stream)
+        self._batch = cuda.cuMemcpyBatchAsync if batches else None  # CUDA 12.8's form; later drivers keep it.
+        self._how = _CopyAttributes(order=_IN_STREAM_ORDER)
+
+    def start(self, copies: Copies) -> int:
+        """Start them; CUDA's error, 0 for none."""
+        if self._batch is not None and copies.count > _FEW:
+            first, failed = ctypes.c_size_t(0), ctypes.c_size_t()
+            how = ctypes.byref(self._how), ctypes.byref(first), ctypes.c_size_t(1), ctypes.byref(failed)
+            count = ctypes.c_size_t(copies.count)
+            error = int(self._batch(copies.to, copies.source, copies.nbytes, count, *how, self._stream))
+            if error != _NOT_SUPPORTED:
+                return error
+            self._batch = None  # Nothing was started.
+        for at in range(copies.count):
+            copy = ctypes.c_void_p(copies.to[at]), ctypes.c_uint64(copies.source[at]), ctypes.c_size_t(copies.nbytes[at])
+            if error := int(self._cuda.cuMemcpyDtoHAsync_v2(*copy, self._stream)):
+                return error
+        return 0
+
+
 class CudaCopier:
-    """A `Copier` for a CUDA device. CUDA's driver is asked itself: torch has no call for many copies."""
+    """A `Copier` for a CUDA device."""
 
     def __init__(self, device: torch.device) -> None:
         self._side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -170,8 +216,9 @@ class CudaCopier:
         self._model = torch.cuda.current_stream(device)
         self._stream = ctypes.c_void_p(self._side.cuda_stream)
         self._cuda = ctypes.CDLL("libcuda.so.1")
-        self._batch = getattr(self._cuda, "cuMemcpyBatchAsync", None)  # CUDA 12.8's form; later drivers keep it.
-        self._how = _CopyAttributes(order=_IN_STREAM_ORDER)
+        major, _ = torch.cuda.get_device_capability(device)
+        batches = takes_batches(self._cuda, device.index, major)
+        self._copies = DriverCopies(self._cuda, self._side.cuda_stream, batches=batches)
         self._done = ctypes.c_uint64()
 
     def prepare(self, done_word: int) -> None:
@@ -191,7 +238,7 @@ class CudaCopier:
             self._model = torch.cuda.current_stream(self._device)
         self._ready.record(self._model)
         self._ready.wait(self._side)
-        error = self._copy_all(rows) or self._copy_all(notes) or self._tell(number)
+        error = self._copies.start(rows) or self._copies.start(notes) or self._tell(number)
         if error:
             raise RuntimeError(f"rows could not be copied to the host: CUDA error {error}")
         self._reads[number % _EVENTS].record(self._side)
@@ -206,19 +253,6 @@ class CudaCopier:
     def settle(self) -> None:
         """See `Copier`."""
         self._side.synchronize()
-
-    def _copy_all(self, copies: Copies) -> int:
-        """Start them; CUDA's error, 0 for none."""
-        if self._batch is not None and copies.count > _FEW:
-            first, failed = ctypes.c_size_t(0), ctypes.c_size_t()
-            how = ctypes.byref(self._how), ctypes.byref(first), ctypes.c_size_t(1), ctypes.byref(failed)
-            count = ctypes.c_size_t(copies.count)
-            return int(self._batch(copies.to, copies.source, copies.nbytes, count, *how, self._stream))
-        for at in range(copies.count):
-            copy = ctypes.c_void_p(copies.to[at]), ctypes.c_uint64(copies.source[at]), ctypes.c_size_t(copies.nbytes[at])
-            if error := self._cuda.cuMemcpyDtoHAsync_v2(*copy, self._stream):
-                return int(error)
-        return 0
 
     def _tell(self, number: int) -> int:
         """Write the number behind everything that the side stream holds; CUDA's error, 0 for none."""
