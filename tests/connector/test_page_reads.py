@@ -360,7 +360,8 @@ def test_before_the_pool_is_written_over_as_a_whole_every_read_is_waited_for(rig
 class _Cuda:
     """As much of libcuda as copies need, with C's own types; rows lie in the host's memory on both sides."""
 
-    def __init__(self, *, host_pointers_do: int = 1, supported: bool = True, has_batches: bool = True) -> None:
+    def __init__(self, *, host_pointers_do: int = 1, refuses: int = 0, has_batches: bool = True) -> None:
+        """`refuses`: an error of every call for many copies, of which it makes half."""
         self.asked: list[str] = []
         self.error = 0
         numbers, size, address = ctypes.POINTER(ctypes.c_uint64), ctypes.c_size_t, ctypes.c_void_p
@@ -369,9 +370,9 @@ class _Cuda:
             self.asked.append("batch")
             order, begin = ctypes.c_int.from_address(how).value, size.from_address(first).value
             assert (order, begin, hows, stream) == (1, 0, 1, 77)
-            for at in range(count if supported and not self.error else 0):
+            for at in range(count // 2 if refuses or self.error else count):
                 ctypes.memmove(to[at], source[at], nbytes[at])
-            return self.error if supported else 801
+            return self.error or refuses
 
         def one(to: int, source: int, nbytes: int, stream: int) -> int:
             self.asked.append("one")
@@ -415,7 +416,8 @@ def _copies(count: int) -> tuple[Copies, np.ndarray[Any, Any], np.ndarray[Any, A
         pytest.param(_Cuda(), True, id="at once"),
         pytest.param(_Cuda(), False, id="one by one"),
         pytest.param(_Cuda(has_batches=False), False, id="an older driver"),
-        pytest.param(_Cuda(supported=False), True, id="a driver that has the call and cannot do it"),
+        pytest.param(_Cuda(refuses=801), True, id="a driver that has the call and cannot do it"),
+        pytest.param(_Cuda(refuses=1), True, id="a driver that does not like the addresses"),
     ],
 )
 def test_copies_arrive_however_they_are_started(cuda: _Cuda, batches: bool, count: int) -> None:

@@ -28,7 +28,7 @@ _ROOM = 256  # Copies of a read, to begin with.
 _DEVICE_POINTER = 3  # CU_POINTER_ATTRIBUTE_DEVICE_POINTER
 _HOST_POINTERS_DO = 91  # CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM
 _IN_STREAM_ORDER = 1  # CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
-_NOT_SUPPORTED = 801  # CUDA_ERROR_NOT_SUPPORTED
+_REFUSED = (1, 801)  # CUDA_ERROR_INVALID_VALUE and CUDA_ERROR_NOT_SUPPORTED: what one copy alone may not meet.
 _BLACKWELL = 10  # Its major compute capability.
 _EVENTS = 64  # Reads that the model's stream can wait for one by one: two steps' of the largest.
 
@@ -194,9 +194,9 @@ class DriverCopies:
             how = ctypes.byref(self._how), ctypes.byref(first), ctypes.c_size_t(1), ctypes.byref(failed)
             count = ctypes.c_size_t(copies.count)
             error = int(self._batch(copies.to, copies.source, copies.nbytes, count, *how, self._stream))
-            if error != _NOT_SUPPORTED:
+            if error not in _REFUSED:
                 return error
-            self._batch = None  # Nothing was started.
+            self._batch = None  # Should some of them have begun, they are made twice.
         for at in range(copies.count):
             copy = ctypes.c_void_p(copies.to[at]), ctypes.c_uint64(copies.source[at]), ctypes.c_size_t(copies.nbytes[at])
             if error := int(self._cuda.cuMemcpyDtoHAsync_v2(*copy, self._stream)):
