@@ -22,7 +22,7 @@ from slotstream.connector.plan import PagePlace, RowPlan, SampleFinish, StepPlan
 from slotstream.connector.reading import page_reads
 from slotstream.connector.reading.gather import RowGather
 from slotstream.connector.reading.located import page_words
-from slotstream.connector.reading.page_reads import Copies, DriverCopies, PageReads, takes_batches
+from slotstream.connector.reading.page_reads import Copies, DoneWord, DriverCopies, PageReads, takes_batches
 from slotstream.connector.reading.row_pages import RowPages
 from slotstream.connector.reading.row_write import write_rows
 from slotstream.connector.reading.staging_memory import StagingMemory
@@ -360,8 +360,8 @@ def test_before_the_pool_is_written_over_as_a_whole_every_read_is_waited_for(rig
 class _Cuda:
     """As much of libcuda as copies need, with C's own types; rows lie in the host's memory on both sides."""
 
-    def __init__(self, *, host_pointers_do: int = 1, refuses: int = 0, has_batches: bool = True) -> None:
-        """`refuses`: an error of every call for many copies, of which it makes half."""
+    def __init__(self, *, host_pointers_do: int = 1, refuses: int = 0, has_batches: bool = True, writes: int = 0) -> None:
+        """`refuses`: an error of every call for many copies, of which it makes half. `writes`: one of a stream's own writes."""
         self.asked: list[str] = []
         self.error = 0
         numbers, size, address = ctypes.POINTER(ctypes.c_uint64), ctypes.c_size_t, ctypes.c_void_p
@@ -389,7 +389,24 @@ class _Cuda:
             value[0] = host_pointers_do
             return 0
 
+        def pointer(value: Any, which: int, of: int) -> int:
+            assert which == 3
+            value[0] = of + 1000  # As if the device knew it by another address.
+            return self.error
+
+        def write(stream: int, to: int, value: int, flags: int) -> int:
+            self.asked.append("write")
+            assert (stream, flags) == (77, 0)
+            if not writes:
+                ctypes.c_uint64.from_address(to - 1000).value = value
+            return writes
+
         whole = ctypes.POINTER(ctypes.c_int)
+        kinds: tuple[Any, ...] = (numbers, ctypes.c_int, ctypes.c_uint64)
+        self.cuPointerGetAttribute = ctypes.CFUNCTYPE(ctypes.c_int, *kinds)(pointer)
+        kinds = (address, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_uint)
+        self.cuStreamWriteValue64_v2 = ctypes.CFUNCTYPE(ctypes.c_int, *kinds)(write)
+        self.cuMemcpyHtoDAsync_v2 = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_uint64, address, size, address)(one)
         if has_batches:
             kinds = (numbers, numbers, numbers, size, address, address, size, address, address)
             self.cuMemcpyBatchAsync = ctypes.CFUNCTYPE(ctypes.c_int, *kinds)(batch)
@@ -450,3 +467,31 @@ def test_many_copies_are_started_at_once_only_where_that_is_safe() -> None:
     assert not takes_batches(_Cuda(host_pointers_do=0), 2, 9)
     assert not takes_batches(_Cuda(has_batches=False), 2, 9)
     assert not takes_batches(_Cuda(), 4, 9)  # No such device.
+
+
+@pytest.mark.parametrize(
+    ("writes", "asked"),
+    [
+        pytest.param(0, ["write"] * 202, id="by the stream"),
+        pytest.param(801, ["write", *["one", "one"] * 202], id="by copies"),
+    ],
+)
+def test_numbers_arrive_however_they_are_written(writes: int, asked: list[str]) -> None:
+    word = np.full(3, 5, np.int64)
+    cuda = _Cuda(writes=writes)
+    done = DoneWord(cuda, 77, CPU)
+    assert done.begin(word.ctypes.data + 8) == 0
+    assert word.tolist() == [5, 0, 5]
+    assert done.is_copied == bool(writes)
+    for number in (*range(1, 201), 1 << 40):
+        assert done.write(number) == 0
+        assert word.tolist() == [5, number, 5]
+    assert cuda.asked == asked
+
+
+def test_a_word_that_cannot_be_written_is_told() -> None:
+    word = np.zeros(1, np.int64)
+    assert DoneWord(_Cuda(writes=700), 77, CPU).begin(word.ctypes.data) == 700
+    cuda = _Cuda(writes=801)
+    cuda.error = 1
+    assert DoneWord(cuda, 77, CPU).begin(word.ctypes.data) == 1

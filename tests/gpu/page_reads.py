@@ -164,7 +164,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--reads", type=int, default=200)
     parser.add_argument("--only", type=int, default=0, metavar="BYTES", help="rows of so many bytes, and no others")
-    parser.add_argument("--each", action="store_true", help="a call for each copy, as with a driver before CUDA 12.8")
+    parser.add_argument("--each", action="store_true", help="a call for each copy, and numbers by copies: as under WSL")
     asked = parser.parse_args()
     if not torch.cuda.is_available():
         print("no GPU here: nothing was tried")
@@ -182,6 +182,7 @@ def main() -> int:
         rig = Rig(row_bytes, dtype)
         if asked.each:
             rig.reads._device._copies._batch = None  # type: ignore[attr-defined]
+            rig.reads._device._done._copy_from_now_on()  # type: ignore[attr-defined]
         wrong, wrong_turns = check(rig, asked.reads), check_several(rig, asked.reads // 4)
         failed += wrong + wrong_turns
         print(f"rows of {row_bytes} bytes, {dtype}: {wrong} of {asked.reads} reads wrong", flush=True)

@@ -204,6 +204,56 @@ class DriverCopies:
         return 0
 
 
+class DoneWord:
+    """The word of host memory where the number of the last read goes, behind all that a stream of `device` holds by then."""
+
+    def __init__(self, cuda: Any, stream: int, device: torch.device) -> None:
+        """`cuda`: libcuda."""
+        self._cuda = cuda
+        self._stream = ctypes.c_void_p(stream)
+        self._device = device
+        self._host = ctypes.c_void_p()
+        self._of_device = ctypes.c_uint64()  # The same word: pinned host memory may have another address on the device.
+        self._numbers: torch.Tensor | None = None
+        self._by_way_of: torch.Tensor | None = None
+
+    @property
+    def is_copied(self) -> bool:
+        """Whether numbers are copied there. Then the one of the read so many as `_EVENTS` before must have arrived."""
+        return self._numbers is not None
+
+    def begin(self, address: int) -> int:
+        """Find out how to write there, and write 0; CUDA's error, 0 for none.
+
+        Where a stream cannot write to memory by itself, copies do: of a number in host memory, to the device and back.
+        """
+        self._host = ctypes.c_void_p(address)
+        found = ctypes.byref(self._of_device)
+        if error := int(self._cuda.cuPointerGetAttribute(found, _DEVICE_POINTER, ctypes.c_uint64(address))):
+            return error
+        if (error := self.write(0)) in _REFUSED:
+            self._copy_from_now_on()
+            error = self.write(0)
+        return error
+
+    def _copy_from_now_on(self) -> None:
+        self._numbers = torch.zeros(_EVENTS, dtype=torch.int64, pin_memory=self._device.type == "cuda")
+        self._by_way_of = torch.zeros(1, dtype=torch.int64, device=self._device)
+
+    def write(self, number: int) -> int:
+        """Write it behind everything that the stream holds; CUDA's error, 0 for none."""
+        if self._numbers is None or self._by_way_of is None:
+            return int(self._cuda.cuStreamWriteValue64_v2(self._stream, self._of_device, ctypes.c_uint64(number), 0))
+        at = number % _EVENTS
+        self._numbers.numpy()[at] = number
+        source = ctypes.c_void_p(self._numbers.data_ptr() + at * self._numbers.element_size())
+        between, nbytes = ctypes.c_uint64(self._by_way_of.data_ptr()), ctypes.c_size_t(self._numbers.element_size())
+        return int(
+            self._cuda.cuMemcpyHtoDAsync_v2(between, source, nbytes, self._stream)
+            or self._cuda.cuMemcpyDtoHAsync_v2(self._host, between, nbytes, self._stream)
+        )
+
+
 class CudaCopier:
     """A `Copier` for a CUDA device."""
 
@@ -214,20 +264,15 @@ class CudaCopier:
         self._number = 0
         self._device = device
         self._model = torch.cuda.current_stream(device)
-        self._stream = ctypes.c_void_p(self._side.cuda_stream)
-        self._cuda = ctypes.CDLL("libcuda.so.1")
+        cuda = ctypes.CDLL("libcuda.so.1")
         major, _ = torch.cuda.get_device_capability(device)
-        batches = takes_batches(self._cuda, device.index, major)
-        self._copies = DriverCopies(self._cuda, self._side.cuda_stream, batches=batches)
-        self._done = ctypes.c_uint64()
+        self._copies = DriverCopies(cuda, self._side.cuda_stream, batches=takes_batches(cuda, device.index, major))
+        self._done = DoneWord(cuda, self._side.cuda_stream, device)
 
     def prepare(self, done_word: int) -> None:
         """See `Copier`."""
         with torch.cuda.device(self._device):
-            # Pinned host memory may have another address on the device.
-            error = self._cuda.cuPointerGetAttribute(
-                ctypes.byref(self._done), _DEVICE_POINTER, ctypes.c_uint64(done_word)
-            ) or self._tell(0)
+            error = self._done.begin(done_word)
             self._side.synchronize()
         if error:
             raise ConfigError(f"a GPU that cannot write into host memory cannot be read: CUDA error {error}")
@@ -238,7 +283,9 @@ class CudaCopier:
             self._model = torch.cuda.current_stream(self._device)
         self._ready.record(self._model)
         self._ready.wait(self._side)
-        error = self._copies.start(rows) or self._copies.start(notes) or self._tell(number)
+        if self._done.is_copied:
+            self._reads[number % _EVENTS].synchronize()
+        error = self._copies.start(rows) or self._copies.start(notes) or self._done.write(number)
         if error:
             raise RuntimeError(f"rows could not be copied to the host: CUDA error {error}")
         self._reads[number % _EVENTS].record(self._side)
@@ -253,7 +300,3 @@ class CudaCopier:
     def settle(self) -> None:
         """See `Copier`."""
         self._side.synchronize()
-
-    def _tell(self, number: int) -> int:
-        """Write the number behind everything that the side stream holds; CUDA's error, 0 for none."""
-        return int(self._cuda.cuStreamWriteValue64_v2(self._stream, self._done, ctypes.c_uint64(number), 0))
