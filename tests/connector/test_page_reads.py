@@ -9,7 +9,6 @@ import random
 import textwrap
 from array import array
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import pytest
@@ -22,7 +21,7 @@ from slotstream.connector.plan import PagePlace, RowPlan, SampleFinish, StepPlan
 from slotstream.connector.reading import page_reads
 from slotstream.connector.reading.gather import RowGather
 from slotstream.connector.reading.located import page_words
-from slotstream.connector.reading.page_reads import Copies, DoneWord, DriverCopies, PageReads, takes_batches
+from slotstream.connector.reading.page_reads import Copies, PageReads
 from slotstream.connector.reading.row_pages import RowPages
 from slotstream.connector.reading.row_write import write_rows
 from slotstream.connector.reading.staging_memory import StagingMemory
@@ -355,143 +354,3 @@ def test_before_the_pool_is_written_over_as_a_whole_every_read_is_waited_for(rig
     rig.read({"b": 3})
     rig.worker.wake()
     assert rig.device.holds == [2]
-
-
-class _Cuda:
-    """As much of libcuda as copies need, with C's own types; rows lie in the host's memory on both sides."""
-
-    def __init__(self, *, host_pointers_do: int = 1, refuses: int = 0, has_batches: bool = True, writes: int = 0) -> None:
-        """`refuses`: an error of every call for many copies, of which it makes half. `writes`: one of a stream's own writes."""
-        self.asked: list[str] = []
-        self.error = 0
-        numbers, size, address = ctypes.POINTER(ctypes.c_uint64), ctypes.c_size_t, ctypes.c_void_p
-
-        def batch(to: Any, source: Any, nbytes: Any, count: int, how: int, first: int, hows: int, _: int, stream: int) -> int:
-            self.asked.append("batch")
-            order, begin = ctypes.c_int.from_address(how).value, size.from_address(first).value
-            assert (order, begin, hows, stream) == (1, 0, 1, 77)
-            for at in range(count // 2 if refuses or self.error else count):
-                ctypes.memmove(to[at], source[at], nbytes[at])
-            return self.error or refuses
-
-        def one(to: int, source: int, nbytes: int, stream: int) -> int:
-            self.asked.append("one")
-            assert stream == 77
-            ctypes.memmove(to, source, nbytes)
-            return self.error
-
-        def device(handle: Any, number: int) -> int:
-            handle[0] = 10 + number
-            return 0 if number < 4 else 101
-
-        def attribute(value: Any, which: int, handle: int) -> int:
-            assert (which, handle) == (91, 12)
-            value[0] = host_pointers_do
-            return 0
-
-        def pointer(value: Any, which: int, of: int) -> int:
-            assert which == 3
-            value[0] = of + 1000  # As if the device knew it by another address.
-            return self.error
-
-        def write(stream: int, to: int, value: int, flags: int) -> int:
-            self.asked.append("write")
-            assert (stream, flags) == (77, 0)
-            if not writes:
-                ctypes.c_uint64.from_address(to - 1000).value = value
-            return writes
-
-        whole = ctypes.POINTER(ctypes.c_int)
-        kinds: tuple[Any, ...] = (numbers, ctypes.c_int, ctypes.c_uint64)
-        self.cuPointerGetAttribute = ctypes.CFUNCTYPE(ctypes.c_int, *kinds)(pointer)
-        kinds = (address, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_uint)
-        self.cuStreamWriteValue64_v2 = ctypes.CFUNCTYPE(ctypes.c_int, *kinds)(write)
-        self.cuMemcpyHtoDAsync_v2 = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_uint64, address, size, address)(one)
-        if has_batches:
-            kinds = (numbers, numbers, numbers, size, address, address, size, address, address)
-            self.cuMemcpyBatchAsync = ctypes.CFUNCTYPE(ctypes.c_int, *kinds)(batch)
-        self.cuMemcpyDtoHAsync_v2 = ctypes.CFUNCTYPE(ctypes.c_int, address, ctypes.c_uint64, size, address)(one)
-        self.cuDeviceGet = ctypes.CFUNCTYPE(ctypes.c_int, whole, ctypes.c_int)(device)
-        self.cuDeviceGetAttribute = ctypes.CFUNCTYPE(ctypes.c_int, whole, ctypes.c_int, ctypes.c_int)(attribute)
-
-
-def _copies(count: int) -> tuple[Copies, np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """Of so many pieces of 1 to 9 bytes each, back to front."""
-    source, target = np.arange(200, dtype=np.uint8), np.zeros(200, np.uint8)
-    copies = Copies(40)
-    for at in range(count):
-        copies.to[at], copies.source[at] = target.ctypes.data + 10 * (count - 1 - at), source.ctypes.data + 10 * at
-        copies.nbytes[at] = at % 9 + 1
-    copies.count = count
-    return copies, source, target
-
-
-@pytest.mark.parametrize("count", [0, 1, 3, 4, 19])
-@pytest.mark.parametrize(
-    ("cuda", "batches"),
-    [
-        pytest.param(_Cuda(), True, id="at once"),
-        pytest.param(_Cuda(), False, id="one by one"),
-        pytest.param(_Cuda(has_batches=False), False, id="an older driver"),
-        pytest.param(_Cuda(refuses=801), True, id="a driver that has the call and cannot do it"),
-        pytest.param(_Cuda(refuses=1), True, id="a driver that does not like the addresses"),
-    ],
-)
-def test_copies_arrive_however_they_are_started(cuda: _Cuda, batches: bool, count: int) -> None:
-    cuda.asked.clear()
-    driver = DriverCopies(cuda, 77, batches=batches)
-    for _ in range(2):
-        copies, source, target = _copies(count)
-        assert driver.start(copies) == 0
-        for at in range(count):
-            to, nbytes = 10 * (count - 1 - at), at % 9 + 1
-            assert target[to : to + nbytes].tolist() == source[10 * at : 10 * at + nbytes].tolist()
-        assert np.count_nonzero(target) == sum(at % 9 + 1 for at in range(count)) - (count > 0)  # One of the bytes is 0.
-    assert cuda.asked.count("batch") <= 2
-    if batches and count > 3 and "one" in cuda.asked:
-        assert cuda.asked == ["batch", *["one"] * (2 * count)]  # It is asked no second time.
-
-
-def test_an_error_of_a_copy_is_told() -> None:
-    for count, batches in ((5, True), (5, False), (1, True)):
-        cuda = _Cuda()
-        cuda.error = 700
-        assert DriverCopies(cuda, 77, batches=batches).start(_copies(count)[0]) == 700
-
-
-def test_many_copies_are_started_at_once_only_where_that_is_safe() -> None:
-    assert takes_batches(_Cuda(), 2, 9)
-    assert takes_batches(_Cuda(), 2, 8)
-    assert not takes_batches(_Cuda(), 2, 10)
-    assert not takes_batches(_Cuda(), 2, 12)
-    assert not takes_batches(_Cuda(host_pointers_do=0), 2, 9)
-    assert not takes_batches(_Cuda(has_batches=False), 2, 9)
-    assert not takes_batches(_Cuda(), 4, 9)  # No such device.
-
-
-@pytest.mark.parametrize(
-    ("writes", "asked"),
-    [
-        pytest.param(0, ["write"] * 202, id="by the stream"),
-        pytest.param(801, ["write", *["one", "one"] * 202], id="by copies"),
-    ],
-)
-def test_numbers_arrive_however_they_are_written(writes: int, asked: list[str]) -> None:
-    word = np.full(3, 5, np.int64)
-    cuda = _Cuda(writes=writes)
-    done = DoneWord(cuda, 77, CPU)
-    assert done.begin(word.ctypes.data + 8) == 0
-    assert word.tolist() == [5, 0, 5]
-    assert done.is_copied == bool(writes)
-    for number in (*range(1, 201), 1 << 40):
-        assert done.write(number) == 0
-        assert word.tolist() == [5, number, 5]
-    assert cuda.asked == asked
-
-
-def test_a_word_that_cannot_be_written_is_told() -> None:
-    word = np.zeros(1, np.int64)
-    assert DoneWord(_Cuda(writes=700), 77, CPU).begin(word.ctypes.data) == 700
-    cuda = _Cuda(writes=801)
-    cuda.error = 1
-    assert DoneWord(cuda, 77, CPU).begin(word.ctypes.data) == 1

@@ -16,9 +16,10 @@ import numpy as np
 import torch
 
 from slotstream.connector.plan import PagePlace, RowPlan, StepPlan, TableUpdate
+from slotstream.connector.reading.cuda_copies import CudaCopier
 from slotstream.connector.reading.gather import RowGather, bits_of
 from slotstream.connector.reading.located import Located, Part, page_words
-from slotstream.connector.reading.page_reads import CudaCopier, PageReads
+from slotstream.connector.reading.page_reads import PageReads
 from slotstream.connector.reading.page_table import TableWriter
 from slotstream.connector.reading.staging_memory import StagingMemory
 from slotstream.connector.row_pool import RowPoolShape
