@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from slotstream.connector.reading.cuda_copies import DoneWord, DriverCopies, takes_batches
+from slotstream.connector.reading.cuda_copies import CudaCopier, DoneWord, DriverCopies, takes_batches
 from slotstream.connector.reading.page_reads import Copies
+from slotstream.wire.errors import ConfigError
 
 CPU = torch.device("cpu")
 
@@ -145,6 +146,17 @@ def test_numbers_arrive_however_they_are_written(writes: int, asked: list[str]) 
         assert done.write(number) == 0
         assert word.tolist() == [5, number, 5]
     assert cuda.asked == asked
+
+
+def test_a_machine_without_the_driver_is_told_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where the GPU is another maker's: torch calls it a CUDA device all the same."""
+
+    def missing(name: str) -> None:
+        raise OSError(f"{name}: no such file")
+
+    monkeypatch.setattr(ctypes, "CDLL", missing)
+    with pytest.raises(ConfigError, match=r"NVIDIA's driver, which cannot be loaded here: libcuda\.so\.1: no such file"):
+        CudaCopier(torch.device("cuda", 0))
 
 
 def test_a_word_that_cannot_be_written_is_told() -> None:

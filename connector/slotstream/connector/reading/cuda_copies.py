@@ -32,6 +32,14 @@ class _CopyAttributes(ctypes.Structure):
     )
 
 
+def load_driver() -> Any:
+    """libcuda. Raises ConfigError."""
+    try:
+        return ctypes.CDLL("libcuda.so.1")
+    except OSError as error:
+        raise ConfigError(f"rows of `layers` are read by NVIDIA's driver, which cannot be loaded here: {error}") from error
+
+
 def takes_batches(cuda: Any, device: int, capability: int) -> bool:
     """Whether one call may start many copies on a device, by its number and its major compute capability.
 
@@ -126,16 +134,16 @@ class DoneWord:
 
 
 class CudaCopier:
-    """A `Copier` for a CUDA device."""
+    """A `Copier` for a CUDA device. Raises ConfigError."""
 
     def __init__(self, device: torch.device) -> None:
+        cuda = load_driver()
         self._side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._reads = [torch.cuda.Event() for _ in range(_EVENTS)]  # type: ignore[no-untyped-call]
         self._number = 0
         self._device = device
         self._model = torch.cuda.current_stream(device)
-        cuda = ctypes.CDLL("libcuda.so.1")
         major, _ = torch.cuda.get_device_capability(device)
         self._copies = DriverCopies(cuda, self._side.cuda_stream, batches=takes_batches(cuda, device.index, major))
         self._done = DoneWord(cuda, self._side.cuda_stream, device)
