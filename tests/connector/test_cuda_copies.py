@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 from typing import Any
 
@@ -165,3 +166,60 @@ def test_a_word_that_cannot_be_written_is_told() -> None:
     cuda = _Cuda(writes=801)
     cuda.error = 1
     assert DoneWord(cuda, 77, CPU).begin(word.ctypes.data) == 1
+
+
+class _Stream:
+    cuda_stream = 77
+
+    def __init__(self, *_: object) -> None:
+        """As torch's."""
+
+    def synchronize(self) -> None:
+        """All is done at once here."""
+
+
+class _Event:
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def record(self, _: object) -> None:
+        self.calls.append("record")
+
+    def wait(self, _: object) -> None:
+        self.calls.append("wait")
+
+    def synchronize(self) -> None:
+        self.calls.append("synchronize")
+
+
+@pytest.fixture(params=[{}, {"writes": 801, "refuses": 801}, {"host_pointers_do": 0}])
+def copier(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> CudaCopier:
+    """One on device 2, as far as torch is told."""
+    cuda = _Cuda(**request.param)
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: {"libcuda.so.1": cuda}[name])
+    monkeypatch.setattr(torch.cuda, "Stream", _Stream)
+    monkeypatch.setattr(torch.cuda, "Event", _Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", _Stream)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda number: {2: 77}[number], raising=False)
+    zeros = torch.zeros
+    monkeypatch.setattr(torch, "zeros", lambda size, dtype, **_: zeros(size, dtype=dtype))  # Neither pinned nor on a device.
+    return CudaCopier(torch.device("cuda", 2))
+
+
+def test_a_read_is_its_copies_and_its_number(copier: CudaCopier) -> None:
+    word = np.full(1, 5, np.int64)
+    copier.prepare(word.ctypes.data)
+    assert word.tolist() == [0]
+    for number in range(1, 200):
+        rows, source, target = _copies(19)
+        notes, _, noted = _copies(2)
+        copier.copy(rows, notes, number)
+        assert word.tolist() == [number]
+        assert target[180] == source[0]
+        assert target[:2].tolist() == [180, 0]
+        assert np.count_nonzero(noted)
+    copier.hold_model(1)
+    copier.hold_model(199)
+    copier.settle()
