@@ -220,6 +220,9 @@ def test_a_read_is_its_copies_and_its_number(copier: CudaCopier) -> None:
         assert target[180] == source[0]
         assert target[:2].tolist() == [180, 0]
         assert np.count_nonzero(noted)
+    # A number's place is used again once what it told has arrived.
+    ways = ["synchronize", "record"] if copier._done.is_copied else ["record"]
+    assert [event.calls for event in copier._reads[1:3]] == [ways * 4, ways * 4]  # type: ignore[attr-defined]
     copier.hold_model(1)
     copier.hold_model(199)
     copier.settle()

@@ -57,22 +57,22 @@ def takes_batches(cuda: Any, device: int, capability: int) -> bool:
 
 
 class DriverCopies:
-    """Copies to the host on one stream, by CUDA's driver: torch has no call for many."""
+    """Copies to the host on one stream."""
 
     def __init__(self, cuda: Any, stream: int, *, batches: bool) -> None:
         """`cuda`: libcuda. `batches`: see `takes_batches`."""
         self._cuda = cuda
         self._stream = ctypes.c_void_p(stream)
         self._batch = cuda.cuMemcpyBatchAsync if batches else None  # CUDA 12.8's form; later drivers keep it.
-        self._how = _CopyAttributes(order=_IN_STREAM_ORDER)
+        # All copies of a call have the same attributes, from the first on; which one failed is asked, and not used.
+        how, first, failed = _CopyAttributes(order=_IN_STREAM_ORDER), ctypes.c_size_t(0), ctypes.c_size_t()
+        self._how = ctypes.byref(how), ctypes.byref(first), ctypes.c_size_t(1), ctypes.byref(failed)
 
     def start(self, copies: Copies) -> int:
         """Start them; CUDA's error, 0 for none."""
         if self._batch is not None and copies.count > _FEW:
-            first, failed = ctypes.c_size_t(0), ctypes.c_size_t()
-            how = ctypes.byref(self._how), ctypes.byref(first), ctypes.c_size_t(1), ctypes.byref(failed)
             count = ctypes.c_size_t(copies.count)
-            error = int(self._batch(copies.to, copies.source, copies.nbytes, count, *how, self._stream))
+            error = int(self._batch(copies.to, copies.source, copies.nbytes, count, *self._how, self._stream))
             if error not in _REFUSED:
                 return error
             self._batch = None  # Should some of them have begun, they are made twice.
@@ -93,13 +93,12 @@ class DoneWord:
         self._device = device
         self._host = ctypes.c_void_p()
         self._of_device = ctypes.c_uint64()  # The same word: pinned host memory may have another address on the device.
-        self._numbers: torch.Tensor | None = None
-        self._by_way_of: torch.Tensor | None = None
+        self._ways: tuple[torch.Tensor, torch.Tensor] | None = None  # Numbers on the host, and a word on the device.
 
     @property
     def is_copied(self) -> bool:
-        """Whether numbers are copied there. Then the one of the read so many as `_EVENTS` before must have arrived."""
-        return self._numbers is not None
+        """Whether numbers are copied there. Then that of the read `_EVENTS` before must be there: its place is used again."""
+        return self._ways is not None
 
     def begin(self, address: int) -> int:
         """Find out how to write there, and write 0; CUDA's error, 0 for none.
@@ -116,17 +115,17 @@ class DoneWord:
         return error
 
     def _copy_from_now_on(self) -> None:
-        self._numbers = torch.zeros(_EVENTS, dtype=torch.int64, pin_memory=self._device.type == "cuda")
-        self._by_way_of = torch.zeros(1, dtype=torch.int64, device=self._device)
+        numbers = torch.zeros(_EVENTS, dtype=torch.int64, pin_memory=self._device.type == "cuda")
+        self._ways = numbers, torch.zeros(1, dtype=torch.int64, device=self._device)
 
     def write(self, number: int) -> int:
         """Write it behind everything that the stream holds; CUDA's error, 0 for none."""
-        if self._numbers is None or self._by_way_of is None:
+        if self._ways is None:
             return int(self._cuda.cuStreamWriteValue64_v2(self._stream, self._of_device, ctypes.c_uint64(number), 0))
-        at = number % _EVENTS
-        self._numbers.numpy()[at] = number
-        source = ctypes.c_void_p(self._numbers.data_ptr() + at * self._numbers.element_size())
-        between, nbytes = ctypes.c_uint64(self._by_way_of.data_ptr()), ctypes.c_size_t(self._numbers.element_size())
+        place = self._ways[0][number % _EVENTS]
+        place.fill_(number)
+        source, nbytes = ctypes.c_void_p(place.data_ptr()), ctypes.c_size_t(place.element_size())
+        between = ctypes.c_uint64(self._ways[1].data_ptr())
         return int(
             self._cuda.cuMemcpyHtoDAsync_v2(between, source, nbytes, self._stream)
             or self._cuda.cuMemcpyDtoHAsync_v2(self._host, between, nbytes, self._stream)
