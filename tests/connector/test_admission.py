@@ -6,11 +6,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from support.plan_rig import PlanRig
+from support.plan_rig import PlannedRequest, PlanRig
 from support.worker_rig import config
 
 from slotstream.connector.counters import REASONS, SCHEDULER_REASONS, SENDER_REASONS, WORKER_REASONS, capture_off, merge
 from slotstream.connector.faults import SampleFault
+from slotstream.connector.planning import scheduler
 from slotstream.connector.planning.captured_request import CapturedRequest
 from slotstream.connector.planning.request_params import parse_params
 from slotstream.connector.planning.scheduler import SchedulerHalf
@@ -152,3 +153,33 @@ def test_a_sample_is_opened_before_the_requests_that_are_refused_its_id() -> Non
     assert [(abort.req_id, abort.code) for abort in plan.aborts] == [
         (request.request_id, "ALREADY_EXISTS") for request in (second, third)
     ]
+
+
+def test_a_sample_that_waits_for_its_first_rows_is_opened_before_a_request_that_is_refused_its_id() -> None:
+    rig = PlanRig()
+    first, other = rig.add(17, sample_id="s"), rig.add(17)
+    assert not rig.step().opens
+    second = rig.add(17, sample_id="s", tokens=[1, None])
+    plan = rig.step()
+    assert [opened.req_id for opened in plan.opens] == [first.request_id, other.request_id, second.request_id]
+    assert [(abort.req_id, abort.code) for abort in plan.aborts] == [(second.request_id, "ALREADY_EXISTS")]
+
+
+def test_what_a_request_asks_for_is_parsed_once_and_kept_no_longer_than_it_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    parsed: list[str] = []
+
+    def parse(asked: Any, *, req_id: str, **defaults: Any) -> Any:
+        parsed.append(req_id)
+        return parse_params(asked, req_id=req_id, **defaults)
+
+    monkeypatch.setattr(scheduler, "parse_params", parse)
+    rig = PlanRig()
+    rig.add(17)
+    assert parsed == ["r0"]
+    assert not rig.half._asked
+    waits = PlannedRequest("w", 17, 10, {"slotstream": {}}, list(range(17)))
+    rig.half.on_new(waits)
+    assert waits.skip_reading_prefix_cache
+    assert rig.half._asked.keys() == {"w"}
+    rig.half.on_finished(waits, [])
+    assert not rig.half._asked

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from support.plan_rig import PlannedRequest, PlanRig, rows_of
 
+from slotstream.connector.plan import StepPlan
 from slotstream.connector.planning.page_allocator import NO_STEP, NULL_BLOCK, PageAllocator
 from slotstream.connector.planning.row_planner import REQUESTS_MAX, STEPS_MAX
 from slotstream.connector.row_pool import RowPoolShape
@@ -45,6 +46,70 @@ def test_beside_prompt_tokens_rows_wait_for_eight_steps_and_all_that_wait_go_alo
     assert read[0] == (first.request_id, 0, 100 + STEPS_MAX - 1)
     rig.add(20)
     assert rows_of(rig.step()) == []
+
+
+def _opens(plan: StepPlan) -> list[str]:
+    return [opened.req_id for opened in plan.opens]
+
+
+def test_a_sample_is_opened_with_its_first_rows_and_a_step_with_a_prompt_has_nothing_to_send() -> None:
+    rig = PlanRig()
+    rig.add(100)
+    for _ in range(STEPS_MAX):
+        plan = rig.step()
+        assert (plan.opens, plan.rows, plan.finishes, plan.aborts) == ((), (), (), ())
+    plan = rig.step()
+    assert _opens(plan) == [rows.req_id for rows in plan.rows] == ["r0"]
+    rig.finish(rig.running["r0"])
+    plan = rig.step()
+    assert _opens(plan) == []
+    assert [finish.req_id for finish in plan.finishes] == ["r0"]
+
+
+def test_a_sample_that_fails_before_its_first_rows_is_opened_and_says_what_it_would_have_been() -> None:
+    rig = PlanRig(pages=4, step_pages=0)
+    rig.add(30, tokens=[2, None], tags={"of": "test"})
+    assert _opens(rig.step()) == []
+    rig.half.fail_all()
+    plan = rig.step()
+    (opened,) = plan.opens
+    assert [(abort.req_id, abort.code) for abort in plan.aborts] == [("r0", "INTERNAL")]
+    assert (opened.rows_max, opened.tags) == (30 + 4000 - 1 - 2, {"of": "test"})
+    assert opened.metadata["prompt_tokens"] == "30"
+    rig.add(16 * 5)
+    plan = rig.step()
+    assert [(abort.req_id, abort.code) for abort in plan.aborts] == [("r1", "ROW_POOL_FULL")]
+    assert [opened.metadata["prompt_tokens"] for opened in plan.opens] == ["80"]
+
+
+def test_a_sample_that_ends_or_is_preempted_before_its_first_read_is_opened_once() -> None:
+    rig = PlanRig()
+    other, short, aborted, preempted = (rig.add(30) for _ in range(4))
+    plans = [rig.step()]
+    rig.finish(short)
+    rig.finish(aborted, "FINISHED_ABORTED")
+    rig.preempt(preempted)
+    plans += [rig.step()]
+    assert rows_of(plans[1])[0] == ("r3", 0, 30)
+    assert _opens(plans[1]) == ["r1", "r2", "r3"]
+    rig.running["r3"] = preempted
+    plans += [rig.step() for _ in range(STEPS_MAX + 2)]
+    rig.finish(other)
+    rig.finish(preempted)
+    plans += [rig.step() for _ in range(2)]
+    assert sorted(req_id for plan in plans for req_id in _opens(plan)) == ["r0", "r1", "r2", "r3"]
+    assert sorted(finish.req_id for plan in plans for finish in plan.finishes) == ["r0", "r1", "r3"]
+    assert [abort.req_id for plan in plans for abort in plan.aborts] == ["r2"]
+
+
+def test_a_request_that_is_forgotten_before_its_first_rows_is_opened_as_one_that_was_refused() -> None:
+    rig = PlanRig()
+    rig.add(30)
+    rig.step()
+    rig.half.forget("r0")
+    plan = rig.step()
+    assert _opens(plan) == [abort.req_id for abort in plan.aborts] == ["r0"]
+    assert plan.opens[0].sample_id == "r0"
 
 
 def test_the_last_rows_of_a_request_wait_while_others_run_and_its_sample_ends_with_them() -> None:
@@ -126,7 +191,7 @@ def test_an_id_that_is_used_again_while_its_last_rows_wait_is_refused_in_the_ans
     """What the plan says of it would be taken for the request that ended."""
     rig = PlanRig()
     rig.add(30)
-    rig.finish(_stepped(rig, 40))
+    rig.finish(first := _stepped(rig, 40))
     again = PlannedRequest("r1", 20, 100, {"slotstream": {}}, list(range(20)))
     blocks: Any = SimpleNamespace(blocks=([],))
     rig.half.on_new(again)
@@ -136,7 +201,7 @@ def test_an_id_that_is_used_again_while_its_last_rows_wait_is_refused_in_the_ans
     assert rig.finish(again)["error"]["code"] == "UNSUPPORTED_REQUEST"
     assert [(end.req_id, len(end.token_ids)) for plan in plans for end in plan.finishes] == [("r1", 40)]
     assert not any(plan.aborts for plan in plans)
-    assert not any(opened.req_id == "r1" for plan in plans for opened in plan.opens)
+    assert [opened.rows_max for plan in plans for opened in plan.opens if opened.req_id == "r1"] == [first.max_tokens + 39]
     assert sum(len(plan.rows) for plan in plans) == 2
 
 

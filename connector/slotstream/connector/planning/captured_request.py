@@ -29,8 +29,8 @@ class CapturedRequest:
     table: list[int] | None = None  # Its blocks in our group, where that can be known without asking.
     placed_until: int = 0  # Steps that compute no position from here on need no place for its row.
     quiet_until: int = 0  # Nor are there rows worth reading while none is computed from here on.
-    opened: bool = False
-    hit_tokens: int = 0
+    hit_tokens: int | None = None  # When it was scheduled first, how many of its tokens were in vLLM's prefix cache.
+    opened: bool = False  # A plan said, or the next will say, that its sample begins.
     rows: int = 0  # Of the sample, once all of them are planned, and the commit too.
     resets: list[int] = field(default_factory=list)  # First rows captured after vLLM dropped its caches.
 
@@ -95,7 +95,7 @@ class CapturedRequest:
             "request_id": request.request_id[:256],
             "token_start": str(self.start),
             "prompt_tokens": str(request.num_prompt_tokens),
-            "prefix_hit_tokens": str(self.hit_tokens),
+            "prefix_hit_tokens": str(self.hit_tokens or 0),
             **describe(request.mm_features),
         }
         if lora is not None:
@@ -116,6 +116,11 @@ class CapturedRequest:
             metadata,
             mask_names(params.loss_mask),
         )
+
+    def refused(self) -> SampleOpen:
+        """What `refused_sample` says of it: it never got as far as to compute a row."""
+        params = self.params
+        return refused_sample(self.request.request_id, params.namespace, params.sample_id, params.tags)
 
     def sample_finish(self, stop: int) -> SampleFinish:
         """The sample ends with the row before `stop`. Raises RowsNotComputed: see `check_whole`."""

@@ -58,7 +58,9 @@ def parse_params(
     `include_output_tokens`.
     Raises BadParams, BadSampleId, BadNamespace, BadTags, BadTokenRange or UnsupportedRequest, in one sentence.
     """
-    outer: Mapping[str, Any] = kv_transfer_params or {}
+    if not kv_transfer_params:
+        return CaptureParams(default_sample_id(req_id), namespace, capture, include_output_tokens, (0, None))
+    outer = kv_transfer_params
     inner = outer.get("slotstream")
     if inner is None:
         inner = {}

@@ -55,6 +55,7 @@ class _Pending:
     """What the next plan must carry besides the rows of running requests."""
 
     opens: list[SampleOpen] = field(default_factory=list)
+    refused: list[SampleOpen] = field(default_factory=list)  # Of requests that are aborted at once.
     aborts: list[SampleAbort] = field(default_factory=list)
     releases: list[str] = field(default_factory=list)
 
@@ -86,6 +87,7 @@ class SchedulerHalf:
         self._no_room = False  # The server is away and the worker can hold no more.
         self._captures: dict[str, CapturedRequest] = {}  # until the request is finished
         self._live: dict[str, CapturedRequest] = {}  # those with rows still to be planned
+        self._asked: dict[str, CaptureParams] = {}  # What waiting requests ask for, as far as it is known.
         self._refused: dict[str, SlotStreamError] = {}
         self._pending = _Pending()
         self._undelivered = EMPTY_PLAN
@@ -115,7 +117,10 @@ class SchedulerHalf:
             params = self._params(request)
         except SlotStreamError:
             return  # It is refused when it is scheduled.
-        if params.capture and params.tokens[0] < request.num_prompt_tokens and not self._sessions.has(request):
+        if self._sessions.has(request):
+            return  # It asks anew with each chunk.
+        self._asked[request.request_id] = params
+        if params.capture and params.tokens[0] < request.num_prompt_tokens:
             request.skip_reading_prefix_cache = True
 
     def on_match(self, request: Request, hit_tokens: int) -> None:
@@ -140,12 +145,17 @@ class SchedulerHalf:
             self._plan_step(output)
         rows, finishes, table = self._rows.end_plan(output, self._live)
         pending = self._pending
-        if not (rows or finishes or table or pending.opens or pending.aborts or pending.releases):
+        if pending.refused:
+            # Before these: else a reader that waits for the id could hear of a refusal, and not of the sample.
+            for capture in self._live.values():
+                if capture.hit_tokens is not None:
+                    self._open(capture)
+        elif not (rows or finishes or table or pending.opens or pending.aborts or pending.releases):
             return EMPTY_PLAN
         # Only now: had anything raised, the blocks that vLLM holds for us would never be released.
         self._pending = _Pending()
         self._undelivered = StepPlan(
-            tuple(pending.opens), rows, finishes, tuple(pending.aborts), tuple(pending.releases), table
+            (*pending.opens, *pending.refused), rows, finishes, tuple(pending.aborts), tuple(pending.releases), table
         )
         return self._undelivered
 
@@ -157,6 +167,7 @@ class SchedulerHalf:
         """A request ended; `block_ids` is its table in our group. Returns (hold the blocks, the response's params)."""
         req_id = request.request_id
         self._external_loads.forget(req_id)
+        self._asked.pop(req_id, None)
         refused = self._refused.pop(req_id, None)
         capture = self._captures.pop(req_id, None)
         live = self._live.pop(req_id, None)
@@ -240,12 +251,15 @@ class SchedulerHalf:
 
     def forget(self, req_id: str) -> None:
         """After a fault in `on_finished`: vLLM frees the request's blocks now, and its sample must not stay open."""
-        self._captures.pop(req_id, None)
+        capture = self._captures.pop(req_id, None)
         self._let_go(req_id)
+        self._asked.pop(req_id, None)
         self._refused.pop(req_id, None)
         self._external_loads.forget(req_id)
         pending = self._pending
         self._rows.drop(req_id)
+        if capture is not None and not capture.opened:
+            pending.refused.append(capture.refused())
         pending.releases = [release for release in pending.releases if release != req_id]
         pending.aborts.append(SampleAbort(req_id, InternalFault.code, "a fault of slotstream's own: the log says which"))
 
@@ -254,7 +268,7 @@ class SchedulerHalf:
     def _admit(self, request: Request) -> None:
         """Begin the capture that a request asks for, if it asks for one. Raises SlotStreamError."""
         req_id = request.request_id
-        params = self._params(request)
+        params = self._asked.pop(req_id, None) or self._params(request)
         if not params.capture:
             return
         if request.prompt_token_ids is None or getattr(request, "prompt_embeds", None) is not None:
@@ -316,9 +330,10 @@ class SchedulerHalf:
         live = self._let_go(req_id)
         self._refused[req_id] = error
         if live is not None:
-            if not live.opened:
-                params = live.params
-                self._pending.opens.append(refused_sample(req_id, params.namespace, params.sample_id, params.tags))
+            if live.hit_tokens is not None:
+                self._open(live)
+            elif not live.opened:
+                self._pending.refused.append(live.refused())
             self._pending.aborts.append(SampleAbort(req_id, error.code, str(error)))
 
     def _refuse_request(self, request: Request, error: SlotStreamError) -> None:
@@ -335,7 +350,7 @@ class SchedulerHalf:
                 namespace=options.namespace,
                 include_output_tokens=options.include_output_tokens,
             )
-            self._pending.opens.append(refused_sample(req_id, *names))
+            self._pending.refused.append(refused_sample(req_id, *names))
             self._pending.aborts.append(SampleAbort(req_id, error.code, str(error)))
             return
         self._counters.add("samples_failed", code=error.code)  # There is nobody to tell.
@@ -346,6 +361,14 @@ class SchedulerHalf:
             self._unsaid -= unsaid
             more = f" ({unsaid} more with this code since the last such line)" if unsaid else ""
             logger.warning("slotstream: request %s is not captured: %s%s", req_id, log_text(error.code, str(error)), more)
+
+    def _open(self, capture: CapturedRequest) -> None:
+        """Have the next plan say that a sample begins, unless one did. That comes with its first rows and no earlier: what is
+        said wakes the thread that carries it, and a step with a prompt's tokens has no time for that.
+        """
+        if not capture.opened:
+            capture.opened = True
+            self._pending.opens.append(capture.sample_open())
 
     def _let_go(self, req_id: str) -> CapturedRequest | None:
         """No more rows of a request are planned; what was captured, if it was live."""
@@ -373,18 +396,14 @@ class SchedulerHalf:
         for req_id in output.preempted_req_ids or ():
             if (capture := self._live.get(req_id)) is not None:
                 try:
-                    self._rows.preempted(capture)
+                    if self._rows.preempted(capture):
+                        self._open(capture)
                     self._complete_prompt(capture)
                 except SlotStreamError as error:
                     self._refuse(req_id, error)
-        opened = 0
         for req_id, capture, start, covered in self._rows.due(self._live, output):
-            if not capture.opened:
-                capture.opened = True
+            if capture.hit_tokens is None:
                 capture.hit_tokens = start
-                # Before refused requests: else a reader that waits for the id could hear of a refusal, and not of the sample.
-                self._pending.opens.insert(opened, capture.sample_open())
-                opened += 1
             try:
                 self._rows.advance(capture, start, covered, output)
             except SlotStreamError as error:
@@ -393,7 +412,8 @@ class SchedulerHalf:
         for capture in self._rows.to_read(self._live, output):
             known = _computed_tokens(output) if known is None else known
             try:
-                self._rows.read(capture, output, known)
+                if self._rows.read(capture, output, known):
+                    self._open(capture)
                 if capture.next == capture.stop:
                     self._complete_prompt(capture)
             except SlotStreamError as error:
@@ -426,6 +446,7 @@ class SchedulerHalf:
         if error is not None:
             self._refuse_finished(capture, error)
             return False, error
+        self._open(capture)
         if hold:
             self._pending.releases.append(req_id)
         self._completed(capture, stop)
@@ -433,7 +454,7 @@ class SchedulerHalf:
 
     def _why_not_whole(self, capture: CapturedRequest) -> SlotStreamError | None:
         request = capture.request
-        if not capture.opened:
+        if capture.hit_tokens is None:
             return CaptureAborted("the request ended before it was scheduled")
         if not capture.params.include_output_tokens:
             if capture.readable == capture.stop:
