@@ -8,6 +8,7 @@ import platform
 import statistics
 import sys
 import time
+from collections.abc import Iterable
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -37,14 +38,14 @@ def cpu_use() -> dict[str, float]:
     return {"user": user + nice, "system": system + irq + softirq, "idle": idle + waiting, "steal": steal}
 
 
-def quietest_core() -> int:
-    """Of the cores that this thread may use, the one that runs Python fastest now.
+def quietest_core(cores: Iterable[int]) -> int:
+    """Of these cores, the one that runs Python fastest now.
 
     Where a host's cores are shared with others, the same work may take twice as long on the one next to it.
     """
     allowed = os.sched_getaffinity(0)
     try:
-        return min(sorted(allowed), key=_loop_ms)
+        return min(sorted(cores), key=_loop_ms)
     finally:
         os.sched_setaffinity(0, allowed)
 

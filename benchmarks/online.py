@@ -5,7 +5,7 @@
     python benchmarks/online.py --kernels [--contenders nixl,none2] [--json FILE]
 
 Engines without capture ("none") and with it share the GPU, two at a time, and take turns under the same load: the same
-prompts, lengths and arrivals, forwards and backwards (ABBA). A round counts only if every engine's KV cache had room: none
+prompts, lengths and arrivals, each first and last equally often. A round counts only if every engine's KV cache had room: none
 preempted a request or used over 85% of it. "again" is no capture against itself: what a ratio of 1 looks like.
 benchmarks/README.md says more. Needs vLLM and a GPU (or `--shape tiny`, which a CPU can do).
 """
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import signal
 import sys
 import tempfile
@@ -69,10 +70,8 @@ def make_tokenizer(model: Path) -> None:
     PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w0").save_pretrained(model)
 
 
-def take_turn(contender: Contender, client: LoadClient, load: Load, seed: int, core: int | None) -> Turn:
-    """One load on one engine; what the client and the engine say of it. `core`: the engine's thread runs there alone."""
-    if core is not None:
-        contender.pin(core)
+def take_turn(contender: Contender, client: LoadClient, load: Load, seed: int) -> Turn:
+    """One load on one engine; what the client and the engine say of it."""
     cpu, everything = contender.cpu(), cpu_use()
     contender.ask("begin_watch_of_hooks" if load.is_of_hooks else "begin_watch")
     found = client.run(contender.port, load, seed)
@@ -115,6 +114,17 @@ def look_at_kernels(contender: Contender, client: LoadClient, load: Load, moment
     return found
 
 
+def turns_of(number: int, contenders: Sequence[str], *, again: bool) -> list[str]:
+    """Who takes which turn in round `number`: over the rounds, each comes first, second and last equally often.
+
+    `again`: no capture once more, in every other round.
+    """
+    order = [*contenders, AGAIN] if again and number % 2 == 0 else list(contenders)
+    times, first = divmod(number // 2 if again else number, len(order))
+    order = order[first:] + order[:first]
+    return order[::-1] if times % 2 else order
+
+
 class Run:
     """Engines that take turns until the time or the rounds are over; the figures are in a file after each load."""
 
@@ -124,6 +134,7 @@ class Run:
         self._turns: list[Turn] = figures["turns"]
         self._loads = loads(options)
         self._began = time.monotonic()
+        self._cores = os.sched_getaffinity(0)
         self._took: dict[str, float] = {}
 
     def run(self, setting: Setting) -> None:
@@ -160,19 +171,19 @@ class Run:
                 progress(f"[{self._since():.0f} s] kernels of {contender.name}\n")
             return
         for number in range(self._options.rounds):
-            order = list(contenders)
-            if AGAIN in self._options.contenders and number % 4 in (0, 3):  # Once forwards, once backwards.
-                order.append(AGAIN)
-            if number % 2:
-                order.reverse()
+            order = turns_of(number, list(contenders), again=AGAIN in self._options.contenders)
             for at, (name, load) in enumerate(self._loads.items()):
                 if time.monotonic() + self._took.get(name, 0.0) > deadline:
                     continue
                 began = time.monotonic()
                 seed = self._options.seed + 100 * number + at
-                core = quietest_core() if self._options.pin else None  # All turns of a round are on one: they are compared.
+                # All turns of a round are on one core: they are compared.
+                core = quietest_core(self._cores) if self._options.pin else None
                 for who in order:
-                    turn = take_turn(contenders[BASE if who == AGAIN else who], client, load, seed, core)
+                    contender = contenders[BASE if who == AGAIN else who]
+                    if core is not None:
+                        contender.pin(core, self._cores)
+                    turn = take_turn(contender, client, load, seed)
                     told = {"run": 0, "group": group, "round": number, "seed": seed, "load": name, "contender": who}
                     self._turns.append({**told, "core": core, **turn})
                 self._took[name] = max(self._took.get(name, 0.0), time.monotonic() - began)
@@ -249,7 +260,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add(
         "--pin",
         action="store_true",
-        help="before each round, move the engines' threads to the core that is fastest then, for hosts that others use too",
+        help="keep the engine's thread of a turn alone on a core, in each round the one that is fastest then: for hosts that "
+        "others use too",
     )
     add("--step-tokens", type=int, default=8192, metavar="N", help="tokens of a step (default: %(default)s)")
     add("--seed", type=int, default=0, metavar="N", help="the first round's (default: %(default)s)")

@@ -8,7 +8,7 @@ import json
 import os
 import time
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -127,8 +127,13 @@ class Contender:
             found: dict[str, Any] = json.load(answer)["results"][0]
             return found
 
-    def pin(self, core: int) -> None:
-        """Have the engine's own thread run on this core alone. Others of its process run where they may."""
+    def pin(self, core: int, cores: Iterable[int]) -> None:
+        """Have the engine's own thread alone on `core`, of these `cores`: all others of the benchmark leave it."""
+        others = set(cores) - {core} or {core}
+        for pid in _family(os.getpid()):
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # It ended meanwhile.
+                for task in Path(f"/proc/{pid}/task").iterdir():
+                    os.sched_setaffinity(int(task.name), others)
         _, engine = self._processes[-1]
         for pid in _family(engine.process.pid):
             if _process_name(pid) == "EngineCore":

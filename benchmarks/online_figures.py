@@ -49,6 +49,10 @@ OPEN = (
 )
 
 
+FORWARD = Metric("forward", lambda turn: _of_mixed(turn, "parts_us", "forward"), math.inf, unit="us")
+STEP = Metric("its step", lambda turn: _of_mixed(turn, "wall_us"), math.inf, unit="us")
+
+
 @dataclass(frozen=True, slots=True)
 class Ratio:
     """Geometric mean over `rounds` rounds, and its 95% interval (none with one round)."""
@@ -69,9 +73,12 @@ def ratio(values: Sequence[float]) -> Ratio:
     middle = statistics.fmean(logs)
     if len(logs) < 2:
         return Ratio(math.exp(middle), math.nan, math.nan, len(logs))
-    t = _T[len(logs) - 2] if len(logs) - 2 < len(_T) else _T_FROM_18
-    half = t * statistics.stdev(logs) / math.sqrt(len(logs))
+    half = _t(len(logs) - 1) * statistics.stdev(logs) / math.sqrt(len(logs))
     return Ratio(math.exp(middle), math.exp(middle - half), math.exp(middle + half), len(logs))
+
+
+def _t(freedom: int) -> float:
+    return _T[freedom - 1] if freedom <= len(_T) else _T_FROM_18
 
 
 def rounds_of(turns: Iterable[Turn], load: str) -> list[dict[str, Turn]]:
@@ -107,6 +114,37 @@ def ratios(rounds: Sequence[dict[str, Turn]], contender: str, base: str, metric:
     pairs = [(metric.of(one[contender]), metric.of(one[base])) for one in rounds if contender in one and base in one]
     values = [ours / theirs for ours, theirs in pairs if ours > 0 and theirs > 0]
     return ratio(values) if values and len(values) == len(pairs) else None
+
+
+def at_equal_forward(rounds: Sequence[dict[str, Turn]], contender: str, base: str, metric: Metric) -> Ratio | None:
+    """What the ratio would be in rounds in which the model's forward pass took both engines equally long.
+
+    In a step with prompt tokens that pass is the same launches with capture and without, but for those that give and write the
+    rows. Where a host's processor is faster in one turn than in the next, that is most of what a ratio says. So a line is drawn
+    through all rounds: the metric's ratio over that of the forward passes, both as logarithms. It is read where the
+    latter is 0. None with fewer than 5 rounds.
+    """
+    both = [(one[contender], one[base]) for one in rounds if contender in one and base in one]
+    if any(min(each.of(turn) for each in (FORWARD, metric)) <= 0 for pair in both for turn in pair):
+        return None
+    x = [math.log(FORWARD.of(ours) / FORWARD.of(theirs)) for ours, theirs in both]
+    y = [math.log(metric.of(ours) / metric.of(theirs)) for ours, theirs in both]
+    if len(x) < 5 or statistics.pvariance(x) == 0:
+        return None
+    slope, at_0 = statistics.linear_regression(x, y)
+    squares = sum((b - at_0 - slope * a) ** 2 for a, b in zip(x, y, strict=True)) / (len(x) - 2)
+    middle = statistics.fmean(x)
+    spread = sum((a - middle) ** 2 for a in x)
+    half = _t(len(x) - 2) * math.sqrt(squares * (1 / len(x) + middle**2 / spread))
+    return Ratio(math.exp(at_0), math.exp(at_0 - half), math.exp(at_0 + half), len(x))
+
+
+def _of_mixed(turn: Turn, *names: str) -> float:
+    """A mean of steps with prompt tokens beside others; 0 where it was not noted."""
+    found = turn["watch"]["steps"].get("mixed", {})
+    for name in names:
+        found = found.get(name, {})
+    return float(found.get("mean", 0.0))
 
 
 def metrics_of(load: str) -> tuple[Metric, ...]:
@@ -152,6 +190,12 @@ def load_table(load: str, rounds: Sequence[dict[str, Turn]], *, keep_void: bool)
         cells = [f"{statistics.median(base):.4g} {metric.unit}".strip() if base else "-"]
         cells += [str(found) if (found := ratios(good, name, other, metric)) else "-" for name, other in pairs]
         lines.append(f"{metric.name:{wide}}" + "".join(f"  {cell:>24}" for cell in cells))
+    if load.startswith("open"):
+        lines.append("how long the forward pass of a prompt's step took; and had it taken equally long, its step, and the same")
+        for metric in (FORWARD, STEP, *metrics):
+            found_of = ratios if metric is FORWARD else at_equal_forward
+            cells = [str(found) if (found := found_of(good, name, other, metric)) else "-" for name, other in pairs]
+            lines.append(f"{metric.name:{wide}}" + "".join(f"  {cell:>24}" for cell in ["", *cells]))
     lines += _verdicts(good, names, metrics)
     return "\n".join(lines)
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -142,7 +144,7 @@ def test_workers(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("slotstream-bench-*"))
 
 
-def _turn(contender: str, number: int, ms: float, **watch: float) -> dict[str, Any]:
+def _turn(contender: str, number: int, ms: float, **watch: object) -> dict[str, Any]:
     """A turn of online.py in which everything takes `ms`."""
     same = dict.fromkeys(("mean", "p50", "p90", "p99"), ms)
     quiet = {"preemptions": 0, "kv_used_max": 0.5, "steps": {}, "hooks": {}}
@@ -217,6 +219,41 @@ def test_online_meets_a_target_only_if_the_interval_does(tmp_path: Path) -> None
 
     assert "nixl: every target met" in _merged(tmp_path, rounds(1.02, 1.021, 1.019))[0]
     assert "nixl: NOT met: TTFT p50 1.018" in _merged(tmp_path, rounds(0.95, 1.02, 1.09))[0]
+
+
+def test_online_says_what_ratios_would_be_on_a_processor_that_is_as_fast_in_each_turn(tmp_path: Path) -> None:
+    def turn(who: str, number: int, slowness: float, cost: float) -> dict[str, Any]:
+        took = {"wall_us": {"mean": 30e3 * slowness * cost}, "cpu_us": {"mean": 30e3 * slowness}}
+        mixed = {"count": 9, **took, "parts_us": {"forward": {"mean": 28e3 * slowness}}}
+        return _turn(who, number, 60.0 * slowness * cost, steps={"mixed": mixed})
+
+    pairs = [(1.0, 1.5), (1.6, 1.0), (1.1, 1.2), (1.0, 1.0), (1.3, 1.9)]
+    turns = [
+        turn(who, at, slow, cost)
+        for at, pair in enumerate(pairs)
+        for who, slow, cost in zip(("none", "nixl"), pair, (1.0, 1.02), strict=True)
+    ]
+    first, second = _merged(tmp_path, turns)[0].split("how long the forward pass")
+    assert re.search(r"^TTFT p50 +\S+ ms +1\.\d+ \(0\.\d+ to 1\.\d+\)$", first, re.M)
+    assert re.search(r"^forward +1\.084 ", second, re.M)
+    for name in ("its step", "TTFT p50", "ITL p99"):
+        assert re.search(rf"^{name} +1\.020 \(1\.020 to 1\.020\)$", second, re.M)
+    few = _merged(tmp_path, turns[:8])[0].split("how long the forward pass")[1]
+    assert re.search(r"^TTFT p50 +-$", few, re.M)
+
+
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("contenders", [["none", "nixl"], ["none", "nixl", "grpc"]])
+def test_online_has_each_contender_take_each_turn_equally_often(contenders: list[str], again: bool) -> None:
+    asked = f"import json, online; print(json.dumps([online.turns_of(n, {contenders}, again={again}) for n in range(48)]))"
+    said = subprocess.run([sys.executable, "-c", asked], check=True, capture_output=True, cwd=_BENCHMARKS, timeout=120).stdout
+    orders: list[list[str]] = json.loads(said)
+    assert {len(order) for order in orders} == {len(contenders), len(contenders) + again}
+    for length in {len(order) for order in orders}:
+        places = Counter((at, who) for order in orders if len(order) == length for at, who in enumerate(order))
+        assert len(set(places.values())) == 1
+        pairs = Counter(pair for order in orders if len(order) == length for pair in itertools.combinations(order, 2))
+        assert all(pairs[pair] == pairs[pair[::-1]] for pair in pairs)
 
 
 @pytest.mark.vllm

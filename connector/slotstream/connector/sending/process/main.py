@@ -16,6 +16,7 @@ import threading
 from multiprocessing.connection import Connection
 
 from slotstream.connector.counters import Counters
+from slotstream.connector.faults import SampleFault
 from slotstream.connector.sending.inbox import IN_A_PROCESS_OF_ITS_OWN, RowBatch
 from slotstream.connector.sending.process.lane import LaneProcess
 from slotstream.connector.sending.process.lane_messages import LaneSetup
@@ -42,7 +43,8 @@ from slotstream.transport.spread import Spread
 from slotstream.v1 import ingest_pb2
 from slotstream.wire.errors import ConfigError
 
-_SAY_S = 0.1  # How long news waits for more.
+_SAY_S = 0.1  # How long news waits for more: that something failed, or a line of the log.
+_SAY_REST_S = 0.5  # What ended well, and counts. To hear of it takes the lock of the worker's interpreter from vLLM's thread.
 _LINES_MAX = 1000
 _ORPHAN_S = 5.0  # For what is on its way when the worker is gone.
 
@@ -215,16 +217,21 @@ class _News:
 
     def _run(self) -> None:
         quiet_s = 0.0
+        ended: list[str] = []
+        faults: list[SampleFault] = []
+        lines: list[LogLine] = []
         try:
             while True:
                 closing = self._closing.wait(_SAY_S)
                 quiet_s += _SAY_S
-                ended = [self._ended.get() for _ in range(self._ended.qsize())]
-                faults, counts, pump = self._pump.take_faults(), self._counters.take(), self._pump
-                update = Update(ended, faults, counts, pump.gauges(), pump.server, self._log.take())
-                if ended or faults or counts or update.lines or closing or quiet_s >= HEARTBEAT_S:
-                    say(self._connection, update)
-                    quiet_s = 0.0
+                ended += [self._ended.get() for _ in range(self._ended.qsize())]  # First: why one failed is never behind it.
+                faults += self._pump.take_faults()
+                lines += self._log.take()
+                has_rest = quiet_s >= _SAY_REST_S and (ended or self._counters)
+                if faults or lines or has_rest or closing or quiet_s >= HEARTBEAT_S:
+                    counts, pump = self._counters.take(), self._pump
+                    say(self._connection, Update(ended, faults, counts, pump.gauges(), pump.server, lines))
+                    quiet_s, ended, faults, lines = 0.0, [], [], []
                 if closing:
                     return
         except OSError:
