@@ -445,7 +445,9 @@ class _Engine:
 
     def _check_pages(self) -> None:
         held = self._held()
-        everywhere = [*held, *self.allocator._free[self.allocator._given :]]
+        kept = [page for one in self.allocator._held.values() for page in range(one.kept, one.kept_end)]
+        assert len(kept) == self.allocator._kept, "pages are kept that nobody counts"
+        everywhere = [*held, *kept, *self.allocator._free[self.allocator._given :]]
         assert len(set(everywhere)) == len(everywhere) == self.allocator.shape.pages, "a page is lost, or somebody else's too"
         for request in self.running:
             capture = self.half._live.get(request.request_id)

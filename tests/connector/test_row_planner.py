@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
+import random
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from support.plan_rig import PlannedRequest, PlanRig, rows_of
 
-from slotstream.connector.plan import StepPlan
+from slotstream.connector.plan import PagePlace, StepPlan
 from slotstream.connector.planning.page_allocator import NO_STEP, NULL_BLOCK, PageAllocator
 from slotstream.connector.planning.row_planner import REQUESTS_MAX, STEPS_MAX
 from slotstream.connector.row_pool import RowPoolShape
@@ -332,6 +335,57 @@ def test_pages_that_a_plan_reads_are_given_by_the_next() -> None:
     assert [abort.code for abort in plan.aborts] == ["ROW_POOL_FULL"]
     rig.add(60)
     assert not rig.step().aborts
+
+
+def _copies(pages: Sequence[int]) -> int:
+    """How many copies take rows of these pages, of at most four pages each."""
+    runs = [1]
+    for before, page in itertools.pairwise(pages):
+        if page == before + 1 and runs[-1] < 4:
+            runs[-1] += 1
+        else:
+            runs.append(1)
+    return len(runs)
+
+
+def test_pages_that_are_read_together_lie_next_to_each_other_however_long_requests_come_and_go() -> None:
+    """Each copy costs the engine's thread two microseconds or more, and a page by itself is two copies."""
+    rng, rig = random.Random(3), PlanRig(pages=1280)
+    until: dict[str, int] = {}
+    prompts: list[Sequence[int]] = []
+    outputs: list[Sequence[int]] = []
+    for step in range(1500):
+        if len(rig.running) < 40 and step % 3 == 0:
+            until[rig.add(rng.randrange(256, 769)).request_id] = step + rng.randrange(64, 193)
+        for rows in rig.step().rows:
+            assert isinstance(rows.place, PagePlace)
+            (prompts if len(rows.place.pages) > 8 else outputs).append(rows.place.pages)
+        for request in [request for request in rig.running.values() if until[request.request_id] <= step]:
+            rig.finish(request)
+    for read, most in ((prompts, 0.4), (outputs, 0.7)):
+        late = read[len(read) // 2 :]
+        assert sum(map(_copies, late)) < most * sum(map(len, late))
+
+
+def test_pages_that_are_kept_for_the_output_of_some_are_given_to_others_before_anybody_fails() -> None:
+    rig = PlanRig(pages=24, step_pages=0, output_rows_per_chunk=512)
+    first, second = rig.add(16), rig.add(16)
+    rig.step()
+    rig.step()
+    kept = {page for held in rig.pages._held.values() for page in range(held.kept, held.kept_end)}
+    assert (len(kept), rig.pages.free) == (rig.pages._kept, 24 - 4)
+    assert kept
+    late = rig.add(20 * 16)
+    plan = rig.step()
+    assert not plan.aborts
+    assert plan.table is not None
+    assert kept <= {*plan.table.entries.values()}
+    assert rig.pages._kept == 0
+    for request in (first, second, late):
+        rig.finish(request)
+    rig.step()
+    rig.step()
+    assert rig.pages.free == 24
 
 
 def test_a_plan_reads_from_few_requests_and_the_next_from_others() -> None:

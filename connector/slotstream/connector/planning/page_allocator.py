@@ -5,7 +5,9 @@ to another request. A *page* is free again once its rows are read. Rows are read
 frees are given again from the next plan on. The read itself may last longer than its step: before a page is written again, the
 worker has the model's stream wait for the read (`page_reads.PageReads.wait_for`).
 
-Pages are kept in arrays, and moved in slices: what a prompt costs hardly depends on its length.
+Pages are kept in arrays, and moved in slices: what a prompt costs hardly depends on its length. Rows in pages next to each
+other are one copy where they are read. So free pages are sorted now and then. While there are many, a request that gets a page
+for its output has the next ones kept for it.
 """
 
 from __future__ import annotations
@@ -23,6 +25,9 @@ NULL_BLOCK = 0  # vLLM's placeholder for blocks that a request needs no longer: 
 NO_STEP = 1 << 62  # As `computed_from`: no position is computed in the step that is planned.
 
 
+_KEPT_PAGES = 3  # That are kept for a request behind one of its output: a read takes about so many.
+
+
 def _ints(values: Sequence[int] = ()) -> array[int]:
     return array("q", values)
 
@@ -32,7 +37,8 @@ class _Held:
     """A request's pages, one after another from the one of position `first` * page rows on; -1 where there is none.
 
     `entries`: whose slots each was given for, in `steps`. `live`: the same while the table says so, then -1.
-    `written_from`: pages from this one on are written in the step whose plan is `read_in`.
+    `written_from`: pages from this one on are written in the step whose plan is `read_in`. Free pages [kept, kept_end) are kept
+    for it.
     """
 
     first: int
@@ -42,6 +48,8 @@ class _Held:
     live: array[int] = field(default_factory=_ints)
     written_from: int = 0
     read_in: int = 0
+    kept: int = 0
+    kept_end: int = 0
 
     @property
     def end(self) -> int:
@@ -68,9 +76,11 @@ class PageAllocator:
         self._block_pages = block_size // shape.page_rows
         self._step_pages = step_pages
         self.shape = shape
-        # The longest free first: what was read last may still be on its way. The first `_given` are given by now.
+        # Sorted now and then, else the longest free first: what was read last may still be on its way. The first `_given` are
+        # given by now.
         self._free = _ints(range(shape.pages))
         self._given = 0
+        self._kept = 0  # Free pages that are kept for requests, and no part of `_free`.
         self._let_go: list[int] = []  # Read in the plan that is being made, which may begin between two steps.
         self._held: dict[str, _Held] = {}
         self._table: dict[int, int] = {}  # As the device has it after this plan's update: entry -> page.
@@ -82,7 +92,7 @@ class PageAllocator:
     @property
     def free(self) -> int:
         """Pages that can be given now."""
-        return len(self._free) - self._given
+        return len(self._free) - self._given + self._kept
 
     @property
     def in_use(self) -> int:
@@ -92,7 +102,7 @@ class PageAllocator:
     @property
     def is_short(self) -> bool:
         """Whether so few pages will be free that all rows should be read now."""
-        return (len(self._free) - self._given + len(self._let_go)) * 4 < self.shape.pages
+        return (len(self._free) - self._given + self._kept + len(self._let_go)) * 4 < self.shape.pages
 
     @property
     def has_room(self) -> bool:
@@ -105,9 +115,8 @@ class PageAllocator:
         if self._let_go:
             self._free.extend(self._let_go)
             self._let_go.clear()
-            if self._given > self.shape.pages:
-                del self._free[: self._given]
-                self._given = 0
+            if self._given * 2 > self.shape.pages:
+                self._sort()
         if not self._changes and not self._ending and not self._clear:
             return None
         changes, clear, live = self._changes, self._clear, len(self._table)
@@ -149,21 +158,36 @@ class PageAllocator:
         others: list[Due] = []
         ripe: list[CapturedRequest] = []
         all_held, table, changes, free, given = self._held, self._table, self._changes, self._free, self._given
+        keeps_until = len(free) - self.shape.pages // 2
         rows, pages = self._page_rows, self._block_pages
         for one in due:
             req_id, capture, start, covered = one
             blocks = capture.table
-            if blocks is None or req_id not in all_held or start < capture.request.num_prompt_tokens or given == len(free):
+            if blocks is None or req_id not in all_held or start < capture.request.num_prompt_tokens:
                 others.append(one)
                 continue
             held = all_held[req_id]
+            if held.kept == held.kept_end and given == len(free):
+                others.append(one)
+                continue
             at = held.first + len(held.pages)
             begin, end, block = at * rows, (at + 1) * rows, at // pages
             if not (capture.next <= start <= begin < covered <= end and covered <= capture.stop and block < len(blocks)):
                 others.append(one)
                 continue
-            entry, page = blocks[block] * pages + at % pages, free[given]
-            given += 1
+            entry = blocks[block] * pages + at % pages
+            if held.kept < held.kept_end:
+                page = held.kept
+                held.kept += 1
+                self._kept -= 1
+            else:
+                page = free[given]
+                given += 1
+                held.kept = held.kept_end = page + 1
+                while given < keeps_until and held.kept_end <= page + _KEPT_PAGES and free[given] == held.kept_end:
+                    given += 1
+                    held.kept_end += 1
+                self._kept += held.kept_end - held.kept
             held.pages.append(page)
             held.entries.append(entry)
             held.live.append(entry)
@@ -203,10 +227,26 @@ class PageAllocator:
 
     def _take(self, count: int) -> array[int]:
         """Raises RowPoolFull."""
+        if count > len(self._free) - self._given and self._kept:
+            for held in self._held.values():
+                self._free += self._no_longer_kept(held)
         if count > self.free:
             raise RowPoolFull(f"{count} pages are wanted, and {self.free} of the row pool are free")
         self._given += count
         return self._free[self._given - count : self._given]
+
+    def _no_longer_kept(self, held: _Held) -> array[int]:
+        """The pages that were kept for a request."""
+        pages = _ints(range(held.kept, held.kept_end))
+        held.kept = held.kept_end
+        self._kept -= len(pages)
+        return pages
+
+    def _sort(self) -> None:
+        """Have free pages follow each other, but for the last quarter: those that were read last."""
+        free = self._free[self._given :]
+        until = len(free) * 3 // 4
+        self._free, self._given = _ints(sorted(free[:until])) + free[until:], 0
 
     def page_end(self, stop: int) -> int:
         """Where the page ends that holds the position before `stop`."""
@@ -238,6 +278,7 @@ class PageAllocator:
             raise _not_computed()
         place = self._find(held, start, stop)
         del self._held[req_id]
+        self._let_go += self._no_longer_kept(held)
         self._end_entries(held, 0, len(held.pages))
         first = start // self._page_rows - held.first
         others = held.pages[:first] + held.pages[first + len(place.pages) :]
@@ -260,6 +301,7 @@ class PageAllocator:
         """No row of the request is wanted but those that this plan reads."""
         held = self._held.pop(req_id, None)
         if held is not None:
+            self._let_go += self._no_longer_kept(held)
             self._give_back(held, len(held.pages))
 
     def reset(self) -> None:
@@ -270,7 +312,7 @@ class PageAllocator:
         self._ending.clear()
         self._let_go.clear()
         self._free = _ints(range(self.shape.pages))
-        self._given = 0
+        self._given = self._kept = 0
         self._clear = True
 
     def _give_back(self, held: _Held, count: int) -> None:
