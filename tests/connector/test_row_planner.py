@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 from support.plan_rig import PlannedRequest, PlanRig, rows_of
 
-from slotstream.connector.plan import PagePlace, StepPlan
+from slotstream.connector.plan import PagePlace, SampleOpen, StepPlan
+from slotstream.connector.planning.captured_request import CapturedRequest
 from slotstream.connector.planning.page_allocator import NO_STEP, NULL_BLOCK, PageAllocator
 from slotstream.connector.planning.row_planner import REQUESTS_MAX, STEPS_MAX
 from slotstream.connector.row_pool import RowPoolShape
@@ -71,18 +72,35 @@ def test_a_sample_is_opened_with_its_first_rows_and_a_step_with_a_prompt_has_not
 
 def test_a_sample_that_fails_before_its_first_rows_is_opened_and_says_what_it_would_have_been() -> None:
     rig = PlanRig(pages=4, step_pages=0)
-    rig.add(30, tokens=[2, None], tags={"of": "test"})
-    assert _opens(rig.step()) == []
-    rig.half.fail_all()
+    rig.add(16 * 5, tokens=[2, None], tags={"of": "test"})
     plan = rig.step()
     (opened,) = plan.opens
-    assert [(abort.req_id, abort.code) for abort in plan.aborts] == [("r0", "INTERNAL")]
-    assert (opened.rows_max, opened.tags) == (30 + 4000 - 1 - 2, {"of": "test"})
-    assert opened.metadata["prompt_tokens"] == "30"
-    rig.add(16 * 5)
+    assert [(abort.req_id, abort.code) for abort in plan.aborts] == [("r0", "ROW_POOL_FULL")]
+    assert (opened.rows_max, opened.tags) == (80 + 4000 - 1 - 2, {"of": "test"})
+    assert opened.metadata["prompt_tokens"] == "80"
+
+
+def test_samples_whose_beginning_cannot_be_told_fail_with_all_others_and_under_their_names(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def broken(capture: CapturedRequest) -> SampleOpen:
+        raise RuntimeError("cannot be described")
+
+    rig = PlanRig()
+    for _ in range(2):
+        rig.add(30)
+    for _ in range(STEPS_MAX):
+        rig.step()
+    with monkeypatch.context() as patched:
+        patched.setattr(CapturedRequest, "sample_open", broken)
+        with pytest.raises(RuntimeError, match="cannot be described"):
+            rig.half.plan(rig.output())
+        rig.half.fail_all()
     plan = rig.step()
-    assert [(abort.req_id, abort.code) for abort in plan.aborts] == [("r1", "ROW_POOL_FULL")]
-    assert [opened.metadata["prompt_tokens"] for opened in plan.opens] == ["80"]
+    assert _opens(plan) == [abort.req_id for abort in plan.aborts] == ["r0", "r1"]
+    assert [opened.sample_id for opened in plan.opens] == ["r0", "r1"]
+    assert not plan.rows
+    assert rig.pages.in_use == 0
 
 
 def test_a_sample_that_ends_or_is_preempted_before_its_first_read_is_opened_once() -> None:
@@ -105,14 +123,21 @@ def test_a_sample_that_ends_or_is_preempted_before_its_first_read_is_opened_once
     assert [abort.req_id for plan in plans for abort in plan.aborts] == ["r2"]
 
 
-def test_a_request_that_is_forgotten_before_its_first_rows_is_opened_as_one_that_was_refused() -> None:
+def test_a_request_that_is_forgotten_before_its_first_rows_is_opened_as_one_that_was_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     rig = PlanRig()
     rig.add(30)
     rig.step()
+    with monkeypatch.context() as patched:
+        patched.setattr(rig.half._rows, "finish", lambda *arguments: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            rig.finish(rig.running["r0"])
     rig.half.forget("r0")
     plan = rig.step()
     assert _opens(plan) == [abort.req_id for abort in plan.aborts] == ["r0"]
     assert plan.opens[0].sample_id == "r0"
+    assert not rig.half._captures
 
 
 def test_the_last_rows_of_a_request_wait_while_others_run_and_its_sample_ends_with_them() -> None:

@@ -117,9 +117,10 @@ class SchedulerHalf:
             params = self._params(request)
         except SlotStreamError:
             return  # It is refused when it is scheduled.
-        if self._sessions.has(request):
-            return  # It asks anew with each chunk.
-        self._asked[request.request_id] = params
+        if params.capture and self._sessions.has(request):
+            return
+        if not getattr(request, "resumable", False):  # Else it asks anew with each chunk.
+            self._asked[request.request_id] = params
         if params.capture and params.tokens[0] < request.num_prompt_tokens:
             request.skip_reading_prefix_cache = True
 
@@ -143,14 +144,14 @@ class SchedulerHalf:
         """The plan of the step that `output` schedules."""
         if self._live or not self._external_loads.idle:
             self._plan_step(output)
-        rows, finishes, table = self._rows.end_plan(output, self._live)
         pending = self._pending
         if pending.refused:
             # Before these: else a reader that waits for the id could hear of a refusal, and not of the sample.
             for capture in self._live.values():
                 if capture.hit_tokens is not None:
                     self._open(capture)
-        elif not (rows or finishes or table or pending.opens or pending.aborts or pending.releases):
+        rows, finishes, table = self._rows.end_plan(output, self._live)
+        if not (rows or finishes or table or pending.opens or pending.refused or pending.aborts or pending.releases):
             return EMPTY_PLAN
         # Only now: had anything raised, the blocks that vLLM holds for us would never be released.
         self._pending = _Pending()
@@ -169,16 +170,14 @@ class SchedulerHalf:
         self._external_loads.forget(req_id)
         self._asked.pop(req_id, None)
         refused = self._refused.pop(req_id, None)
-        capture = self._captures.pop(req_id, None)
+        capture = self._captures.get(req_id)
         live = self._live.pop(req_id, None)
-        if refused is not None:
-            return False, self._response(request, capture, refused)
-        if capture is None:
+        if refused is None and capture is None:
             return False, None
-        if live is None:
-            return False, self._response(request, capture)
-        hold, error = self._finish_live(live, block_ids)
-        return hold, self._response(request, capture, error)
+        hold, error = (False, refused) if live is None or refused is not None else self._finish_live(live, block_ids)
+        answer = self._response(request, capture, error)
+        self._captures.pop(req_id, None)  # Last: `forget` looks at it, should anything have raised.
+        return hold, answer
 
     def on_faults(self, faults: Sequence[SampleFault]) -> None:
         """The worker gave samples up. Answers that are still to come say so."""
@@ -246,7 +245,10 @@ class SchedulerHalf:
                 self._refused[finish.req_id] = error
         self._pending.opens.extend(lost.opens)
         self._pending.aborts.extend(lost.aborts)
-        for req_id in list(self._live):
+        for req_id, capture in list(self._live.items()):
+            if not capture.opened:  # It may be this that raised.
+                capture.opened = True
+                self._pending.refused.append(capture.refused())
             self._refuse(req_id, error)
 
     def forget(self, req_id: str) -> None:
@@ -367,8 +369,8 @@ class SchedulerHalf:
         said wakes the thread that carries it, and a step with a prompt's tokens has no time for that.
         """
         if not capture.opened:
-            capture.opened = True
             self._pending.opens.append(capture.sample_open())
+            capture.opened = True
 
     def _let_go(self, req_id: str) -> CapturedRequest | None:
         """No more rows of a request are planned; what was captured, if it was live."""
