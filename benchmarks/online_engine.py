@@ -131,8 +131,8 @@ class Contender:
         """Have the engine's own thread alone on `core`, of these `cores`: all others of the benchmark leave it."""
         others = set(cores) - {core} or {core}
         for pid in _family(os.getpid()):
-            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # It ended meanwhile.
-                for task in Path(f"/proc/{pid}/task").iterdir():
+            for task in _tasks(pid):
+                with contextlib.suppress(ProcessLookupError):  # It ended meanwhile.
                     os.sched_setaffinity(int(task.name), others)
         _, engine = self._processes[-1]
         for pid in _family(engine.process.pid):
@@ -189,13 +189,20 @@ def _healthy(port: int) -> bool:
 
 def _family(pid: int) -> list[int]:
     """A process and all that it started."""
+    family = [pid]
+    for task in _tasks(pid):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # It ended meanwhile.
+            for child in (task / "children").read_text().split():
+                family += _family(int(child))
+    return family
+
+
+def _tasks(pid: int) -> list[Path]:
+    """The threads of a process; none where it ended meanwhile."""
     try:
-        children = [
-            int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()
-        ]
+        return list(Path(f"/proc/{pid}/task").iterdir())
     except (FileNotFoundError, ProcessLookupError):
-        return []  # It ended meanwhile.
-    return [pid, *(one for child in children for one in _family(child))]
+        return []
 
 
 def _threads(pid: int) -> list[tuple[str, float]]:

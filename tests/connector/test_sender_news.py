@@ -55,7 +55,7 @@ def ours_and_rig(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Connection, 
     rig = _Rig(theirs)
     yield ours, rig
     rig.news._closing.set()
-    rig.news._thread.join()
+    rig.news._thread.join(10.0)
     logger.handlers, logger.level, logger.propagate = before
     ours.close()
     theirs.close()

@@ -23,8 +23,6 @@ from slotstream.wire.errors import RowPoolFull, RowsNotComputed
 
 NULL_BLOCK = 0  # vLLM's placeholder for blocks that a request needs no longer: nobody's slots.
 NO_STEP = 1 << 62  # As `computed_from`: no position is computed in the step that is planned.
-
-
 _KEPT_PAGES = 3  # That are kept for a request behind one of its output: a read takes about so many.
 
 
@@ -167,12 +165,11 @@ class PageAllocator:
                 others.append(one)
                 continue
             held = all_held[req_id]
-            if held.kept == held.kept_end and given == len(free):
-                others.append(one)
-                continue
             at = held.first + len(held.pages)
             begin, end, block = at * rows, (at + 1) * rows, at // pages
-            if not (capture.next <= start <= begin < covered <= end and covered <= capture.stop and block < len(blocks)):
+            has_page = held.kept < held.kept_end or given < len(free)
+            is_next = capture.next <= start <= begin < covered <= end and covered <= capture.stop and block < len(blocks)
+            if not (has_page and is_next):
                 others.append(one)
                 continue
             entry = blocks[block] * pages + at % pages

@@ -243,17 +243,15 @@ class RowPlanner:
         company = [c for c in company if c.is_in_output and c.readable - c.next >= half]
         return chosen + company[: most - len(chosen)]
 
-    def read(self, capture: CapturedRequest, output: SchedulerOutput, computed: Mapping[str, int]) -> bool:
-        """Have the rows of a capture read that are there; whether there are any. Raises RowsNotComputed."""
+    def read(self, capture: CapturedRequest, output: SchedulerOutput, computed: Mapping[str, int]) -> None:
+        """Have the rows of a capture read that are there. Raises RowsNotComputed."""
         req_id, stop = capture.request.request_id, capture.readable
         self._waiting.pop(req_id, None)
-        has_rows = stop > capture.next
-        if has_rows:
+        if stop > capture.next:
             table = self._table(req_id, output) if self._places.holds_blocks else ()
             self._plan_rows(capture, stop, computed.get(req_id, NO_STEP), table)
         is_quiet = stop < capture.request.num_prompt_tokens or stop >= capture.stop
         capture.quiet_until = ROWS_MAX if is_quiet else capture.covered + self._output_rows - 1
-        return has_rows
 
     def _table(self, req_id: str, output: SchedulerOutput) -> Sequence[int]:
         """The block table of a request that this step runs."""
@@ -276,23 +274,18 @@ class RowPlanner:
         """The first row of the sample that is computed after vLLM has dropped its caches, and every request its blocks."""
         return max(capture.next, capture.readable if self._places.computes_all else 0) - capture.start
 
-    def preempted(self, capture: CapturedRequest) -> bool:
-        """A request lost its blocks, and will compute all its tokens again: confirmed rows that wait are read before that.
-
-        Whether there are any. Raises RowsNotComputed.
-        """
+    def preempted(self, capture: CapturedRequest) -> None:
+        """A request lost its blocks, and will compute all its tokens again: confirmed rows that wait are read before that."""
         capture.placed_until = capture.quiet_until = 0
         capture.table = None
         self._waiting.pop(capture.request.request_id, None)
         if not self._places.computes_all:
-            return False
+            return
         capture.request.skip_reading_prefix_cache = True
         stop = capture.readable
-        has_rows = stop > capture.next
-        if has_rows:
+        if stop > capture.next:
             self._plan_rows(capture, stop, NO_STEP, ())
         self._places.preempted(capture)
-        return has_rows
 
     def complete(self, capture: CapturedRequest, stop: int) -> None:
         """All rows up to `stop` are planned: the sample ends with this plan."""

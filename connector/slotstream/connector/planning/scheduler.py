@@ -174,7 +174,9 @@ class SchedulerHalf:
         live = self._live.pop(req_id, None)
         if refused is None and capture is None:
             return False, None
-        hold, error = (False, refused) if live is None or refused is not None else self._finish_live(live, block_ids)
+        hold, error = False, refused
+        if live is not None and refused is None:
+            hold, error = self._finish_live(live, block_ids)
         answer = self._response(request, capture, error)
         self._captures.pop(req_id, None)  # Last: `forget` looks at it, should anything have raised.
         return hold, answer
@@ -246,9 +248,7 @@ class SchedulerHalf:
         self._pending.opens.extend(lost.opens)
         self._pending.aborts.extend(lost.aborts)
         for req_id, capture in list(self._live.items()):
-            if not capture.opened:  # It may be this that raised.
-                capture.opened = True
-                self._pending.refused.append(capture.refused())
+            self._open_as_refused(capture)  # What its sample would have been is not asked: it may be this that raised.
             self._refuse(req_id, error)
 
     def forget(self, req_id: str) -> None:
@@ -260,8 +260,8 @@ class SchedulerHalf:
         self._external_loads.forget(req_id)
         pending = self._pending
         self._rows.drop(req_id)
-        if capture is not None and not capture.opened:
-            pending.refused.append(capture.refused())
+        if capture is not None:
+            self._open_as_refused(capture)
         pending.releases = [release for release in pending.releases if release != req_id]
         pending.aborts.append(SampleAbort(req_id, InternalFault.code, "a fault of slotstream's own: the log says which"))
 
@@ -334,8 +334,8 @@ class SchedulerHalf:
         if live is not None:
             if live.hit_tokens is not None:
                 self._open(live)
-            elif not live.opened:
-                self._pending.refused.append(live.refused())
+            else:
+                self._open_as_refused(live)
             self._pending.aborts.append(SampleAbort(req_id, error.code, str(error)))
 
     def _refuse_request(self, request: Request, error: SlotStreamError) -> None:
@@ -372,6 +372,12 @@ class SchedulerHalf:
             self._pending.opens.append(capture.sample_open())
             capture.opened = True
 
+    def _open_as_refused(self, capture: CapturedRequest) -> None:
+        """The same of a sample that is aborted at once, by its names alone."""
+        if not capture.opened:
+            self._pending.refused.append(capture.refused())
+            capture.opened = True
+
     def _let_go(self, req_id: str) -> CapturedRequest | None:
         """No more rows of a request are planned; what was captured, if it was live."""
         self._rows.end(req_id)
@@ -398,9 +404,8 @@ class SchedulerHalf:
         for req_id in output.preempted_req_ids or ():
             if (capture := self._live.get(req_id)) is not None:
                 try:
-                    if self._rows.preempted(capture):
-                        self._open(capture)
-                    self._complete_prompt(capture)
+                    self._rows.preempted(capture)
+                    self._after_read(capture)
                 except SlotStreamError as error:
                     self._refuse(req_id, error)
         for req_id, capture, start, covered in self._rows.due(self._live, output):
@@ -414,14 +419,15 @@ class SchedulerHalf:
         for capture in self._rows.to_read(self._live, output):
             known = _computed_tokens(output) if known is None else known
             try:
-                if self._rows.read(capture, output, known):
-                    self._open(capture)
-                if capture.next == capture.stop:
-                    self._complete_prompt(capture)
+                self._rows.read(capture, output, known)
+                self._after_read(capture)
             except SlotStreamError as error:
                 self._refuse(capture.request.request_id, error)
 
-    def _complete_prompt(self, capture: CapturedRequest) -> None:
+    def _after_read(self, capture: CapturedRequest) -> None:
+        """Rows of a capture may have been planned: a sample begins with its first, and that of a prompt ends with its last."""
+        if capture.next > capture.start:
+            self._open(capture)
         if capture.next == capture.stop and not capture.params.include_output_tokens:
             self._rows.complete(capture, capture.stop)
             self._completed(capture, capture.stop)
