@@ -50,6 +50,19 @@ def quietest_core(cores: Iterable[int]) -> int:
         os.sched_setaffinity(0, allowed)
 
 
+def of_same_core(core: int) -> set[int]:
+    """`core` and the other hardware threads of it, as far as the system tells: they share its units and its cache."""
+    try:
+        text = Path(f"/sys/devices/system/cpu/cpu{core}/topology/thread_siblings_list").read_text()
+    except OSError:
+        return {core}
+    found = {core}
+    for part in text.strip().split(","):
+        first, _, last = part.partition("-")
+        found.update(range(int(first), int(last or first) + 1))
+    return found
+
+
 def _loop_ms(core: int) -> float:
     os.sched_setaffinity(0, {core})
     took = []

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from children import changed_environment
+from machine import of_same_core
 
 from slotstream.client import SampleState, connect
 from slotstream.demo.processes import Running, connector_options, free_port, start_server, vllm_command
@@ -128,8 +129,11 @@ class Contender:
             return found
 
     def pin(self, core: int, cores: Iterable[int]) -> None:
-        """Have the engine's own thread alone on `core`, of these `cores`: all others of the benchmark leave it."""
-        others = set(cores) - {core} or {core}
+        """Have the engine's own thread alone on `core`, of these `cores`: all others of the benchmark leave it.
+
+        They leave the other hardware thread of that core, too.
+        """
+        others = set(cores) - of_same_core(core) or {core}
         for pid in _family(os.getpid()):
             for task in _tasks(pid):
                 with contextlib.suppress(ProcessLookupError):  # It ended meanwhile.

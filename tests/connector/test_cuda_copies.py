@@ -208,6 +208,15 @@ def copier(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> C
     return CudaCopier(torch.device("cuda", 2))
 
 
+def test_only_a_read_behind_the_model_waits_for_its_stream(copier: CudaCopier) -> None:
+    copier.prepare(np.zeros(1, np.int64).ctypes.data)
+    waits = []
+    for behind_model in (True, False, True):
+        copier.copy(_copies(2)[0], _copies(1)[0], 1, behind_model=behind_model)
+        waits.append(list(copier._ready.calls))  # type: ignore[attr-defined]
+    assert waits == [["record", "wait"], ["record", "wait"], ["record", "wait"] * 2]
+
+
 def test_a_read_is_its_copies_and_its_number(copier: CudaCopier) -> None:
     word = np.full(1, 5, np.int64)
     copier.prepare(word.ctypes.data)
@@ -215,7 +224,7 @@ def test_a_read_is_its_copies_and_its_number(copier: CudaCopier) -> None:
     for number in range(1, 200):
         rows, source, target = _copies(19)
         notes, _, noted = _copies(2)
-        copier.copy(rows, notes, number)
+        copier.copy(rows, notes, number, behind_model=True)
         assert word.tolist() == [number]
         assert target[180] == source[0]
         assert target[:2].tolist() == [180, 0]

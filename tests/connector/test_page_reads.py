@@ -45,12 +45,15 @@ class _Device:
         self.copies: list[int] = []
         """Of each read: how many copies its rows took."""
         self.holds: list[int] = []
+        self.behind_model: list[bool] = []
+        """Of each read: whether it waits for the model."""
         self._waiting: list[tuple[list[tuple[int, int, int]], int]] = []
 
     def prepare(self, done_word: int) -> None:
         self._done = ctypes.c_int64.from_address(done_word)
 
-    def copy(self, rows: Copies, notes: Copies, number: int) -> None:
+    def copy(self, rows: Copies, notes: Copies, number: int, *, behind_model: bool) -> None:
+        self.behind_model.append(behind_model)
         self.copies.append(rows.count)
         asked = [(c.to[at], c.source[at], c.nbytes[at]) for c in (rows, notes) for at in range(c.count)]
         self._waiting.append((asked, number))
@@ -148,6 +151,23 @@ def test_one_read_is_one_number_however_many_samples_it_has_and_pages_next_to_ea
     assert isinstance(rig.sink.verdict(13), Committed)
     assert rig.device.copies == [12, 1]
     assert rig.pages.memory.area.done == 2
+
+
+def test_rows_that_are_known_to_be_computed_are_read_at_once_but_behind_what_clears_the_pool(rig: _Rig) -> None:
+    def read(*computed: bool) -> bool:
+        rows = [RowPlan(f"r{at}", 0, 8, 0, rig._place(at, 8, 1), known) for at, known in enumerate(computed)]
+        rig.worker.bind(plan := StepPlan(rows=tuple(rows)))
+        rig.worker.execute()
+        assert plan
+        return rig.device.behind_model[-1]
+
+    assert read(True)  # The first one.
+    assert not read(True, True)
+    assert read(True, False)
+    assert not read(True)
+    rig.worker.wake()
+    assert read(True)
+    assert not read(True)
 
 
 @pytest.mark.parametrize(

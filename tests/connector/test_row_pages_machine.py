@@ -29,7 +29,7 @@ from slotstream.connector.faults import SampleFault
 from slotstream.connector.plan import RowPlan, StepPlan
 from slotstream.connector.planning.page_allocator import NULL_BLOCK, PageAllocator
 from slotstream.connector.planning.row_places import PagePlaces
-from slotstream.connector.planning.row_planner import REQUESTS_MAX, STEPS_MAX
+from slotstream.connector.planning.row_planner import BUSY_STEPS_MAX, REQUESTS_MAX, STEPS_MAX
 from slotstream.connector.planning.scheduler import SchedulerHalf
 from slotstream.connector.reading.located import page_words
 from slotstream.connector.reading.row_pages import RowPages
@@ -97,9 +97,9 @@ class _WatchedPlaces(PagePlaces):
         self.were_short |= available < max(self._pages.shape.pages / 4, self._pages._step_pages)
         return super().reads_early
 
-    def rows_can_wait(self, tokens: int) -> bool:
-        self.were_short |= tokens > self._step_tokens / 2
-        return super().rows_can_wait(tokens)
+    def rows_can_wait(self, rows: int) -> bool:
+        self.were_short |= rows > self._step_tokens / 2
+        return super().rows_can_wait(rows)
 
 
 class _Engine:
@@ -157,6 +157,10 @@ class _Engine:
         self.read_late = self.read_at_once = 0
         self.numbers = 0
         self.weights = 1
+        self.was_prompt = False  # Whether the last step computed tokens of prompts.
+        self.seen_late = 0  # Reads of rows that the scheduler knew to be computed.
+        self.known: list[tuple[torch.Tensor, torch.Tensor]] = []
+        """The device's rows and stamps behind the last steps: of the first of these the scheduler has heard all results."""
 
     # What a user does.
 
@@ -245,6 +249,7 @@ class _Engine:
         self.device.begin_step(plan)
         sampled = self._forward(scheduled)
         self._execute(plan)
+        self.known = [*self.known, (self.device.pool.clone(), self.device.stamps.clone())][-2 if self.asynchronous else -1 :]
         for request, tokens in sampled:
             request.num_computed_tokens += scheduled[request.request_id]
             request.late.append(tokens)
@@ -401,10 +406,12 @@ class _Engine:
         words = page_words(located, [part], [Segment(plan.req_id, 0, part.rows, 0)], self.device.shape.page_rows)
         at, kv_slots, steps = rows_in_pages(np.array(words), 1, self.device.shape.page_rows)
         index = torch.from_numpy(at)
-        notes = self.device.stamps[index].numpy()
+        pool, stamps = self.known[0] if plan.computed else (self.device.pool, self.device.stamps)
+        self.seen_late += plan.computed
+        notes = stamps[index].numpy()
         assert not located.failed
         assert StampEvidence(kv_slots, steps, notes).problem(0, len(index)) is None, plan
-        for row, values in enumerate(self.device.pool[index].flatten(1).tolist(), plan.first_row):
+        for row, values in enumerate(pool[index].flatten(1).tolist(), plan.first_row):
             assert row not in self.stored[plan.req_id], "a row is read twice"
             self.stored[plan.req_id][row] = tuple(values)
 
@@ -423,17 +430,19 @@ class _Engine:
                 worth[req_id] = self.worth.get(req_id, self.steps)
         prompt = any(count > 1 + self.drafted.get(r, 0) for r, count in scheduled.items())
         prompt |= any(self._known(self._by_id(r)) == self._by_id(r).num_prompt_tokens for r in scheduled)
+        busy, self.was_prompt = prompt or self.was_prompt, prompt
         read = {rows.req_id for rows in plan.rows} - self.urgent - self.over.keys()
-        if prompt and read and not self.places.were_short:
-            waited = {req_id for req_id, since in self.worth.items() if self.steps - since >= STEPS_MAX}
-            assert read & waited, "rows are read beside prompt tokens without a reason"
-        if self.places.were_short or len(ripe) > REQUESTS_MAX:
+        if busy and scheduled and read and not self.places.were_short:
+            waited = {req_id for req_id, since in self.worth.items() if self.steps - since >= BUSY_STEPS_MAX}
+            assert read & waited, "rows are read where the thread has no time, without a reason"
+        if self.places.were_short or (len(ripe) > REQUESTS_MAX and not busy):
             assert not ripe, "rows wait though nothing speaks against reading them"
-        assert all(self.steps - since < STEPS_MAX + self.drafts for since in ripe.values()), "rows wait for too long"
+        most = BUSY_STEPS_MAX if busy else STEPS_MAX
+        assert all(self.steps - since < most + self.drafts for since in ripe.values()), "rows wait for too long"
         for rows in plan.rows:
             self.over.pop(rows.req_id, None)
         waiting = [self.steps - self.over[req_id] for req_id in self.half._rows._ended]
-        assert all(waited < STEPS_MAX for waited in waiting), "the last rows of a request wait for too long"
+        assert all(waited < most for waited in waiting), "the last rows of a request wait for too long"
         assert (scheduled and self.half._live) or not waiting, "they wait for steps that may never come"
         self.read_late += len(read & self.ripe.keys())
         self.read_at_once += len(read - self.ripe.keys())
@@ -525,5 +534,6 @@ def test_a_pool_with_room_fails_nobody() -> None:
         engine.sleep()
         engine.drain()
         assert not engine.failed, engine.failed
+        assert engine.seen_late
         captured = [r for r in engine.truth.values() if r.kv_transfer_params["slotstream"].get("capture", True)]
         assert all(engine.ended[r.request_id] == "COMMITTED" for r in captured)

@@ -14,7 +14,7 @@ from support.plan_rig import PlannedRequest, PlanRig, rows_of
 from slotstream.connector.plan import PagePlace, SampleOpen, StepPlan
 from slotstream.connector.planning.captured_request import CapturedRequest
 from slotstream.connector.planning.page_allocator import NO_STEP, NULL_BLOCK, PageAllocator
-from slotstream.connector.planning.row_planner import REQUESTS_MAX, STEPS_MAX
+from slotstream.connector.planning.row_planner import BUSY_STEPS_MAX, REQUESTS_MAX, STEPS_MAX
 from slotstream.connector.row_pool import RowPoolShape
 
 
@@ -34,22 +34,34 @@ def test_as_many_as_a_plan_reads_from_wait_no_longer() -> None:
     for _ in range(REQUESTS_MAX):
         rig.add(20)
     assert rows_of(rig.step()) == []
+    assert rows_of(rig.step()) == []  # Behind a step with prompts.
     assert len(rows_of(rig.step())) == REQUESTS_MAX
 
 
-def test_beside_prompt_tokens_rows_wait_for_eight_steps_and_all_that_wait_go_along() -> None:
+@pytest.mark.parametrize("every", [1, 2])
+def test_beside_prompt_tokens_and_behind_them_rows_wait_for_32_steps_and_all_that_wait_go_along(every: int) -> None:
     rig = PlanRig()
-    first = rig.add(100)
+    rig.add(100)
+    rig.add(30)
     rig.step()
-    for _ in range(STEPS_MAX - 1):
-        rig.add(20)
+    for number in range(1, BUSY_STEPS_MAX):
+        if number % every == 0:
+            rig.add(20, capture=False)
         assert rows_of(rig.step()) == []
-    rig.add(20)
-    read = rows_of(rig.step())
-    assert [req_id for req_id, _, _ in read] == [f"r{i}" for i in range(STEPS_MAX + 1)]
-    assert read[0] == (first.request_id, 0, 100 + STEPS_MAX - 1)
+    rig.add(20, capture=False)
+    assert rows_of(rig.step()) == [("r0", 0, 100 + BUSY_STEPS_MAX - 1), ("r1", 0, 30 + BUSY_STEPS_MAX - 1)]
     rig.add(20)
     assert rows_of(rig.step()) == []
+
+
+def test_rows_that_have_waited_are_read_in_the_first_step_that_is_not_behind_one_with_prompts() -> None:
+    rig = PlanRig()
+    rig.add(100)
+    for number in range(STEPS_MAX + 2):
+        rig.add(20, capture=False)
+        assert rows_of(rig.step()) == [], number
+    assert rows_of(rig.step()) == []
+    assert rows_of(rig.step()) == [("r0", 0, 100 + STEPS_MAX + 2)]
 
 
 def _opens(plan: StepPlan) -> list[str]:
@@ -175,13 +187,13 @@ def test_the_last_rows_of_a_request_are_read_at_once_where_no_other_is_captured(
     assert not rig.half.has_unread()
 
 
-def test_the_last_rows_of_requests_are_read_beside_prompts_after_eight_steps_or_when_pages_are_short() -> None:
+def test_the_last_rows_of_requests_are_read_beside_prompts_after_32_steps_or_when_pages_are_short() -> None:
     rig = PlanRig()
     rig.add(30)
     for _ in range(STEPS_MAX + 2):
         rig.step()
     rig.finish(_stepped(rig, 40))
-    for _ in range(STEPS_MAX):
+    for _ in range(BUSY_STEPS_MAX):
         rig.add(20, capture=False)
         assert not rig.step().finishes
     rig.add(20, capture=False)
@@ -283,18 +295,19 @@ def test_rows_are_read_at_once_where_pages_are_short(pages: int, step_pages: int
     assert rows_of(rig.step()) == [("r0", 0, 112)]
 
 
-def test_rows_are_read_at_once_where_half_a_steps_tokens_were_computed_since_the_first_of_them() -> None:
+def test_rows_are_read_at_once_where_half_a_steps_rows_wait_and_what_was_read_or_is_nobodys_does_not_count() -> None:
     rig = PlanRig(step_tokens=400)
-    rig.add(201)
+    rig.add(200)
     assert rows_of(rig.step()) == []
     rig.add(2)
-    assert rows_of(rig.step()) == [("r0", 0, 201), ("r1", 0, 2)]
+    assert rows_of(rig.step()) == [("r0", 0, 200), ("r1", 0, 2)]
     rig.add(150)
+    rig.add(400, capture=False)
     assert rows_of(rig.step()) == []
     rig.add(60)
-    assert rows_of(rig.step()) == [("r2", 0, 150), ("r3", 0, 60)]
+    assert rows_of(rig.step()) == [("r2", 0, 150), ("r4", 0, 60)]
     rig.add(202)
-    assert rows_of(rig.step()) == [("r4", 0, 202)]
+    assert rows_of(rig.step()) == [("r5", 0, 202)]
 
 
 def test_a_pool_that_holds_a_step_and_what_waits_never_fails_for_the_rows_that_wait() -> None:
@@ -417,7 +430,8 @@ def test_a_plan_reads_from_few_requests_and_the_next_from_others() -> None:
     """What is worth reading in one step leaves in four: 64 prompts, and the rows that they have written since."""
     rig = PlanRig(output_rows_per_chunk=32)
     names = [rig.add(16).request_id for _ in range(64)]
-    rig.step()
+    for _ in range(2):
+        assert not rig.step().rows
     plans = [rows_of(rig.step()) for _ in range(5)]
     assert [len(plan) for plan in plans] == [REQUESTS_MAX] * 4 + [0]
     assert [req_id for plan in plans for req_id, _, _ in plan] == names
@@ -430,7 +444,8 @@ def test_more_requests_than_plans_read_from_leave_in_larger_parts() -> None:
     rig = PlanRig(pages=2000)
     for _ in range(200):
         rig.add(16)
-    rig.step()
+    for _ in range(2):
+        rig.step()
     plans = [len(rig.step().rows) for _ in range(8)]
     assert sum(plans) == 200
     assert plans[0] == 200 // 4

@@ -51,7 +51,7 @@ class Rig:
         self.reads = self.pages._reads
         self.a = torch.randn(4096, 4096, device=device, dtype=torch.bfloat16)
 
-    def plans(self, rng: random.Random, count: int, rows: int) -> list[RowPlan]:
+    def plans(self, rng: random.Random, count: int, rows: int, *, computed: bool = False) -> list[RowPlan]:
         pages = iter(rng.sample(range(PAGES), PAGES))
         plans = []
         for number in range(count):
@@ -59,11 +59,8 @@ class Rig:
             stop = start + rows
             named = [next(pages) for _ in range(start // PAGE_ROWS, (stop - 1) // PAGE_ROWS + 1)]
             # The entry of a page has its number, so a row's slot is its place in the pool.
-            plans.append(
-                RowPlan(
-                    f"r{number}", start, stop, 0, PagePlace(array("q", named), array("q", named), array("q", [5] * len(named)))
-                )
-            )
+            place = PagePlace(array("q", named), array("q", named), array("q", [5] * len(named)))
+            plans.append(RowPlan(f"r{number}", start, stop, 0, place, computed))
         return plans
 
     def start(
@@ -97,9 +94,13 @@ def check(rig: Rig, reads: int) -> int:
     rng, wrong = random.Random(0), 0
     for turn in range(reads):
         rig.memory.memory.fill_(turn % 251)
+        computed = turn % 8 > 3
+        if computed:
+            torch.cuda.synchronize()
         for _ in range(turn % 3):
             rig.a @ rig.a
-        number, evidence, segments, index, _ = rig.start(rig.plans(rng, rng.choice((1, 3, 16)), rng.choice((1, 15, 40))))
+        plans = rig.plans(rng, rng.choice((1, 3, 16)), rng.choice((1, 15, 40)), computed=computed)
+        number, evidence, segments, index, _ = rig.start(plans)
         if turn % 4 == 3:  # The pages are given away at once: the model's stream waits, and then writes them over.
             rig.reads.wait_for([int(row) // PAGE_ROWS for row in index])
             kept = rig.pool[torch.from_numpy(index).cuda()]  # Read by the model's stream, before that.

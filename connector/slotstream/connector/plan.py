@@ -66,13 +66,17 @@ class PagePlace:
 
 @dataclass(frozen=True, slots=True)
 class RowPlan:
-    """Rows of positions [start, stop) of request `req_id`, to be read in this step, from its row `first_row` on."""
+    """Rows of positions [start, stop) of request `req_id`, to be read in this step, from its row `first_row` on.
+
+    `computed`: vLLM has the results of the steps that computed them, so nothing that the device still does writes them.
+    """
 
     req_id: str
     start: int
     stop: int
     first_row: int
     place: BlockPlace | PagePlace
+    computed: bool = False
 
     def __post_init__(self) -> None:
         if not 0 <= self.start < self.stop or not 0 <= self.first_row <= self.start:

@@ -30,6 +30,7 @@ class CapturedRequest:
     placed_until: int = 0  # Steps that compute no position from here on need no place for its row.
     quiet_until: int = 0  # Nor are there rows worth reading while none is computed from here on.
     hit_tokens: int | None = None  # When it was scheduled first, how many of its tokens were in vLLM's prefix cache.
+    recomputed: bool = False  # It lost its blocks once: tokens are known whose rows are computed again.
     opened: bool = False  # A plan said, or the next will say, that its sample begins.
     rows: int = 0  # Of the sample, once all of them are planned, and the commit too.
     resets: list[int] = field(default_factory=list)  # First rows captured after vLLM dropped its caches.
@@ -52,6 +53,11 @@ class CapturedRequest:
         if final < prompt:
             final = prompt
         return final if final < stop else stop
+
+    def is_computed(self, stop: int) -> bool:
+        """Whether vLLM has the results of the steps that computed the rows before `stop`: it knows the token behind each."""
+        known = len(self.request.all_token_ids)  # As `final_rows`, with few calls.
+        return stop < known > self.request.num_prompt_tokens and not self.recomputed
 
     @property
     def is_in_output(self) -> bool:

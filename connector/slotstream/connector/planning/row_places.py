@@ -37,11 +37,8 @@ class RowPlaces(Protocol):
     def reads_early(self) -> bool:
         """Whether confirmed rows should be read now instead of waiting for more of their kind: room is short."""
 
-    def rows_can_wait(self, tokens: int) -> bool:
-        """Whether rows that are worth reading can stay where they are until the next plan, and leave room for its step.
-
-        `tokens`: of prompts, that were computed since the first of these rows.
-        """
+    def rows_can_wait(self, rows: int) -> bool:
+        """Whether so many rows that are worth reading can stay where they are, and leave room for the next step."""
 
     def grow(self, due: list[Due]) -> tuple[list[Due], list[CapturedRequest]]:
         """What `cover` and `covered_until` do, where that is simple: at once for many. See `PageAllocator`."""
@@ -92,7 +89,7 @@ class BlockPlaces:
     tables_grow = False
     reads_early = False
 
-    def rows_can_wait(self, tokens: int) -> bool:
+    def rows_can_wait(self, rows: int) -> bool:
         """Rows are read in the step whose slots prove them."""
         return False
 
@@ -159,9 +156,9 @@ class PagePlaces:
         """Whether pages are short."""
         return self._pages.is_short
 
-    def rows_can_wait(self, tokens: int) -> bool:
+    def rows_can_wait(self, rows: int) -> bool:
         """Whether the next step finds its pages all the same, and a later read will not fill staging at once."""
-        return tokens * 2 <= self._step_tokens and self._pages.has_room
+        return rows * 2 <= self._step_tokens and self._pages.has_room
 
     def grow(self, due: list[Due]) -> tuple[list[Due], list[CapturedRequest]]:
         """See `RowPlaces`."""

@@ -2,9 +2,11 @@
 
 A step that only decodes is a CUDA graph: the engine's thread launches it and waits. A step with prompt tokens is bound by that
 very thread. So rows that can wait stay where they are until a step without prompt tokens, and there a little longer: a read of
-many costs the thread hardly more than a read of one. They are read at once where room is short (for rows in pages, or for so
-many of them in staging), after STEPS_MAX steps, and when their request loses its blocks. A step that computes nothing reads all
-there is. The last rows of a request that ended wait as others do, while other captures have steps to come.
+many costs the thread hardly more than a read of one. The step behind one with prompt tokens is no better: before its launch is
+over, nobody hears of the first tokens. They are read at once where room is short (for rows in pages, or for so many of them in
+staging), after STEPS_MAX steps, or BUSY_STEPS_MAX where each is of these two kinds, and when their request loses its blocks. A
+step that computes nothing reads all there is. The last rows of a request that ended wait as others do, while other captures
+have steps to come.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ from slotstream.wire.names import ROWS_MAX
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
 
-STEPS_MAX = 8  # That rows wait for company, or for a step without prompt tokens.
+STEPS_MAX = 8  # That rows wait for company.
+BUSY_STEPS_MAX = 32  # That they wait for a step whose thread has time.
 REQUESTS_MAX = 16  # That a plan reads from, where nothing is urgent: the next plan reads from others.
 
 Live = Mapping[str, CapturedRequest]
@@ -44,7 +47,7 @@ class RowPlanner:
         self._ended: dict[str, tuple[RowPlan, SampleFinish]] = {}  # The last rows of requests that ended, for a later plan.
         self._ended_since = 0  # The step of the first of them.
         self._waiting: dict[str, int] = {}  # Whose rows are worth reading, and since which step: the oldest first.
-        self._tokens = 0  # Of prompts, that were computed since rows wait.
+        self._last: SchedulerOutput | None = None  # The step of the last plan.
         self._step = 0  # Of the plan that is being made.
 
     @property
@@ -63,8 +66,7 @@ class RowPlanner:
                 self._finishes.append(finish)
             self._ended.clear()
         self._step += 1
-        if not (self._waiting or self._ended):
-            self._tokens = 0
+        self._last = output
         table = self._places.end_plan()
         if not (self._rows or self._finishes):
             return (), (), table
@@ -74,16 +76,29 @@ class RowPlanner:
 
     def _reads_ended(self, output: SchedulerOutput, live: Live) -> bool:
         """Whether this plan reads the last rows of requests that ended."""
-        waited = self._step - self._ended_since
         return (
             0 < len(self._rows) <= REQUESTS_MAX - len(self._ended)
             or not self._may_wait
             or not (live and output.num_scheduled_tokens)  # Where vLLM runs in its caller's process, no step may follow.
             or len(self._ended) >= REQUESTS_MAX
-            or waited >= STEPS_MAX
             or self._places.reads_early
-            or not self._places.rows_can_wait(self._tokens)
+            or not self._rows_can_wait(live)
+            or self._waited_long(self._ended_since, output)
         )
+
+    def _rows_can_wait(self, live: Live) -> bool:
+        """Whether there is room for more rows beside those that wait."""
+        ended = sum([rows.stop - rows.start for rows, _ in self._ended.values()])
+        return self._places.rows_can_wait(ended + sum([live[r].covered - live[r].next for r in self._waiting]))
+
+    def _waited_long(self, since: int, output: SchedulerOutput) -> bool:
+        """Whether rows that are worth reading since that step have waited for long enough, in this one."""
+        waited = self._step - since
+        return waited >= BUSY_STEPS_MAX or (waited >= STEPS_MAX and not self._is_busy(output))
+
+    def _is_busy(self, output: SchedulerOutput) -> bool:
+        """Whether the thread has no time to spare in this step."""
+        return _computes_prompts(output) or (self._last is not None and _computes_prompts(self._last))
 
     def is_on_its_way(self, req_id: str) -> bool:
         """Whether a request of this id ended, and a plan that is still to come reads its rows or ends its sample."""
@@ -105,6 +120,7 @@ class RowPlanner:
         self._finishes.clear()
         self._ended.clear()
         self._waiting.clear()
+        self._last = None
         return lost
 
     def end(self, req_id: str) -> None:
@@ -128,6 +144,7 @@ class RowPlanner:
         if cached.resumed_req_ids or output.kv_cache_block_copies:
             for capture in live.values():
                 capture.table = None
+                capture.recomputed |= capture.request.request_id in cached.resumed_req_ids
         due: list[Due] = []
         for req_id, start, blocks in zip(cached.req_ids, cached.num_computed_tokens, cached.new_block_ids, strict=True):
             if req_id not in live:
@@ -149,6 +166,7 @@ class RowPlanner:
             if new.req_id in live:
                 capture, start = live[new.req_id], new.num_computed_tokens
                 capture.table = None
+                capture.recomputed |= capture.hit_tokens is not None  # vLLM tells who was preempted as new to its V2 runner.
                 due.append((new.req_id, capture, start, start + scheduled[new.req_id]))
         return due
 
@@ -190,7 +208,6 @@ class RowPlanner:
             return
         if not (self._waiting or self._ended or self._places.reads_early):
             return
-        self._tokens += output.total_num_scheduled_tokens - len(output.num_scheduled_tokens)
         if self._places.reads_early:
             yield from self._until_there_is_room(live)
             return
@@ -198,15 +215,16 @@ class RowPlanner:
             return
         waiting = [live[req_id] for req_id in self._waiting]
         most = max(REQUESTS_MAX, len(waiting) // 4)  # So that hundreds leave in a few steps too.
-        if not (self._may_wait and self._places.rows_can_wait(self._tokens)):
+        if not (self._may_wait and self._rows_can_wait(live)):
             yield from self._with_company(waiting, len(live), live, output)
             return
-        waited = self._step - next(iter(self._waiting.values()))
-        if _computes_prompts(output):
-            if waited >= STEPS_MAX:
-                yield from waiting[:most]
-        elif len(waiting) >= REQUESTS_MAX or waited >= STEPS_MAX:
+        since = next(iter(self._waiting.values()))
+        if len(waiting) < REQUESTS_MAX and self._step - since < STEPS_MAX:
+            return
+        if not self._is_busy(output):
             yield from self._with_company(waiting[:most], most, live, output)
+        elif self._waited_long(since, output):
+            yield from waiting[:most]
 
     def has_unread(self, live: Live) -> bool:
         """Whether there are rows that a step can read which computes nothing."""
@@ -261,11 +279,12 @@ class RowPlanner:
         table: Sequence[int] = tables[self._group]
         return table
 
-    def _plan_rows(self, capture: CapturedRequest, stop: int, computed: int, table: Sequence[int]) -> None:
+    def _plan_rows(self, capture: CapturedRequest, stop: int, computed_from: int, table: Sequence[int]) -> None:
         """Have the rows up to `stop` read in the next plan. Raises RowsNotComputed."""
         start = capture.next
-        place = self._places.read(capture, start, stop, computed, table)
-        self._rows.append(RowPlan(capture.request.request_id, start, stop, start - capture.start, place))
+        place = self._places.read(capture, start, stop, computed_from, table)
+        computed = capture.is_computed(stop)
+        self._rows.append(RowPlan(capture.request.request_id, start, stop, start - capture.start, place, computed))
         capture.next = stop
 
     # -- between steps
@@ -286,6 +305,7 @@ class RowPlanner:
         if stop > capture.next:
             self._plan_rows(capture, stop, NO_STEP, ())
         self._places.preempted(capture)
+        capture.recomputed = True
 
     def complete(self, capture: CapturedRequest, stop: int) -> None:
         """All rows up to `stop` are planned: the sample ends with this plan."""
@@ -305,7 +325,8 @@ class RowPlanner:
             place = self._places.take_out(capture, start, stop)
             if not self._ended:
                 self._ended_since = self._step
-            self._ended[req_id] = RowPlan(req_id, start, stop, start - capture.start, place), finish
+            rows = RowPlan(req_id, start, stop, start - capture.start, place, capture.is_computed(stop))
+            self._ended[req_id] = rows, finish
             return False
         self._plan_rows(capture, stop, NO_STEP, block_ids if stop <= capture.request.num_computed_tokens else ())
         self.complete(capture, stop)

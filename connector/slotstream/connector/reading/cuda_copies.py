@@ -155,12 +155,13 @@ class CudaCopier:
         if error:
             raise ConfigError(f"a GPU that cannot write into host memory cannot be read: CUDA error {error}")
 
-    def copy(self, rows: Copies, notes: Copies, number: int) -> None:
+    def copy(self, rows: Copies, notes: Copies, number: int, *, behind_model: bool) -> None:
         """See `Copier`. Raises RuntimeError."""
-        if torch._C._cuda_getCurrentRawStream(self._device.index) != self._model.cuda_stream:
-            self._model = torch.cuda.current_stream(self._device)
-        self._ready.record(self._model)
-        self._ready.wait(self._side)
+        if behind_model:
+            if torch._C._cuda_getCurrentRawStream(self._device.index) != self._model.cuda_stream:
+                self._model = torch.cuda.current_stream(self._device)
+            self._ready.record(self._model)
+            self._ready.wait(self._side)
         if self._done.is_copied:
             self._reads[number % _EVENTS].synchronize()
         error = self._copies.start(rows) or self._copies.start(notes) or self._done.write(number)

@@ -27,11 +27,15 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Located:
-    """The parts of plans, in order; `columns` are the source's own. `failed`: requests whose plans cannot be right, and why."""
+    """The parts of plans, in order; `columns` are the source's own. `failed`: requests whose plans cannot be right, and why.
+
+    `computed`: whether the device is known to have computed all of these rows (`RowPlan.computed`).
+    """
 
     parts: Sequence[Part]
     columns: Sequence[Any] = ()
     failed: Sequence[tuple[str, SlotStreamError]] = ()
+    computed: bool = False
 
 
 def page_words(located: Located, parts: Sequence[Part], segments: Sequence[Segment], page_rows: int) -> array[int]:

@@ -1,8 +1,10 @@
 """Row pages read on a GPU: by the copy engine, which moves rows and what is noted of them from the pages into staging.
 
-The copies run on a stream of their own, behind what the model's stream holds when the read begins: first the rows, then their
-notes, then the read's number, which the host looks at. Pages that are given to another request meanwhile would be written over:
-then the model's stream waits for the last read of one of them, and for no later one (`wait_for`).
+The copies run on a stream of their own: first the rows, then their notes, then the read's number, which the host looks at. Rows
+that the device may still compute are read behind what the model's stream holds by then. Others are read at once: else the
+copies would begin when a step ends, and so does vLLM's own copy of what it sampled. Pages that are given to another request
+meanwhile would be written over: then the model's stream waits for the last read of one of them, and for no later one
+(`wait_for`).
 
 No kernel runs beside the model. Once a kernel of another stream has run beside a CUDA graph, each kernel of the graph begins
 0.2 to 0.4 us later, for many seconds: 0.25 ms for a decode step of 530 kernels on an H100. Copies do nothing of the kind
@@ -41,8 +43,11 @@ class Copier(Protocol):
     def prepare(self, done_word: int) -> None:
         """Before the first copy: the address where numbers go. Raises ConfigError."""
 
-    def copy(self, rows: Copies, notes: Copies, number: int) -> None:
-        """Start copying, behind what the model's stream holds now: the rows, behind them their notes, and then the number."""
+    def copy(self, rows: Copies, notes: Copies, number: int, *, behind_model: bool) -> None:
+        """Start copying: the rows, behind them their notes, and then the number.
+
+        `behind_model`: behind what the model's stream holds now.
+        """
 
     def hold_model(self, number: int) -> None:
         """What the model's stream gets from now on waits for the read of this number, and for those before it."""
@@ -60,6 +65,7 @@ class PageReads:
         self._page_rows = page_rows
         self._device = device
         self._number = 0
+        self._cleared = True  # Whether something clears notes, on the model's stream, that no read waited for yet.
         self._last = np.zeros(pool.shape[0] // page_rows + 1, np.int64)  # By page, the read that it was last part of.
         self._tensors = (pool, stamps)  # Held here: copies are told addresses.
         rows_per_slot = memory.shape.rows_per_slot
@@ -72,8 +78,10 @@ class PageReads:
         self._rows_a_copy = max(1, COPY_BYTES // memory.shape.row_bytes)
         device.prepare(area.done_word.ctypes.data)
 
-    def read(self, words: array[int], segments: Sequence[Segment], scratch: int) -> tuple[int, NotedRows]:
-        """Read what `words` say, which are those of `NotedRows`: see `RowSource`."""
+    def read(
+        self, words: array[int], segments: Sequence[Segment], scratch: int, *, computed: bool = False
+    ) -> tuple[int, NotedRows]:
+        """Read what `words` say, which are those of `NotedRows`: see `RowSource`, and `Located.computed`."""
         area, parts, size = self._memory.area, len(segments), len(words)
         area.put_words(scratch, words)
         # Nobody may take what stood there before for what the device notes.
@@ -85,7 +93,8 @@ class PageReads:
         if parts + len(pages) > self._copies[0].room:
             self._copies = Copies(2 * (parts + len(pages))), Copies(2 * (parts + len(pages)))
         self._list_copies(words, parts, pages)
-        self._device.copy(*self._copies, number)
+        self._device.copy(*self._copies, number, behind_model=self._cleared or not computed)
+        self._cleared = False
         return number, NotedRows(InSlot(scratch, 0, size), parts, self._page_rows)
 
     def _list_copies(self, words: array[int], parts: int, pages: array[int]) -> None:
@@ -132,8 +141,9 @@ class PageReads:
             self._device.hold_model(int(last))
 
     def forget(self) -> None:
-        """Before the pool is written over as a whole: the model's stream waits for every read."""
+        """Before the pool is written over as a whole: the model's stream waits for every read, and the next read for it."""
         self._device.hold_model(self._number)
+        self._cleared = True
 
     def settle(self) -> None:
         """See `RowSource`."""

@@ -130,7 +130,9 @@ class RowPages:
         pages, entries, steps = array("q"), array("q"), array("q")
         parts: list[Part] = []
         failed: list[tuple[str, SlotStreamError]] = []
+        computed = True
         for plan in plans:
+            computed = computed and plan.computed
             place, first, rows = plan.place, plan.start % size, plan.stop - plan.start
             if (
                 not isinstance(place, PagePlace)
@@ -154,7 +156,7 @@ class RowPages:
                 start += here
         if not len(pages) == len(entries) == len(steps):
             raise ValueError("each page has one entry and one step")
-        return Located(parts, (pages, entries, steps), failed)
+        return Located(parts, (pages, entries, steps), failed, computed)
 
     def _exist(self, pages: Sequence[int]) -> bool:
         return min(pages) >= 0 and max(pages) < self.shape.pages
@@ -169,7 +171,7 @@ class RowPages:
         """See `RowSource`."""
         words = page_words(located, parts, segments, self.shape.page_rows)
         if self._reads is not None:
-            return self._reads.read(words, segments, scratch[0])
+            return self._reads.read(words, segments, scratch[0], computed=located.computed)
         assert self._gather is not None, "staging comes before the first read"
         kept = np.array(words)
         index, _, _ = rows_in_pages(kept, len(parts), self.shape.page_rows)
