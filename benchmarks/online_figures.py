@@ -230,7 +230,7 @@ def thread_table(turns: Sequence[Turn]) -> str:
         for name in contenders_of(turns):
             here = [turn["watch"] for turn in turns if (turn["load"], turn["contender"]) == (load, name)]
             clocked = any(watch["hooks"] for watch in here)
-            for kind in ("decode", "mixed", "prompt"):
+            for kind in ("decode", "behind", "mixed", "prompt"):
                 steps = [watch["steps"][kind] for watch in here if kind in watch["steps"]]
                 if not steps:
                     continue

@@ -31,7 +31,7 @@ class Step:
     """One step of the engine, from its scheduling to the next one's; nanoseconds."""
 
     kind: str = "empty"
-    """decode: one token a request; prompt: prompt tokens only; mixed: both."""
+    """decode: one token a request; behind: the same, behind one of the others; prompt: prompt tokens only; mixed: both."""
     tokens: int = 0
     requests: int = 0
     wall: int = 0
@@ -78,7 +78,9 @@ class Notes:
         step.tokens, step.requests = sum(counts), len(counts)
         several = sum(1 for count in counts if count > 1)
         if step.requests:
-            step.kind = "decode" if not several else "prompt" if several == step.requests else "mixed"
+            follows = len(self.steps) > 1 and self.steps[-2].kind in ("prompt", "mixed")
+            decode = "behind" if follows else "decode"
+            step.kind = decode if not several else "prompt" if several == step.requests else "mixed"
         self.kv_used_max = max(self.kv_used_max, scheduler.kv_cache_manager.usage)
         self.waiting_max = max(self.waiting_max, len(scheduler.waiting))
         self.preemptions += len(output.preempted_req_ids or ())
@@ -230,7 +232,7 @@ class Watch:
         count = max(1, len(steps))
         return {
             "steps": len(steps),
-            "of_prompts": sum(step.kind != "decode" for step in steps),
+            "of_prompts": sum(step.kind in ("prompt", "mixed") for step in steps),
             "wall_us": _spread([step.wall for step in steps if step.wall]),
             "gaps_us": round(gaps / count, 2),
             "kernels_us": {name: (round(calls / count, 2), round(took / count, 2)) for name, (calls, took) in found.items()},
@@ -244,7 +246,7 @@ class Watch:
         return {
             "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
             "steps": {kind: _of_steps([s for s in steps if s.kind == kind]) for kind in sorted({s.kind for s in steps})},
-            "decode_of_64": _ours([s for s in steps if s.kind == "decode" and s.requests == 64]),
+            "decode_of_64": _ours([s for s in steps if s.kind in ("decode", "behind") and s.requests == 64]),
             "prompts_of_1024": _of_prompts(steps),
             "hooks": {name: _of_hook(times) for name, times in sorted(NOTES.hooks.items())},
             "kv_used_max": NOTES.kv_used_max,
