@@ -178,12 +178,14 @@ class PagePlaces:
 
     def read(self, capture: CapturedRequest, start: int, stop: int, computed_from: int, table: Table) -> PagePlace:
         """See `RowPlaces`."""
-        _check_computed(capture, stop)
+        if stop > capture.covered:
+            raise _not_computed()
         return self._pages.read(capture.request.request_id, start, stop, computed_from)
 
     def take_out(self, capture: CapturedRequest, start: int, stop: int) -> PagePlace:
         """See `RowPlaces`."""
-        _check_computed(capture, stop)
+        if stop > capture.covered:
+            raise _not_computed()
         return self._pages.take_out(capture.request.request_id, start, stop)
 
     def put_back(self, place: BlockPlace | PagePlace) -> None:
@@ -211,7 +213,5 @@ class PagePlaces:
         return {"row_pool_pages_in_use": used, "row_pool_pages_free": pages - used, "row_pool_bytes": nbytes}
 
 
-def _check_computed(capture: CapturedRequest, stop: int) -> None:
-    """Raises RowsNotComputed."""
-    if stop > capture.covered:
-        raise RowsNotComputed("the request ended before its last rows were computed")
+def _not_computed() -> RowsNotComputed:
+    return RowsNotComputed("the request ended before its last rows were computed")
