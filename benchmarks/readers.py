@@ -27,6 +27,7 @@ from support.synthetic import SyntheticSample
 
 from slotstream.client import connect, rows
 from slotstream.client.dataset import SampleDataset
+from slotstream.demo.processes import free_port
 
 FILES = "safetensors"
 _SPACE = "bench"
@@ -56,7 +57,8 @@ class _Random(SyntheticSample):
 
 @contextmanager
 def _stored(size: _Size, work: Path | None) -> Iterator[ServerProcess]:
-    with tempfile.TemporaryDirectory(dir=work) as directory, ServerProcess(Path(directory)) as server:
+    address = f"127.0.0.1:{free_port()}"
+    with tempfile.TemporaryDirectory(dir=work) as directory, ServerProcess(Path(directory), address=address) as server:
         with IngestClient(server.address, timeout_s=600) as ingest:
             for number in range(size.count):
                 sample = _Random(
