@@ -18,6 +18,7 @@ import torch
 from torch.autograd import DeviceType  # type: ignore[attr-defined]
 
 _SHORT_US = 10.0  # A gap between kernels that is shorter is within a CUDA graph: launches take longer.
+_DECODE, _WITH_PROMPTS = ("decode", "behind"), ("prompt", "mixed")  # Kinds of steps.
 _ALLOCATIONS = {
     "num_device_alloc": "device_allocations",
     "num_device_free": "device_frees",
@@ -78,7 +79,7 @@ class Notes:
         step.tokens, step.requests = sum(counts), len(counts)
         several = sum(1 for count in counts if count > 1)
         if step.requests:
-            follows = len(self.steps) > 1 and self.steps[-2].kind in ("prompt", "mixed")
+            follows = len(self.steps) > 1 and self.steps[-2].kind in _WITH_PROMPTS
             decode = "behind" if follows else "decode"
             step.kind = decode if not several else "prompt" if several == step.requests else "mixed"
         self.kv_used_max = max(self.kv_used_max, scheduler.kv_cache_manager.usage)
@@ -232,7 +233,7 @@ class Watch:
         count = max(1, len(steps))
         return {
             "steps": len(steps),
-            "of_prompts": sum(step.kind in ("prompt", "mixed") for step in steps),
+            "of_prompts": sum(step.kind in _WITH_PROMPTS for step in steps),
             "wall_us": _spread([step.wall for step in steps if step.wall]),
             "gaps_us": round(gaps / count, 2),
             "kernels_us": {name: (round(calls / count, 2), round(took / count, 2)) for name, (calls, took) in found.items()},
@@ -246,7 +247,7 @@ class Watch:
         return {
             "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
             "steps": {kind: _of_steps([s for s in steps if s.kind == kind]) for kind in sorted({s.kind for s in steps})},
-            "decode_of_64": _ours([s for s in steps if s.kind in ("decode", "behind") and s.requests == 64]),
+            "decode_of_64": _ours([s for s in steps if s.kind in _DECODE and s.requests == 64]),
             "prompts_of_1024": _of_prompts(steps),
             "hooks": {name: _of_hook(times) for name, times in sorted(NOTES.hooks.items())},
             "kv_used_max": NOTES.kv_used_max,

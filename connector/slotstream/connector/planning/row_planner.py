@@ -47,7 +47,8 @@ class RowPlanner:
         self._ended: dict[str, tuple[RowPlan, SampleFinish]] = {}  # The last rows of requests that ended, for a later plan.
         self._ended_since = 0  # The step of the first of them.
         self._waiting: dict[str, int] = {}  # Whose rows are worth reading, and since which step: the oldest first.
-        self._last: SchedulerOutput | None = None  # The step of the last plan.
+        # The step of the last plan, while something is captured. Whether it computed prompts is asked only where rows wait.
+        self._last: SchedulerOutput | None = None
         self._step = 0  # Of the plan that is being made.
 
     @property
@@ -66,7 +67,7 @@ class RowPlanner:
                 self._finishes.append(finish)
             self._ended.clear()
         self._step += 1
-        self._last = output
+        self._last = output if live else None
         table = self._places.end_plan()
         if not (self._rows or self._finishes):
             return (), (), table
@@ -76,6 +77,7 @@ class RowPlanner:
 
     def _reads_ended(self, output: SchedulerOutput, live: Live) -> bool:
         """Whether this plan reads the last rows of requests that ended."""
+        waited = self._step - self._ended_since
         return (
             0 < len(self._rows) <= REQUESTS_MAX - len(self._ended)
             or not self._may_wait
@@ -83,18 +85,14 @@ class RowPlanner:
             or len(self._ended) >= REQUESTS_MAX
             or self._places.reads_early
             or not self._rows_can_wait(live)
-            or self._waited_long(self._ended_since, output)
+            or waited >= BUSY_STEPS_MAX
+            or (waited >= STEPS_MAX and not self._is_busy(output))
         )
 
     def _rows_can_wait(self, live: Live) -> bool:
         """Whether there is room for more rows beside those that wait."""
         ended = sum([rows.stop - rows.start for rows, _ in self._ended.values()])
         return self._places.rows_can_wait(ended + sum([live[r].covered - live[r].next for r in self._waiting]))
-
-    def _waited_long(self, since: int, output: SchedulerOutput) -> bool:
-        """Whether rows that are worth reading since that step have waited for long enough, in this one."""
-        waited = self._step - since
-        return waited >= BUSY_STEPS_MAX or (waited >= STEPS_MAX and not self._is_busy(output))
 
     def _is_busy(self, output: SchedulerOutput) -> bool:
         """Whether the thread has no time to spare in this step."""
@@ -144,7 +142,6 @@ class RowPlanner:
         if cached.resumed_req_ids or output.kv_cache_block_copies:
             for capture in live.values():
                 capture.table = None
-                capture.recomputed |= capture.request.request_id in cached.resumed_req_ids
         due: list[Due] = []
         for req_id, start, blocks in zip(cached.req_ids, cached.num_computed_tokens, cached.new_block_ids, strict=True):
             if req_id not in live:
@@ -166,7 +163,6 @@ class RowPlanner:
             if new.req_id in live:
                 capture, start = live[new.req_id], new.num_computed_tokens
                 capture.table = None
-                capture.recomputed |= capture.hit_tokens is not None  # vLLM tells who was preempted as new to its V2 runner.
                 due.append((new.req_id, capture, start, start + scheduled[new.req_id]))
         return due
 
@@ -206,8 +202,6 @@ class RowPlanner:
         if not output.num_scheduled_tokens and self._places.computes_all:
             yield from self.unread(live)
             return
-        if not (self._waiting or self._ended or self._places.reads_early):
-            return
         if self._places.reads_early:
             yield from self._until_there_is_room(live)
             return
@@ -218,12 +212,12 @@ class RowPlanner:
         if not (self._may_wait and self._rows_can_wait(live)):
             yield from self._with_company(waiting, len(live), live, output)
             return
-        since = next(iter(self._waiting.values()))
-        if len(waiting) < REQUESTS_MAX and self._step - since < STEPS_MAX:
+        waited = self._step - next(iter(self._waiting.values()))
+        if len(waiting) < REQUESTS_MAX and waited < STEPS_MAX:
             return
         if not self._is_busy(output):
             yield from self._with_company(waiting[:most], most, live, output)
-        elif self._waited_long(since, output):
+        elif waited >= BUSY_STEPS_MAX:
             yield from waiting[:most]
 
     def has_unread(self, live: Live) -> bool:
