@@ -12,6 +12,7 @@ from typing import Any
 
 import grpc
 import pytest
+import torch
 from support.fake_samples import info_of, read_header, read_rows, serving
 from support.ingest_client import IngestClient
 from support.numbered import store
@@ -19,9 +20,11 @@ from support.server import ServerProcess
 from support.synthetic import SyntheticSample
 from support.waiting import wait_until
 
-from slotstream.client import Answer, Client, SampleNotFound, ServerUnavailable, connect
+from slotstream.client import Answer, Client, SampleNotFound, ServerUnavailable, connect, reading
+from slotstream.client.local_file import SentFile
 from slotstream.v1 import samples_pb2 as pb
 from slotstream.wire.errors import BadParams, ProtocolViolation
+from slotstream.wire.layout import header_length
 
 LONG = SyntheticSample("long", dtype="F32", layer_ids=(1, 2, 4), hidden_size=512, num_tokens=1500)  # Several groups of rows.
 
@@ -48,6 +51,13 @@ def fill(own: ServerProcess) -> Iterator[IngestClient]:
 
 def small(namespace: str, count: int, **options: Any) -> list[SyntheticSample]:
     return [SyntheticSample(f"s{n:02}", namespace=namespace, num_tokens=3 + n, seed=n, **options) for n in range(count)]
+
+
+def store_with_mask(fill: IngestClient, sample: SyntheticSample) -> None:
+    mask = {"loss_mask": bytes(row % 2 for row in range(sample.num_tokens))}
+    number = fill.open(sample, mask)
+    fill.send_rows(number, sample)
+    fill.commit(number, sample, mask)
 
 
 def outcome(answer: Answer) -> str:
@@ -112,6 +122,80 @@ def test_a_bad_sample_is_an_answer(own: ServerProcess, client: Client, fill: Ing
     assert plain == ["good0", "STILL_ARRIVING", "SAMPLE_FAILED", "good1"]
     reason = next(answer.error for answer in found if answer.sample_id == "failed")
     assert getattr(reason, "reason", "") == "SLOT_MISMATCH"
+
+
+@pytest.mark.parametrize("spoil", ["header", "rows", "token ids", "loss mask", "cut", "gone"])
+def test_a_small_sample_that_is_damaged_is_an_answer(
+    own: ServerProcess, client: Client, fill: IngestClient, namespace: str, spoil: str
+) -> None:
+    """The server sends small files unchecked: what is wrong with one is found, and told as the server tells it."""
+    samples = small(namespace, 5, dtype="F32")
+    rotten = samples[2]
+    fill.store(samples[0], samples[1], samples[3], samples[4])
+    store_with_mask(fill, rotten)
+    (path,) = own.data_dir.glob(f"{namespace}/*/s02.safetensors")
+    raw = bytearray(path.read_bytes())
+    at = header_length(bytes(raw))
+    ids_at = at + rotten.num_tokens * rotten.row_bytes
+    places = {"header": at // 2, "rows": at + 1, "token ids": ids_at + 1, "loss mask": len(raw) - 1}
+    if spoil in places:
+        raw[places[spoil]] ^= 1
+    if spoil == "gone":
+        path.unlink()
+    else:
+        path.write_bytes(raw[:-1] if spoil == "cut" else raw)
+    for verify in (True, False):
+        answers = list(client.get_many([f"s{n:02}" for n in range(5)], namespace=namespace, verify=verify))
+        if client.data_dir is None or verify:
+            assert [outcome(answer) for answer in answers] == ["s00", "s01", "DAMAGED", "s03", "s04"]
+        for number in (0, 1, 3, 4):
+            assert_rows(answers[number], samples[number])
+
+
+def test_small_samples_come_as_their_files(own: ServerProcess, fill: IngestClient, namespace: str) -> None:
+    """With all that they have: columns that this client knows, and none that it does not ask for."""
+    sample = SyntheticSample("s", namespace=namespace, dtype="F32", num_tokens=9, tags={"a": "b"})
+    fill.store(*small(namespace, 20, dtype="F16"))
+    store_with_mask(fill, sample)
+    files: list[Any] = []
+
+    class Counted(SentFile):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            files.append(self)
+
+    with connect(own.address) as client, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reading, "SentFile", Counted)
+        (many,) = client.get_many(["s"], namespace=namespace)
+        one = client.get("s", namespace=namespace)
+        assert len(files) == 1
+        assert len(list(client.get_many(namespace=namespace))) == 21
+        assert len(files) == 22
+    assert many.sample is not None
+    assert torch.equal(many.sample.hidden_states, one.hidden_states)
+    assert torch.equal(many.sample.columns["loss_mask"], one.columns["loss_mask"])
+    assert (many.sample.tags, many.sample.metadata) == (one.tags, one.metadata)
+    assert_rows(many, sample)
+
+
+@pytest.mark.parametrize("how", ["unasked", "a part", "no hash"])
+def test_a_file_that_was_not_asked_for_is_refused(how: str) -> None:
+    """A reader of rows would take the file's bytes for them."""
+    info = info_of(SyntheticSample("s"))
+    header = pb.ReadHeader(info=info, layer_ids=info.layer_ids, stop=info.num_tokens, has_file=True, header_xxh3=1)
+    if how == "a part":
+        header.stop -= 1
+    if how == "no hash":
+        header.ClearField("header_xxh3")
+    reply = pb.ReadReply(header=header, data=b"x" * 5000).SerializeToString()
+
+    def read(request: Any, context: Any) -> Iterator[bytes]:
+        yield reply
+
+    with serving(Read=read, ReadMany=read) as address, connect(address) as client:
+        ask = client.get if how == "unasked" else lambda name: list(client.get_many([name], retry_s=0))
+        with pytest.raises(ProtocolViolation):
+            ask(info.sample_id)
 
 
 def test_it_waits_for_what_is_arriving(client: Client, fill: IngestClient, namespace: str) -> None:

@@ -15,8 +15,9 @@ from slotstream.wire.hashing import xxh3
 from slotstream.wire.layout import header_length
 
 
-def messages(reader: Reader, *reads: dict[str, Any], batches: bool) -> list[bytes]:
-    request = read_pb.ReadManyRequest(reads=[read_pb.ReadRequest(**read) for read in reads], batches=batches)
+def messages(reader: Reader, *reads: dict[str, Any], batches: bool, files: bool = False) -> list[bytes]:
+    asked = [read_pb.ReadRequest(**read) for read in reads]
+    request = read_pb.ReadManyRequest(reads=asked, batches=batches, files=files)
     return [reply.SerializeToString() for reply in reader.read_many(request, timeout=60)]
 
 
@@ -180,3 +181,51 @@ def test_a_reader_that_takes_all_in_place_is_answered_out_of_the_catalogue(
     assert not first.header.HasField("file")
     assert [reply.error.code for reply in refused] == ["BAD_TOKEN_RANGE", "BAD_LAYERS", "NOT_FOUND"]
     assert many(reader, {"sample_id": "one"}) == [("0 DAMAGED", b"")]
+
+
+def test_a_small_sample_comes_as_its_file_where_the_reader_takes_that(
+    running: RunningServer, peer: Peer, reader: Reader
+) -> None:
+    """Unchecked, and only where all of it is wanted: anything else, and what a file cannot be read for, is as in any read."""
+    samples = [Sample(f"s{number:02}", seed=number) for number in range(20)]
+    long = Sample("long", rows=5000)
+    for number, sample in enumerate([*samples, long], 1):
+        peer.put(sample, number, chunk_rows=4096)
+    paths = {path.stem: path for path in running.data_dir.glob("*/*/*.safetensors")}
+    assert paths["long"].stat().st_size > 1 << 20 > paths["s00"].stat().st_size
+    spoiled = bytearray(paths["s01"].read_bytes())
+    spoiled[-1] ^= 1
+    paths["s01"].write_bytes(spoiled)
+    paths["s02"].write_bytes(paths["s02"].read_bytes()[:-1])
+    paths["s03"].unlink()
+    whole: list[dict[str, Any]] = [{"sample_id": sample.sample_id} for sample in samples]
+    whole[4] |= {"stop": samples[4].rows, "layer_ids": [4, 9]}
+    others: list[dict[str, Any]] = [
+        {"sample_id": "long"},
+        {"sample_id": "s00", "start": 1},
+        {"sample_id": "s00", "stop": 3},
+        {"sample_id": "s00", "layer_ids": [9, 4]},
+        {"sample_id": "s00", "layer_ids": [4]},
+        {"sample_id": "s00", "in_place": True},
+        {"sample_id": "s00", "in_place": True, "all_in_place": True},
+        {"sample_id": "nobody"},
+    ]
+    together = messages(reader, *whole, *others, batches=True, files=True)
+    parts = [decode_reply(reply) for message in together for reply in split_replies(message)]
+    files, rest = parts[: len(whole)], parts[len(whole) :]
+    for sample, (reply, data) in zip(samples, files, strict=True):
+        if sample.sample_id in ("s02", "s03"):
+            assert reply.error.code == "DAMAGED"
+            continue
+        told, raw = reply.header, paths[sample.sample_id].read_bytes()
+        assert (told.has_file, told.info.sample_id, told.start, told.stop) == (True, sample.sample_id, 0, sample.rows)
+        assert bytes(data) == raw
+        assert told.header_xxh3 == xxh3(raw[: header_length(raw)])
+        assert not told.token_ids
+    assert not any(reply.header.has_file for reply, _ in rest)
+    assert sum(reply.WhichOneof("kind") == "header" for reply, _ in rest) == len(others) - 1
+    assert rest[-1][0].error.code == "NOT_FOUND"
+    # Each file counts as a read of every row; so does any other read of all rows.
+    wait_until(lambda: reads(reader, "s05") == reads(reader, "s04") == 1 and reads(reader, "s00") == 3)
+    plain = [decode_reply(message)[0] for message in messages(reader, *whole, batches=False)]
+    assert not any(reply.header.has_file for reply in plain)

@@ -10,7 +10,7 @@ from google.protobuf.message import Message
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from slotstream.v1 import ingest_pb2, samples_pb2
+from slotstream.v1 import ingest_pb2, sample_pb2, samples_pb2
 from slotstream.wire.errors import ProtocolViolation
 from slotstream.wire.frames import (
     decode_reply,
@@ -19,6 +19,7 @@ from slotstream.wire.frames import (
     encode_chunk,
     encode_replies,
     encode_rows,
+    file_parts,
     is_chunk,
     rows_parts,
     split_replies,
@@ -97,6 +98,19 @@ def test_a_rows_frame_is_the_ordinary_message(header: samples_pb2.RowsHeader, pi
         reply, view = decode_reply(spelling)
         assert reply == samples_pb2.ReadReply(rows=header)
         assert bytes(view) == data
+
+
+@given(st.integers(0, 1 << 20), st.text(max_size=200), _DATA)
+def test_a_header_with_a_file_is_the_ordinary_message(stop: int, model: str, data: bytes) -> None:
+    header = samples_pb2.ReadHeader(info=sample_pb2.SampleInfo(model=model), stop=stop, has_file=True)
+    ordinary = samples_pb2.ReadReply(header=header, data=data)
+    frame = b"".join(file_parts(header, data))
+    assert samples_pb2.ReadReply.FromString(frame) == ordinary
+    for spelling in (frame, ordinary.SerializeToString()):
+        reply, view = decode_reply(spelling)
+        assert reply == samples_pb2.ReadReply(header=header)
+        assert bytes(view) == data
+    assert decode_reply(samples_pb2.ReadReply(header=header).SerializeToString())[0].header == header
 
 
 @given(st.lists(st.tuples(_ROWS_HEADERS, st.lists(_DATA, max_size=3)), min_size=1, max_size=20))

@@ -1,4 +1,6 @@
-"""Reads rows out of a sample's own file, where the server's data directory can be reached: checked, and copied once."""
+"""Reads rows out of a sample's own file: checked, and copied once. Where the server's data directory can be reached, or where
+the server sent the file.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +17,7 @@ from slotstream.wire.layout import (
     HEADER_BYTES_MAX,
     SampleHeader,
     column_rows,
+    committed_header,
     decode_columns,
     decode_hashes,
     decode_header,
@@ -63,14 +66,16 @@ class SampleFile:
         try:
             self._fd = os.open(path, _FLAGS)
             raw = self._checked_header(header_xxh3, 0 if places is None else places.header_bytes)
-            if places is None:
-                self.header = decode_header(raw)
-                if self.header.file_bytes != self._size or not fits(self.header):
-                    raise Damaged("this is not what the server says of the sample")
-                places = _places_of(self.header)
-            self._places = places
+            self._places = self._described(raw, fits) if places is None else places
         except _WRONG as error:
             raise self._wrong(error) from error
+
+    def _described(self, raw: bytes, fits: Callable[[SampleHeader], bool]) -> Places:
+        """As the header says, whose hash is the right one. Raises Damaged, UnsupportedFormat, KeyError and ValueError."""
+        self.header = committed_header(raw) or decode_header(raw)
+        if self.header.file_bytes != self._size or not fits(self.header):
+            raise Damaged("this is not what the server says of the sample")
+        return _places_of(self.header)
 
     def _wrong(self, error: Exception) -> WrongFileError:
         self.close()
@@ -94,8 +99,7 @@ class SampleFile:
         """
         try:
             place, entries = self.header.place_of(name), self.header.metadata
-            raw = memoryview(bytearray(place.nbytes))
-            self._fill(raw, place.begin)
+            raw = self._read(place.nbytes, place.begin)
             wanted = entries["token_ids_xxh3"] if name == TOKEN_IDS else self._further_hashes()[name]
             if to_hex(xxh3(raw)) != wanted:
                 raise Damaged(f"column {name} does not match its hash")
@@ -133,8 +137,8 @@ class SampleFile:
             begin, end = max(first, start), min(last, stop)
             target = None if into is None else into[(begin - start) * row_bytes : (end - start) * row_bytes]
             whole = (begin, end) == (first, last)
-            data = target if whole and target is not None else memoryview(bytearray((last - first) * row_bytes))
-            self._fill(data, places.header_bytes + first * row_bytes)
+            at = places.header_bytes + first * row_bytes
+            data = self._read((last - first) * row_bytes, at, target if whole else None)
             if verify and xxh3(data) != places.hashes[group]:
                 raise Damaged(f"rows [{first}, {last}) do not match their hash")
             part = data[(begin - first) * row_bytes : (end - first) * row_bytes]
@@ -142,7 +146,9 @@ class SampleFile:
                 target[:] = part
             yield begin, part
 
-    def _fill(self, data: memoryview, at: int) -> None:
+    def _read(self, nbytes: int, at: int, into: memoryview | None = None) -> memoryview:
+        """Bytes of the file, in `into` where that is given. Raises Damaged and IoError."""
+        data = memoryview(bytearray(nbytes)) if into is None else into
         done = 0
         while done < data.nbytes:
             try:
@@ -152,6 +158,40 @@ class SampleFile:
             if not count:
                 raise Damaged("the file became shorter while it was read")
             done += count
+        return data
+
+
+class SentFile(SampleFile):
+    """A sample's file that the server sent, and did not check: all of it is checked before a row is handed out."""
+
+    def __init__(self, raw: memoryview, header_xxh3: int, fits: Callable[[SampleHeader], bool]) -> None:
+        """Raises WrongFileError, as SampleFile does, and where rows do not match their hashes."""
+        self._fd = -1
+        self._path = "what the server sent"
+        self._raw, self._size = raw, raw.nbytes
+        try:
+            header = bytes(raw[: header_length(bytes(raw[:8]))])
+            if xxh3(header) != header_xxh3:
+                raise Damaged("this is not the file of the sample that the server knows")
+            self._places = self._described(header, fits)
+            for _ in super().rows(0, self._places.num_rows, verify=True):
+                pass
+        except _WRONG as error:
+            raise self._wrong(error) from error
+
+    def rows(self, start: int, stop: int, *, verify: bool, into: memoryview | None = None) -> Iterator[tuple[int, memoryview]]:
+        """As `SampleFile.rows`: they were checked before."""
+        return super().rows(start, stop, verify=False, into=into)
+
+    def _read(self, nbytes: int, at: int, into: memoryview | None = None) -> memoryview:
+        """See `SampleFile`. Raises Damaged."""
+        data = self._raw[at : at + nbytes]
+        if data.nbytes != nbytes:
+            raise Damaged("the file is shorter than its header says")
+        if into is None:
+            return data
+        into[:] = data
+        return into
 
 
 def _places_of(header: SampleHeader) -> Places:

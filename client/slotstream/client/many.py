@@ -208,6 +208,11 @@ class ManyReads:
         self._most = min(4 * self._most, _READS_IN_CALL)
         return asked
 
+    @property
+    def _takes_files(self) -> bool:
+        """Whether small samples may come as their files. What is read in place has its file there."""
+        return self._data_dir is None
+
     def _is_at_hand(self, info: SampleInfo) -> bool:
         return self._data_dir is not None and info.header_xxh3 is not None
 
@@ -299,10 +304,11 @@ class ManyReads:
             self._call = self._call_of([self._from(number, start), *self._reads[number + 1 :]], number)
         self._turn = _Turn(self._call, number)
         read = self._reads[number] if start is None else self._from(number, start)
-        return self._reader(cast(WatchedStream[bytes], self._turn), read)
+        return self._reader(cast(WatchedStream[bytes], self._turn), read, takes_file=self._takes_files)
 
     def _call_of(self, reads: list[Read], first: int) -> _Call:
-        return _Call(self._rpc.read_many(samples_pb2.ReadManyRequest(reads=reads, batches=True)), first)
+        request = samples_pb2.ReadManyRequest(reads=reads, batches=True, files=self._takes_files)
+        return _Call(self._rpc.read_many(request), first)
 
     def _open_alone(self, number: int, start: int | None, wait_s: float, *, in_place: bool | None = None) -> RowReader:
         self._turn = None
@@ -312,8 +318,9 @@ class ManyReads:
             read.in_place = in_place
         return self._reader(self._rpc.read(read), read)
 
-    def _reader(self, stream: WatchedStream[bytes], read: Read) -> RowReader:
-        return RowReader(stream, read, header_limit_s=read.wait_s + self._stall_limit_s, stall_limit_s=self._stall_limit_s)
+    def _reader(self, stream: WatchedStream[bytes], read: Read, *, takes_file: bool = False) -> RowReader:
+        limits = {"header_limit_s": read.wait_s + self._stall_limit_s, "stall_limit_s": self._stall_limit_s}
+        return RowReader(stream, read, **limits, takes_file=takes_file)
 
     def _from(self, number: int, start: int | None) -> Read:
         read = Read()
@@ -323,14 +330,15 @@ class ManyReads:
         return read
 
     def _in_place(self, reader: RowReader, number: int, start: int | None) -> RowReader:
-        """With the rows out of the sample's file, where that is at hand."""
-        if self._data_dir is not None:
-            try:
+        """With the rows out of the sample's file, where that is at hand, or was sent."""
+        try:
+            if self._data_dir is not None:
                 reader.take_from(self._data_dir)
-            except WrongFileError as error:
-                _log.debug("rows come from the server, not out of %s: %s", self._data_dir, error)
-                turn, reader = self._turn, self._open_alone(number, start, 0.0, in_place=False)
-                assert turn is None or turn.is_over, "a read in place has no rows"
+            else:
+                reader.take_sent_file()
+        except WrongFileError as error:
+            _log.debug("rows come from the server, not out of its file: %s", error)
+            reader = self._open_alone(number, start, 0.0, in_place=False)  # Of the call nothing is left for this read.
         reader.count_with(self._count)
         return reader
 

@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Self
 
 from slotstream.client.info import SampleInfo
-from slotstream.client.local_file import Places, SampleFile, WrongFileError
+from slotstream.client.local_file import Places, SampleFile, SentFile, WrongFileError
 from slotstream.client.rpc import WatchedStream
 from slotstream.v1 import sample_pb2, samples_pb2
 from slotstream.wire import dtypes
@@ -48,10 +48,21 @@ class RowReader:
     columns: dict[str, bytes]  # what the sample has beside hidden states and token ids: name -> rows [start, stop)
 
     def __init__(
-        self, stream: WatchedStream[bytes], request: samples_pb2.ReadRequest, *, header_limit_s: float, stall_limit_s: float
+        self,
+        stream: WatchedStream[bytes],
+        request: samples_pb2.ReadRequest,
+        *,
+        header_limit_s: float,
+        stall_limit_s: float,
+        takes_file: bool = False,
     ) -> None:
-        """Waits for the header. Raises what the server answered; ProtocolViolation when it answered something else."""
+        """Waits for the header. Raises what the server answered; ProtocolViolation when it answered something else.
+
+        `takes_file`: the server may send the sample's file, and `take_sent_file` is called then.
+        """
         self._begin(request, stream)
+        self._takes_file = takes_file
+        self._sent_file: memoryview | None = None
         self._stall_limit_s = stall_limit_s
         try:
             self._take_header(stream.receive(header_limit_s), request)
@@ -143,6 +154,19 @@ class RowReader:
         finally:
             self._stream.close()
         self._take_file(data_dir)
+
+    def take_sent_file(self) -> None:
+        """Where the server sent the sample's file: check it, and take everything out of it.
+
+        Raises WrongFileError when it is not the sample's, or damaged: nothing can be read then, and the server says why.
+        """
+        if self._sent_file is None:
+            return
+        assert self._header_xxh3 is not None, "checked with the header"
+        self._file = SentFile(self._sent_file, self._header_xxh3, self._fits)
+        self._sent_file = None
+        self._take_columns_of(self._file)
+        self._file_rows = self._rows_of(self._file)
 
     def _take_file(self, data_dir: Path) -> None:
         path = f"{data_dir}/{file_path(*self._asked)}"  # Of the names asked for: the peer's could be any path.
@@ -246,7 +270,7 @@ class RowReader:
         self.close()
 
     def _take_header(self, frame: Frame | None, request: samples_pb2.ReadRequest) -> None:
-        reply = decode_reply(frame)[0] if frame is not None else samples_pb2.ReadReply()
+        reply, data = decode_reply(frame) if frame is not None else (samples_pb2.ReadReply(), memoryview(b""))
         if reply.WhichOneof("kind") != "header":
             raise ProtocolViolation("the server's first reply to a read is not its header")
         header = reply.header
@@ -256,7 +280,9 @@ class RowReader:
         self._counted_by_call = header.counted_by_call
         self._header_xxh3 = header.header_xxh3 if header.HasField("header_xxh3") else None
         self._told_places = header.file
-        self._is_all_in_place = header.all_in_place and self._header_xxh3 is not None
+        if header.has_file:
+            self._sent_file = data
+        self._is_all_in_place = (header.all_in_place or header.has_file) and self._header_xxh3 is not None
         wanted_layers = tuple(request.layer_ids) or self.info.layer_ids
         wanted_stop = request.stop if request.HasField("stop") else self.info.num_tokens
         asked = (self.info.sample_id, self.layer_ids) == (request.sample_id, wanted_layers)
@@ -264,6 +290,9 @@ class RowReader:
             raise ProtocolViolation("the server answered a read with another sample's rows, or with other layers")
         if (self.start, self.stop) != (request.start, wanted_stop) or not self.start <= self.stop <= self.info.num_tokens:
             raise ProtocolViolation(f"the server answered with rows [{self.start}, {self.stop}), which were not asked for")
+        is_whole = self.layer_ids == self.info.layer_ids and self.num_rows == self.info.num_tokens
+        if header.has_file and not (self._takes_file and is_whole and self._header_xxh3 is not None):
+            raise ProtocolViolation("the server sent a file where rows were asked for")
         num_ids = 0 if self._is_all_in_place else self.num_rows
         if self.info.num_tokens > ROWS_MAX or len(self.layer_ids) > LAYERS_MAX or len(header.token_ids) != num_ids:
             raise ProtocolViolation("the server's read header names more rows or layers, or other token ids, than it may")

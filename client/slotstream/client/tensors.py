@@ -139,18 +139,14 @@ def receive_rows(reader: RowReader) -> torch.Tensor:
 
 def _empty_rows(reader: RowReader) -> torch.Tensor:
     """Memory for the rows of `reader`. Raises MemoryError where they do not fit."""
+    torch_module, dtype = require_torch(), torch_dtype(reader.info.dtype)
     shape = (reader.num_rows, len(reader.layer_ids), reader.info.hidden_size)
     try:
-        return _empty(reader.nbytes).view(torch_dtype(reader.info.dtype)).reshape(shape)
+        rows: torch.Tensor = (
+            torch_module.empty(shape, dtype=dtype)
+            if reader.nbytes < _HUGE_BYTES
+            else torch_module.frombuffer(map_memory(reader.nbytes), dtype=dtype).reshape(shape)
+        )
+        return rows
     except (RuntimeError, OSError) as error:
         raise MemoryError(f"the rows wanted are {reader.nbytes} bytes: read fewer rows or layers at a time") from error
-
-
-def _empty(nbytes: int) -> torch.Tensor:
-    """Memory of its own, [nbytes] uint8. Raises RuntimeError or OSError where there is not as much."""
-    torch_module = require_torch()
-    if nbytes < _HUGE_BYTES:
-        empty: torch.Tensor = torch_module.empty(nbytes, dtype=torch_module.uint8)
-        return empty
-    mapped: torch.Tensor = torch_module.frombuffer(map_memory(nbytes), dtype=torch_module.uint8)
-    return mapped

@@ -45,12 +45,14 @@ class ReadRequest(_message.Message):
     def __init__(self, namespace: _Optional[str] = ..., sample_id: _Optional[str] = ..., start: _Optional[int] = ..., stop: _Optional[int] = ..., layer_ids: _Optional[_Iterable[int]] = ..., wait_s: _Optional[float] = ..., unverified: bool = ..., in_place: bool = ..., columns: _Optional[_Iterable[str]] = ..., counting: _Optional[_Union[ReadCounting, str]] = ..., all_in_place: bool = ...) -> None: ...
 
 class ReadManyRequest(_message.Message):
-    __slots__ = ("reads", "batches")
+    __slots__ = ("reads", "batches", "files")
     READS_FIELD_NUMBER: _ClassVar[int]
     BATCHES_FIELD_NUMBER: _ClassVar[int]
+    FILES_FIELD_NUMBER: _ClassVar[int]
     reads: _containers.RepeatedCompositeFieldContainer[ReadRequest]
     batches: bool
-    def __init__(self, reads: _Optional[_Iterable[_Union[ReadRequest, _Mapping]]] = ..., batches: bool = ...) -> None: ...
+    files: bool
+    def __init__(self, reads: _Optional[_Iterable[_Union[ReadRequest, _Mapping]]] = ..., batches: bool = ..., files: bool = ...) -> None: ...
 
 class ReadReply(_message.Message):
     __slots__ = ("header", "rows", "error", "batch", "data")
@@ -67,7 +69,7 @@ class ReadReply(_message.Message):
     def __init__(self, header: _Optional[_Union[ReadHeader, _Mapping]] = ..., rows: _Optional[_Union[RowsHeader, _Mapping]] = ..., error: _Optional[_Union[ReadError, _Mapping]] = ..., batch: _Optional[_Union[ReadReplyBatch, _Mapping]] = ..., data: _Optional[bytes] = ...) -> None: ...
 
 class ReadHeader(_message.Message):
-    __slots__ = ("info", "layer_ids", "start", "stop", "token_ids", "header_xxh3", "columns", "counted_by_call", "file", "all_in_place")
+    __slots__ = ("info", "layer_ids", "start", "stop", "token_ids", "header_xxh3", "columns", "counted_by_call", "file", "all_in_place", "has_file")
     INFO_FIELD_NUMBER: _ClassVar[int]
     LAYER_IDS_FIELD_NUMBER: _ClassVar[int]
     START_FIELD_NUMBER: _ClassVar[int]
@@ -78,6 +80,7 @@ class ReadHeader(_message.Message):
     COUNTED_BY_CALL_FIELD_NUMBER: _ClassVar[int]
     FILE_FIELD_NUMBER: _ClassVar[int]
     ALL_IN_PLACE_FIELD_NUMBER: _ClassVar[int]
+    HAS_FILE_FIELD_NUMBER: _ClassVar[int]
     info: _sample_pb2.SampleInfo
     layer_ids: _containers.RepeatedScalarFieldContainer[int]
     start: int
@@ -88,7 +91,8 @@ class ReadHeader(_message.Message):
     counted_by_call: bool
     file: FilePlaces
     all_in_place: bool
-    def __init__(self, info: _Optional[_Union[_sample_pb2.SampleInfo, _Mapping]] = ..., layer_ids: _Optional[_Iterable[int]] = ..., start: _Optional[int] = ..., stop: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., header_xxh3: _Optional[int] = ..., columns: _Optional[_Iterable[_Union[_sample_pb2.ColumnData, _Mapping]]] = ..., counted_by_call: bool = ..., file: _Optional[_Union[FilePlaces, _Mapping]] = ..., all_in_place: bool = ...) -> None: ...
+    has_file: bool
+    def __init__(self, info: _Optional[_Union[_sample_pb2.SampleInfo, _Mapping]] = ..., layer_ids: _Optional[_Iterable[int]] = ..., start: _Optional[int] = ..., stop: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., header_xxh3: _Optional[int] = ..., columns: _Optional[_Iterable[_Union[_sample_pb2.ColumnData, _Mapping]]] = ..., counted_by_call: bool = ..., file: _Optional[_Union[FilePlaces, _Mapping]] = ..., all_in_place: bool = ..., has_file: bool = ...) -> None: ...
 
 class FilePlaces(_message.Message):
     __slots__ = ("header_bytes", "hash_rows", "row_xxh3")

@@ -17,6 +17,7 @@ from slotstream.wire.names import CONTROL_BYTES_MAX, ROWS_MAX
 
 _LENGTH_DELIMITED = 2
 _CHUNK_TAG = (3 << 3) | _LENGTH_DELIMITED  # IngestRequest.chunk
+_HEADER_TAG = (1 << 3) | _LENGTH_DELIMITED  # ReadReply.header
 _ROWS_TAG = (2 << 3) | _LENGTH_DELIMITED  # ReadReply.rows
 _DATA_TAG = (15 << 3) | _LENGTH_DELIMITED  # data, in both
 _BATCH_TAG = (7 << 3) | _LENGTH_DELIMITED  # IngestRequest.batch
@@ -67,13 +68,13 @@ def _parts(tag: int, header: Message, data: Sequence[Buffer]) -> tuple[Buffer, .
     return _begin(tag, len(head)), head, _begin(_DATA_TAG, nbytes), *data
 
 
-def _split(frame: Frame, tag: int) -> tuple[bytes, memoryview] | None:
+def _split(frame: Frame, tag: int, header_bytes_max: int = _HEADER_BYTES_MAX) -> tuple[bytes, memoryview] | None:
     """(header bytes, data) of a frame laid out as ours; None when it is laid out otherwise."""
     if not frame or frame[0] != tag:
         return None
     length, at = _read_varint(frame, 1)
     header_end = at + length
-    if length > _HEADER_BYTES_MAX or header_end >= len(frame) or frame[header_end] != _DATA_TAG:
+    if length > header_bytes_max or header_end >= len(frame) or frame[header_end] != _DATA_TAG:
         return None
     nbytes, data_at = _read_varint(frame, header_end + 1)
     if data_at + nbytes != len(frame):
@@ -171,6 +172,11 @@ def rows_parts(header: samples_pb2.RowsHeader, data: Sequence[Buffer]) -> tuple[
     return _parts(_ROWS_TAG, header, data)
 
 
+def file_parts(header: samples_pb2.ReadHeader, data: Buffer) -> tuple[Buffer, ...]:
+    """A read's header with the sample's file, likewise."""
+    return _parts(_HEADER_TAG, header, (data,))
+
+
 def encode_rows(header: samples_pb2.RowsHeader, data: Sequence[Buffer]) -> bytes:
     """Rows as the bytes of a ReadReply; joins the pieces of `data` with one copy."""
     return b"".join(rows_parts(header, data))
@@ -204,14 +210,17 @@ def decode_reply(frame: Frame) -> tuple[samples_pb2.ReadReply, memoryview]:
     """A ReadReply without its `data`, and the data as a view of `frame`. Raises ProtocolViolation."""
     reply = samples_pb2.ReadReply()
     try:
-        parts = _split(frame, _ROWS_TAG)
-        if parts is None:
+        if (parts := _split(frame, _ROWS_TAG)) is not None:
+            reply.rows.ParseFromString(parts[0])
+            reply.rows.SetInParent()
+        elif (parts := _split(frame, _HEADER_TAG, CONTROL_BYTES_MAX)) is not None:
+            reply.header.ParseFromString(parts[0])
+            reply.header.SetInParent()
+        else:
             reply.ParseFromString(bytes(frame))
             data = memoryview(reply.data)
             reply.ClearField("data")
             return reply, data
-        reply.rows.ParseFromString(parts[0])
-        reply.rows.SetInParent()
     except DecodeError as error:
         raise ProtocolViolation("a frame is not a ReadReply") from error
     return reply, parts[1]

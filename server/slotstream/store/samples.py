@@ -384,6 +384,20 @@ class SampleStore:
                 raise error
             record = current
 
+    def file_of(self, record: SampleRecord) -> bytes | None:
+        """All bytes of a committed sample's file, unchecked. None where they cannot be had so: `reader` says why."""
+        try:
+            fd = self._files.open_read(record.key.path(self.data_dir))
+            try:
+                if self._files.size(fd) != record.file_bytes:
+                    return None
+                raw = self._files.pread(fd, record.file_bytes, 0)
+            finally:
+                self._files.close(fd)
+        except OSError:
+            return None
+        return raw if len(raw) == record.file_bytes else None
+
     def verify(self, key: SampleKey) -> Verdict:
         """Check every byte of a committed sample. Raises SampleNotFound, SampleFailed, StillArriving, InternalFault."""
         record = readable(key, self.stat(key))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Any, Self
 
 from slotstream.server.samples import convert
@@ -12,15 +13,16 @@ from slotstream.store.sample.reading import SampleReader, checked_range, positio
 from slotstream.store.samples import SampleStore, readable
 from slotstream.v1 import sample_pb2
 from slotstream.v1 import samples_pb2 as pb
-from slotstream.wire.errors import UnsupportedFormat
-from slotstream.wire.frames import rows_parts
+from slotstream.wire.errors import SlotStreamError, UnsupportedFormat
+from slotstream.wire.frames import file_parts, rows_parts
 from slotstream.wire.hashing import Buffer
 
 Reply = Sequence[Buffer]  # A ReadReply's bytes, in pieces.
+FILE_BYTES_MAX = 1 << 20  # Of a sample that is sent as its file. A larger one costs its bytes, and little beside them.
 
 
 class Unopened:
-    """In a SampleReader's place, where the reader takes all that it wants out of the file itself: nothing is open here."""
+    """In a SampleReader's place, where the reader takes all that it wants out of the file: nothing is open here."""
 
     def __init__(self, record: SampleRecord) -> None:
         self.record = record
@@ -38,15 +40,42 @@ class Unopened:
 Opened = tuple[SampleReader | Unopened, Iterator[Reply], Reply]  # A sample, its replies to come, and the first of them.
 
 
-def opened(store: SampleStore, key: SampleKey, request: pb.ReadRequest) -> Opened:
-    """Raises what `SampleStore.reader` raises, BadTokenRange and BadLayers.
+@dataclass(frozen=True, slots=True)
+class WithFile:
+    """A small sample that is sent as its file, and the header that goes with it."""
+
+    record: SampleRecord
+    header: pb.ReadHeader
+
+
+def with_file(store: SampleStore, key: SampleKey, request: pb.ReadRequest) -> WithFile | None:
+    """For a reader that takes files; None where it gets rows, or is told why not."""
+    if request.in_place:
+        return None
+    try:
+        record = readable(key, store.stat(key))
+    except SlotStreamError:
+        return None  # `opened` will raise it.
+    if not _is_whole(request, record) or record.file_bytes > FILE_BYTES_MAX:
+        return None
+    header = _told(record, request)
+    header.has_file = True
+    return WithFile(record, header)
+
+
+def opened(store: SampleStore, key: SampleKey, request: pb.ReadRequest, small: WithFile | None = None) -> Opened:
+    """`small`: see `with_file`. Raises what `SampleStore.reader` raises, BadTokenRange and BadLayers.
 
     In one go: each thread that the event loop waits for costs a read a tenth of a millisecond and more.
     """
     if request.in_place and request.all_in_place:
         record = readable(key, store.stat(key))
         if convert.header_xxh3_of(record) is not None:
-            return Unopened(record), iter(()), _told(record, request)
+            told = _told(record, request)
+            told.all_in_place = True
+            return Unopened(record), iter(()), (pb.ReadReply(header=told).SerializeToString(),)
+    if small is not None and (file := store.file_of(small.record)) is not None:
+        return Unopened(small.record), iter(()), file_parts(small.header, file)
     reader = store.reader(key)
     try:
         frames = _frames(reader, request)
@@ -76,25 +105,32 @@ def counts_when_sent(request: pb.ReadRequest, reader: SampleReader | Unopened) -
     """
     if request.in_place or request.counting != pb.READ_COUNTING_SENT:
         return False
-    rows = reader.record.num_tokens
-    return request.start == 0 and (not request.HasField("stop") or request.stop == rows)
+    return _has_all_rows(request, reader.record)
 
 
-def _told(record: SampleRecord, request: pb.ReadRequest) -> Reply:
+def _has_all_rows(request: pb.ReadRequest, record: SampleRecord) -> bool:
+    return request.start == 0 and (not request.HasField("stop") or request.stop == record.num_tokens)
+
+
+def _is_whole(request: pb.ReadRequest, record: SampleRecord) -> bool:
+    """Whether every row is wanted, with all its layers in the file's order, of a sample that a file has."""
+    has_all = _has_all_rows(request, record) and tuple(request.layer_ids) in ((), record.layer_ids)
+    return has_all and convert.header_xxh3_of(record) is not None
+
+
+def _told(record: SampleRecord, request: pb.ReadRequest) -> pb.ReadHeader:
     """What a reader needs in order to take a sample out of its file. Raises BadTokenRange and BadLayers."""
     start, stop = checked_range(request.start, request.stop if request.HasField("stop") else None, record.num_tokens)
     layer_ids = tuple(request.layer_ids) or record.layer_ids
     positions_of(layer_ids, record.layer_ids)
-    header = pb.ReadHeader(
+    return pb.ReadHeader(
         info=convert.info_of(record),
         layer_ids=layer_ids,
         start=start,
         stop=stop,
         header_xxh3=convert.header_xxh3_of(record),
         counted_by_call=request.counting == pb.READ_COUNTING_CALLED,
-        all_in_place=True,
     )
-    return (pb.ReadReply(header=header).SerializeToString(),)
 
 
 def _frames(reader: SampleReader, request: pb.ReadRequest) -> Iterator[Reply]:

@@ -80,6 +80,7 @@ CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
 
 _COLUMNS = COLUMNS
 _QUALIFIED = ", ".join(f"s.{name}" for name in STORED.split(", "))
+_GET = f"SELECT {STORED} FROM samples WHERE namespace = ? AND sample_id = ?"
 _UPSERT = (
     f"INSERT INTO samples ({STORED}) VALUES ({', '.join('?' * len(STORED.split(', ')))}) "
     "ON CONFLICT (namespace, sample_id) DO UPDATE SET "
@@ -111,8 +112,7 @@ def put_tags(db: sqlite3.Connection, row_id: int, record: SampleRecord) -> None:
 
 
 def get(db: sqlite3.Connection, namespace: str, sample_id: str) -> SampleRecord | None:
-    query = f"SELECT {STORED} FROM samples WHERE namespace = ? AND sample_id = ?"
-    row = db.execute(query, (namespace, sample_id)).fetchone()
+    row = db.execute(_GET, (namespace, sample_id)).fetchone()
     if row is None:
         return None
     record = record_from_row(row)
