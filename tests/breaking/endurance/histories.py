@@ -41,7 +41,8 @@ from support.synthetic import SyntheticSample
 from world import World
 
 from slotstream.client import SampleNotFound, SlotStreamError, connect
-from slotstream.v1 import ingest_pb2
+from slotstream.client.reading import RowReader
+from slotstream.v1 import ingest_pb2, samples_pb2
 from slotstream.wire.frames import encode_chunk
 from slotstream.wire.hashing import xxh3
 from slotstream.wire.names import CHUNK_BYTES_MAX
@@ -73,6 +74,7 @@ class Histories:
         self._rng = random.Random(seed)
         self._stop = threading.Event()
         self._lock = threading.Lock()
+        self._reads = itertools.count()
         self._names = (f"h{seed}-{number}" for number in itertools.count())
         self._ids = [next(self._names) for _ in range(_IDS)]
         self._history: defaultdict[str, list[Operation]] = defaultdict(list)
@@ -210,11 +212,16 @@ class Histories:
 
     def _read(self, sample_id: str) -> tuple[str, str]:
         try:
-            with (
-                connect(self._address(), connect_timeout_s=_CALL_S, call_timeout_s=_CALL_S) as client,
-                client.read(sample_id, wait_s=0) as reader,
-            ):
-                token_ids, data = list(reader.token_ids), b"".join(bytes(block.data) for block in reader)
+            with connect(self._address(), connect_timeout_s=_CALL_S, call_timeout_s=_CALL_S) as client:
+                if next(self._reads) % 2:
+                    with client.read(sample_id, wait_s=0) as reader:
+                        token_ids, data = _received(reader)
+                else:  # As `get_many` reads: a small sample comes as its file.
+                    reads = [(sample_id, samples_pb2.ReadRequest(sample_id=sample_id))]
+                    ((_, answer),) = client.many(wait_s=0, retry_s=0).answers(reads, _received)
+                    if isinstance(answer, SlotStreamError):
+                        raise answer
+                    token_ids, data = answer
         except SlotStreamError as error:
             if _SILENCE in str(error):
                 return "unknown", NONE
@@ -290,6 +297,10 @@ class _LargeSample(SyntheticSample):
     def rows(self, start: int = 0, stop: int | None = None, layers: tuple[int, ...] | None = None) -> bytes:
         stop = self.num_tokens if stop is None else stop
         return b"".join(struct.pack("<H", 0x3F80 + row) * (self.row_bytes // 2) for row in range(start, stop))
+
+
+def _received(reader: RowReader) -> tuple[list[int], bytes]:
+    return list(reader.token_ids), b"".join(bytes(block.data) for block in reader)
 
 
 def _sample(sample_id: str, value: str) -> SyntheticSample:
