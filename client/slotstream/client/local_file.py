@@ -17,7 +17,6 @@ from slotstream.wire.layout import (
     HEADER_BYTES_MAX,
     SampleHeader,
     column_rows,
-    committed_header,
     decode_columns,
     decode_hashes,
     decode_header,
@@ -65,14 +64,18 @@ class SampleFile:
         self._path = path
         try:
             self._fd = os.open(path, _FLAGS)
+            known = os.fstat(self._fd)
+            if not stat.S_ISREG(known.st_mode):
+                raise Damaged("this is not a file")
+            self._size = known.st_size
             raw = self._checked_header(header_xxh3, 0 if places is None else places.header_bytes)
             self._places = self._described(raw, fits) if places is None else places
-        except _WRONG as error:
+        except (IoError, *_WRONG) as error:
             raise self._wrong(error) from error
 
     def _described(self, raw: bytes, fits: Callable[[SampleHeader], bool]) -> Places:
         """As the header says, whose hash is the right one. Raises Damaged, UnsupportedFormat, KeyError and ValueError."""
-        self.header = committed_header(raw) or decode_header(raw)
+        self.header = decode_header(raw)
         if self.header.file_bytes != self._size or not fits(self.header):
             raise Damaged("this is not what the server says of the sample")
         return _places_of(self.header)
@@ -82,12 +85,8 @@ class SampleFile:
         return WrongFileError(f"{self._path}: {os.strerror(error.errno or 0) if isinstance(error, OSError) else error}")
 
     def _checked_header(self, header_xxh3: int, nbytes: int) -> bytes:
-        """`nbytes`: of the header; 0: as the file says."""
-        known = os.fstat(self._fd)
-        if not stat.S_ISREG(known.st_mode):
-            raise Damaged("this is not a file")
-        self._size = known.st_size
-        raw = os.pread(self._fd, nbytes or header_length(os.pread(self._fd, 8, 0)), 0)
+        """`nbytes`: of the header; 0: as the file says. Raises Damaged and IoError."""
+        raw = bytes(self._read(nbytes or header_length(bytes(self._read(8, 0))), 0))
         if xxh3(raw) != header_xxh3:
             raise Damaged("this is not the file of the sample that the server knows")
         return raw
@@ -170,10 +169,7 @@ class SentFile(SampleFile):
         self._path = "what the server sent"
         self._raw, self._size = raw, raw.nbytes
         try:
-            header = bytes(raw[: header_length(bytes(raw[:8]))])
-            if xxh3(header) != header_xxh3:
-                raise Damaged("this is not the file of the sample that the server knows")
-            self._places = self._described(header, fits)
+            self._places = self._described(self._checked_header(header_xxh3, 0), fits)
             for _ in super().rows(0, self._places.num_rows, verify=True):
                 pass
         except _WRONG as error:

@@ -271,7 +271,7 @@ class ManyReads:
         """Of one read; `start`: from that row on. Tries again until it is answered, or `retry_s` are over."""
         while True:
             try:
-                return self._in_place(self._open(number, start), number, start)
+                return self._out_of_file(self._open(number, start), number, start)
             except NotServed as error:
                 if not self._is_served:
                     raise
@@ -287,13 +287,13 @@ class ManyReads:
                 if is_of_call and not error.retryable and not isinstance(error, _ENDING):
                     # One read spoils the call: perhaps not this one.
                     self._end_call()
-                    return self._in_place(self._open_alone(number, start, 0.0), number, start)
+                    return self._out_of_file(self._open_alone(number, start, 0.0), number, start)
                 self._wait(error)
 
     def _waited_for(self, number: int) -> RowReader:
         """Of a sample that may be there soon."""
         try:
-            return self._in_place(self._open_alone(number, None, self._wait_s), number, None)
+            return self._out_of_file(self._open_alone(number, None, self._wait_s), number, None)
         except DeadlineExceeded as error:
             raise StillArriving(str(error)) from error
 
@@ -329,7 +329,7 @@ class ManyReads:
             read.start = start
         return read
 
-    def _in_place(self, reader: RowReader, number: int, start: int | None) -> RowReader:
+    def _out_of_file(self, reader: RowReader, number: int, start: int | None) -> RowReader:
         """With the rows out of the sample's file, where that is at hand, or was sent."""
         try:
             if self._data_dir is not None:
@@ -337,7 +337,7 @@ class ManyReads:
             else:
                 reader.take_sent_file()
         except WrongFileError as error:
-            _log.debug("rows come from the server, not out of its file: %s", error)
+            _log.debug("rows come from the server, not out of the sample's file: %s", error)
             reader = self._open_alone(number, start, 0.0, in_place=False)  # Of the call nothing is left for this read.
         reader.count_with(self._count)
         return reader

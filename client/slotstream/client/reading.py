@@ -61,11 +61,9 @@ class RowReader:
         `takes_file`: the server may send the sample's file, and `take_sent_file` is called then.
         """
         self._begin(request, stream)
-        self._takes_file = takes_file
-        self._sent_file: memoryview | None = None
         self._stall_limit_s = stall_limit_s
         try:
-            self._take_header(stream.receive(header_limit_s), request)
+            self._take_header(stream.receive(header_limit_s), request, takes_file=takes_file)
         except BaseException:
             stream.close()
             raise
@@ -74,6 +72,7 @@ class RowReader:
     def _begin(self, request: samples_pb2.ReadRequest, stream: WatchedStream[bytes] | None) -> None:
         self._stream = stream
         self._file: SampleFile | None = None  # Where the rows are taken from, if not from the stream.
+        self._sent_file: memoryview | None = None  # Its bytes, where the server sent them.
         self._file_rows: Iterator[RowBlock] = iter(())
         self._taken: Callable[[], None] = lambda: None
         self._again: Callable[[RowReader, SlotStreamError], RowReader] | None = None
@@ -163,18 +162,18 @@ class RowReader:
         if self._sent_file is None:
             return
         assert self._header_xxh3 is not None, "checked with the header"
-        self._file = SentFile(self._sent_file, self._header_xxh3, self._fits)
-        self._sent_file = None
-        self._take_columns_of(self._file)
-        self._file_rows = self._rows_of(self._file)
+        self._take_out_of(SentFile(self._sent_file, self._header_xxh3, self._fits))
 
     def _take_file(self, data_dir: Path) -> None:
         path = f"{data_dir}/{file_path(*self._asked)}"  # Of the names asked for: the peer's could be any path.
         assert self._header_xxh3 is not None, "it is known which file is meant"
-        self._file = SampleFile(path, self._header_xxh3, self._fits, None if self._is_all_in_place else self._places())
+        self._take_out_of(SampleFile(path, self._header_xxh3, self._fits, None if self._is_all_in_place else self._places()))
+
+    def _take_out_of(self, file: SampleFile) -> None:
+        self._file = file
         if self._is_all_in_place:
-            self._take_columns_of(self._file)
-        self._file_rows = self._rows_of(self._file)
+            self._take_columns_of(file)
+        self._file_rows = self._rows_of(file)
 
     def _fits(self, header: SampleHeader) -> bool:
         """Whether a file's header is of the sample that the server described."""
@@ -269,7 +268,7 @@ class RowReader:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
-    def _take_header(self, frame: Frame | None, request: samples_pb2.ReadRequest) -> None:
+    def _take_header(self, frame: Frame | None, request: samples_pb2.ReadRequest, *, takes_file: bool) -> None:
         reply, data = decode_reply(frame) if frame is not None else (samples_pb2.ReadReply(), memoryview(b""))
         if reply.WhichOneof("kind") != "header":
             raise ProtocolViolation("the server's first reply to a read is not its header")
@@ -291,7 +290,7 @@ class RowReader:
         if (self.start, self.stop) != (request.start, wanted_stop) or not self.start <= self.stop <= self.info.num_tokens:
             raise ProtocolViolation(f"the server answered with rows [{self.start}, {self.stop}), which were not asked for")
         is_whole = self.layer_ids == self.info.layer_ids and self.num_rows == self.info.num_tokens
-        if header.has_file and not (self._takes_file and is_whole and self._header_xxh3 is not None):
+        if header.has_file and not (takes_file and is_whole and self._header_xxh3 is not None):
             raise ProtocolViolation("the server sent a file where rows were asked for")
         num_ids = 0 if self._is_all_in_place else self.num_rows
         if self.info.num_tokens > ROWS_MAX or len(self.layer_ids) > LAYERS_MAX or len(header.token_ids) != num_ids:

@@ -10,7 +10,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self, TypeVar
 
@@ -55,6 +55,14 @@ _FREE_BYTES_TO_START = 1 << 20  # The catalogue writes before it can be read.
 _REFUSED_MAX = 1024
 _SETTLE_S = 2.0
 _DESCRIPTORS_SPARE = 512  # Left for connections, readers and the catalogue.
+
+
+@dataclass(frozen=True, slots=True)
+class WholeFile:
+    """All bytes of a committed sample's file, of which nothing was checked but how many they are."""
+
+    record: SampleRecord
+    raw: bytes
 
 
 class SampleStore:
@@ -358,15 +366,24 @@ class SampleStore:
         Raises SampleNotFound, SampleFailed, StillArriving, Damaged, UnsupportedFormat, StoreFull, StoreGone, IoError
         and InternalFault.
         """
+        opened = self.reader_or_file(key, lambda _: False)
+        assert isinstance(opened, SampleReader), "no file is wanted"
+        return opened
+
+    def reader_or_file(self, key: SampleKey, wants_file: Callable[[SampleRecord], bool]) -> SampleReader | WholeFile:
+        """As `reader`; of a sample that `wants_file` says yes to, all bytes of its file, where these can be had."""
         hold = self.lifetimes.hold_read(key)  # Before looking: a deletion that has not begun by then waits.
         try:
-            return self._reader(key, hold.end)
+            record = readable(key, self.stat(key))
+            if wants_file(record) and (raw := self._file_of(record)) is not None:
+                hold.end()
+                return WholeFile(record, raw)
+            return self._reader(key, record, hold.end)
         except BaseException:
             hold.end()
             raise
 
-    def _reader(self, key: SampleKey, closed: Callable[[], None]) -> SampleReader:
-        record = self.stat(key)
+    def _reader(self, key: SampleKey, record: SampleRecord | None, closed: Callable[[], None]) -> SampleReader:
         while True:
             record = readable(key, record)
             try:
@@ -384,8 +401,8 @@ class SampleStore:
                 raise error
             record = current
 
-    def file_of(self, record: SampleRecord) -> bytes | None:
-        """All bytes of a committed sample's file, unchecked. None where they cannot be had so: `reader` says why."""
+    def _file_of(self, record: SampleRecord) -> bytes | None:
+        """None where a reader says why, or reads what is there now."""
         try:
             fd = self._files.open_read(record.key.path(self.data_dir))
             try:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from slotstream.server.access.gate import Session
 from slotstream.server.parts import ServerParts
 from slotstream.server.samples.calls import Calls, Context, key_for, parsed
-from slotstream.server.samples.reads import Reply, WithFile, after, counts_when_sent, opened, with_file
+from slotstream.server.samples.reads import Reply, after, counts_when_sent, opened
 from slotstream.store.records import SampleKey, SampleRecord
 from slotstream.store.samples import SampleStore
 from slotstream.v1 import samples_pb2 as pb
@@ -21,7 +21,6 @@ from slotstream.wire.names import READS_IN_CALL_MAX
 # Replies that one thread makes before the event loop has its turn: a turn, or a message, costs as much as some rows.
 _GROUP_BYTES = 2 << 20
 _GROUP_REPLIES = 64
-_LOOKED_UP = 8  # Samples that the catalogue is asked for at a time: rows that are read in between cost the processor its cache.
 _FIRST_REPLIES = 8  # Of the first group, and twice as many of each one after it: the reader waits for the first.
 
 
@@ -105,16 +104,11 @@ class ManyReads:
 
 def _groups(store: SampleStore, keys: Sequence[SampleKey], request: pb.ReadManyRequest) -> Generator[_Group, None, None]:
     """The replies to all reads, made as they are asked for. One sample is open at a time, and closed with the generator."""
-    group, reads = _Filling(request.batches), list(request.reads)
-    small: list[WithFile | None] = []
-    for number, (key, read) in enumerate(zip(keys, reads, strict=True)):
+    group = _Filling(request.batches)
+    for number, (key, read) in enumerate(zip(keys, request.reads, strict=True)):
         space = key.namespace
-        at = number % _LOOKED_UP
-        if request.files and not at:
-            asked = zip(keys[number : number + _LOOKED_UP], reads[number:], strict=False)
-            small = [with_file(store, *one) for one in asked]
         try:
-            reader, replies, header = opened(store, key, read, small[at] if small else None)
+            reader, replies, header = opened(store, key, read, takes_files=request.files)
         except SlotStreamError as error:
             yield from group.add(_error_reply(number, error), space)
         else:

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import Any, Self
 
 from slotstream.server.samples import convert
 from slotstream.store.records import SampleKey, SampleRecord
 from slotstream.store.sample.reading import SampleReader, checked_range, positions_of
-from slotstream.store.samples import SampleStore, readable
+from slotstream.store.samples import SampleStore, WholeFile, readable
 from slotstream.v1 import sample_pb2
 from slotstream.v1 import samples_pb2 as pb
-from slotstream.wire.errors import SlotStreamError, UnsupportedFormat
+from slotstream.wire.errors import UnsupportedFormat
 from slotstream.wire.frames import file_parts, rows_parts
 from slotstream.wire.hashing import Buffer
 
@@ -40,31 +39,9 @@ class Unopened:
 Opened = tuple[SampleReader | Unopened, Iterator[Reply], Reply]  # A sample, its replies to come, and the first of them.
 
 
-@dataclass(frozen=True, slots=True)
-class WithFile:
-    """A small sample that is sent as its file, and the header that goes with it."""
-
-    record: SampleRecord
-    header: pb.ReadHeader
-
-
-def with_file(store: SampleStore, key: SampleKey, request: pb.ReadRequest) -> WithFile | None:
-    """For a reader that takes files; None where it gets rows, or is told why not."""
-    if request.in_place:
-        return None
-    try:
-        record = readable(key, store.stat(key))
-    except SlotStreamError:
-        return None  # `opened` will raise it.
-    if not _is_whole(request, record) or record.file_bytes > FILE_BYTES_MAX:
-        return None
-    header = _told(record, request)
-    header.has_file = True
-    return WithFile(record, header)
-
-
-def opened(store: SampleStore, key: SampleKey, request: pb.ReadRequest, small: WithFile | None = None) -> Opened:
-    """`small`: see `with_file`. Raises what `SampleStore.reader` raises, BadTokenRange and BadLayers.
+def opened(store: SampleStore, key: SampleKey, request: pb.ReadRequest, *, takes_files: bool = False) -> Opened:
+    """`takes_files`: the reader takes a small sample as its file. Raises what `SampleStore.reader` raises, BadTokenRange and
+    BadLayers.
 
     In one go: each thread that the event loop waits for costs a read a tenth of a millisecond and more.
     """
@@ -74,9 +51,11 @@ def opened(store: SampleStore, key: SampleKey, request: pb.ReadRequest, small: W
             told = _told(record, request)
             told.all_in_place = True
             return Unopened(record), iter(()), (pb.ReadReply(header=told).SerializeToString(),)
-    if small is not None and (file := store.file_of(small.record)) is not None:
-        return Unopened(small.record), iter(()), file_parts(small.header, file)
-    reader = store.reader(key)
+    reader = store.reader_or_file(key, lambda record: takes_files and _goes_as_file(request, record))
+    if isinstance(reader, WholeFile):
+        told = _told(reader.record, request)
+        told.has_file = True
+        return Unopened(reader.record), iter(()), file_parts(told, reader.raw)
     try:
         frames = _frames(reader, request)
         return reader, frames, next(frames)
@@ -112,10 +91,11 @@ def _has_all_rows(request: pb.ReadRequest, record: SampleRecord) -> bool:
     return request.start == 0 and (not request.HasField("stop") or request.stop == record.num_tokens)
 
 
-def _is_whole(request: pb.ReadRequest, record: SampleRecord) -> bool:
-    """Whether every row is wanted, with all its layers in the file's order, of a sample that a file has."""
-    has_all = _has_all_rows(request, record) and tuple(request.layer_ids) in ((), record.layer_ids)
-    return has_all and convert.header_xxh3_of(record) is not None
+def _goes_as_file(request: pb.ReadRequest, record: SampleRecord) -> bool:
+    """Whether every row is wanted, not in place, with all layers in the file's order, of a small sample that a file has."""
+    is_whole = _has_all_rows(request, record) and tuple(request.layer_ids) in ((), record.layer_ids)
+    is_small = record.file_bytes <= FILE_BYTES_MAX and convert.header_xxh3_of(record) is not None
+    return is_whole and is_small and not request.in_place
 
 
 def _told(record: SampleRecord, request: pb.ReadRequest) -> pb.ReadHeader:

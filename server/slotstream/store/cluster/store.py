@@ -173,8 +173,7 @@ class ObjectStore(SampleStore):
     def _settle(self, key: SampleKey) -> SampleRecord | None:
         return self._live_record(key) or self._shared.get_settled(key)  # It arrives at another server, perhaps.
 
-    def _reader(self, key: SampleKey, closed: Callable[[], None]) -> SampleReader:
-        record = self.stat(key)
+    def _reader(self, key: SampleKey, record: SampleRecord | None, closed: Callable[[], None]) -> SampleReader:
         while True:
             record = readable(key, record)
             self._keeper.reads.begin(record.attempt)
