@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,8 @@ import pytest
 from server.server_kit import Peer, Reader, RunningServer, Sample
 from support.waiting import wait_until
 
+from slotstream.server.samples import many as many_reads
+from slotstream.store.records import SampleKey
 from slotstream.v1 import samples_pb2 as read_pb
 from slotstream.wire.frames import decode_reply, split_replies
 from slotstream.wire.hashing import xxh3
@@ -82,6 +85,49 @@ def test_small_replies_come_together_where_the_reader_takes_that(peer: Peer, rea
     together = messages(reader, *small[:10], {"sample_id": "long"}, *small[:10], batches=True)
     assert max(map(len, together)) < 3 << 20  # A message of the small ones stays far below what a message may be.
     assert 1 + len(long.data) // (2 << 20) <= len(together) <= 10
+
+
+def test_the_catalogue_is_asked_for_some_samples_at_a_time(
+    running: RunningServer, peer: Peer, reader: Reader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And again where the reader took his time."""
+    names = [f"s{number:02}" for number in range(20)]
+    for number, name in enumerate(names):
+        peer.put(Sample(name, rows=4), number + 1)
+    catalogue = running.server.store._catalogue
+    asked: list[str] = []
+
+    def noted(name: str, ask: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        def noting(what: Any) -> Any:
+            asked.append(name)
+            return ask(what)
+
+        return noting
+
+    for name in ("get", "get_many"):
+        monkeypatch.setattr(catalogue, name, noted(name, getattr(catalogue, name)))
+    read = [{"sample_id": name} for name in names]
+    for files in (False, True):
+        asked.clear()
+        messages(reader, *read, batches=True, files=files)
+        assert asked == ["get_many"] * 3
+    asked.clear()
+    monkeypatch.setattr(many_reads, "_FRESH_S", 0.0)
+    messages(reader, *read, batches=True)
+    assert asked == ["get_many"] * 20
+
+
+def test_who_leaves_a_call_keeps_no_sample_from_the_rules(running: RunningServer, peer: Peer, reader: Reader) -> None:
+    peer.put(Sample("long", rows=60_000), 1, chunk_rows=4096)
+    for number in range(7):
+        peer.put(Sample(f"s{number}", rows=4), number + 2)
+    asked = [read_pb.ReadRequest(sample_id=name) for name in ("long", *(f"s{number}" for number in range(7)))]
+    call = reader.read_many(read_pb.ReadManyRequest(reads=asked), timeout=60)
+    next(call)
+    catalogue = running.server.store._catalogue
+    assert all(catalogue.is_held(SampleKey("default", read.sample_id)) for read in asked)
+    call.cancel()
+    wait_until(lambda: not any(catalogue.is_held(SampleKey("default", read.sample_id)) for read in asked))
 
 
 def reads(reader: Reader, sample_id: str) -> int:

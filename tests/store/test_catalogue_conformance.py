@@ -6,6 +6,7 @@ import queue
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 from store.catalogues import RECORDS, HandClock, S, arriving, committed
@@ -166,6 +167,18 @@ def test_a_sample_that_was_committed_again_is_not_dropped(empty: Catalogue) -> N
     empty.commit(committed(created=20)).result()
     empty.drop_deleting([committed().key])
     assert empty.get(committed().key) == committed(created=20)
+
+
+def test_many_rows_are_answered_in_the_order_asked(empty: Catalogue) -> None:
+    for record in RECORDS[:20]:
+        empty.commit(replace(record, state=State.COMMITTED)).result()
+    empty.begin(arriving("arrives")).result()
+    keys = [record.key for record in RECORDS[:20][::-1]]
+    keys[3:3] = [SampleKey("n0", "nobody"), arriving("arrives").key, keys[0], SampleKey("nowhere", keys[0].sample_id)]
+    found = empty.get_many(keys)
+    assert found == [empty.get(key) for key in keys]
+    assert [record is None for record in found].count(True) == 2
+    assert empty.get_many([]) == []
 
 
 def test_rules_take_only_what_nobody_uses(empty: Catalogue) -> None:

@@ -11,9 +11,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from store.store_kit import BROKEN, FaultyFiles, Sample, read_all
 
+from slotstream.store.records import SampleKey
 from slotstream.store.sample import reading
-from slotstream.store.samples import SampleStore
-from slotstream.wire.errors import BadLayers, BadTokenRange, Damaged, IoError, SampleNotFound
+from slotstream.store.sample.reading import SampleReader
+from slotstream.store.samples import SampleStore, WholeFile
+from slotstream.wire.errors import BadLayers, BadTokenRange, Damaged, InternalFault, IoError, SampleNotFound
 
 LAYERS = (2, 5, 6, 9)
 SAMPLE = Sample(rows=23, layer_ids=LAYERS)
@@ -156,6 +158,53 @@ def test_a_disk_that_cannot_be_read_is_no_damage(tmp_path: Path) -> None:
 def test_what_was_never_there(store: SampleStore) -> None:
     with pytest.raises(SampleNotFound):
         store.reader(SAMPLE.key)
+
+
+def _whole(opened: SampleReader | WholeFile) -> bytes:
+    assert isinstance(opened, SampleReader), "no file was wanted"
+    with opened as reader:
+        return b"".join(bytes(piece) for block in reader.blocks(0, 23) for piece in block.data)
+
+
+def test_what_is_held_is_opened_also_where_it_came_later(store: SampleStore) -> None:
+    """The catalogue is asked before, for all at once."""
+    samples = [SAMPLE, *(replace(SAMPLE, sample_id=name, seed=1) for name in ("other", "late"))]
+    for sample in samples[:2]:
+        sample.put(store)
+    held = store.hold([sample.key for sample in samples])
+    assert [one.record and one.record.sample_id for one in held] == ["s", "other", None]
+    assert all(store._catalogue.is_held(one.key) for one in held)
+    samples[2].put(store)
+    assert [_whole(store.open_held(one, lambda _: False)) for one in held] == [sample.data for sample in samples]
+    with pytest.raises(SampleNotFound):
+        store.open_held(store.hold([SampleKey("default", "nobody")])[0], lambda _: False)
+    assert not any(store._catalogue.is_held(one.key) for one in held)
+
+
+@pytest.mark.files_only
+def test_what_is_held_and_then_deleted_or_replaced_is_no_more_what_it_was(store: SampleStore) -> None:
+    """In a cluster its object stays for a while, and is what it was."""
+    gone, other = (replace(SAMPLE, sample_id=name, seed=1) for name in ("gone", "other"))
+    for sample in (gone, other):
+        sample.put(store)
+    held = store.hold([gone.key, other.key])
+    for sample in (gone, other):
+        store.delete(sample.key)
+    replace(other, seed=2).put(store)
+    with pytest.raises(SampleNotFound):
+        store.open_held(held[0], lambda _: False)
+    assert _whole(store.open_held(held[1], lambda _: False)) == replace(other, seed=2).data
+
+
+def test_a_question_that_fails_for_all_is_asked_again_for_each(store: SampleStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    SAMPLE.put(store)
+
+    def damaged(keys: object) -> object:
+        raise InternalFault("a row is damaged")
+
+    monkeypatch.setattr(store._catalogue, "get_many", damaged)
+    with store.reader(SAMPLE.key) as reader:
+        assert list(reader.token_ids(0, 23)) == SAMPLE.token_ids
 
 
 @pytest.mark.files_only

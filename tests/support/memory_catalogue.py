@@ -232,6 +232,9 @@ class MemoryCatalogue(MemoryQuestions, SharedCatalogue):
 
     # Rows.
 
+    def get_many(self, keys: Sequence[SampleKey]) -> list[SampleRecord | None]:
+        return [self.get(key) for key in keys]
+
     def get_settled(self, key: SampleKey) -> SampleRecord | None:
         def operation() -> SampleRecord | None:
             row = self._tables.rows.get(key)

@@ -102,12 +102,12 @@ class RowFormat:
         """
         if dtype not in ELEMENT_BYTES:
             raise BadParams(f"dtype {dtype!r} is not one of {sorted(ELEMENT_BYTES)}")
-        names = [*_DEFAULT_PAIR, *further]
+        names = (*_DEFAULT_PAIR, *further)
         if len(set(names)) != len(names):
             raise BadParams("a column is named twice")
         if unknown := [name for name in names if name not in COLUMNS]:
             raise UnsupportedFormat(f"column {unknown[0][:64]!r} is not one of {sorted(further_columns())}")
-        return _of_sample(tuple(COLUMNS[name] for name in names), dtype, num_layers, hidden_size)
+        return _of_sample(names, dtype, num_layers, hidden_size)
 
     @functools.cached_property
     def dtype(self) -> str:
@@ -179,7 +179,7 @@ class RowFormat:
 
 
 @functools.lru_cache(maxsize=256)  # Most samples of a store have the same, and a reader of small ones asks several times each.
-def _of_sample(columns: tuple[Column, ...], dtype: str, num_layers: int, hidden_size: int) -> RowFormat:
+def _of_sample(names: tuple[str, ...], dtype: str, num_layers: int, hidden_size: int) -> RowFormat:
     """These columns of the table, hidden states first, with a sample's sizes."""
     sizes = {LAYERS: num_layers, HIDDEN: hidden_size}
 
@@ -187,7 +187,7 @@ def _of_sample(columns: tuple[Column, ...], dtype: str, num_layers: int, hidden_
         shape = tuple(sizes[size] if isinstance(size, str) else size for size in column.row_shape)
         return replace(column, dtype=column.dtype or dtype, row_shape=shape)
 
-    first, *others = map(sized, columns)
+    first, *others = (sized(COLUMNS[name]) for name in names)
     # By element size, so that all are aligned; of one size the default pair's comes first, and then by name.
     others.sort(key=lambda column: (-column.element_bytes, column.name != TOKEN_IDS, column.name))
     return RowFormat((first, *others))

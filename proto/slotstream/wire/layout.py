@@ -170,7 +170,7 @@ def parse_header(raw: bytes) -> FileHeader:
     if header_length(raw) != len(raw):
         raise Damaged("the file's header is cut short, or its length is wrong")
     try:
-        parsed = json.loads(_without_padding(raw[_LENGTH.size :]).decode(), object_pairs_hook=_without_repeats)
+        parsed = _STRICT_JSON.decode(_without_padding(raw[_LENGTH.size :]).decode())
         metadata = _strings(parsed.pop(_METADATA))
         tensors = {name: _tensor(entry) for name, entry in parsed.items()}
         hidden = tensors[HIDDEN_STATES]
@@ -232,6 +232,9 @@ def _without_repeats(pairs: list[tuple[str, object]]) -> dict[str, object]:
     if len(entries) != len(pairs):
         raise ValueError("a key is there twice")
     return entries
+
+
+_STRICT_JSON = json.JSONDecoder(object_pairs_hook=_without_repeats)
 
 
 def _count(value: object) -> int:

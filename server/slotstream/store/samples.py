@@ -7,7 +7,7 @@ import resource
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Self, TypeVar
 
 from slotstream.common.throttle import Throttle
+from slotstream.store.catalogue.holds import ReadHold
 from slotstream.store.catalogue.queries import ListQuery
 from slotstream.store.directory.recovery import open_recovered, whole_files
 from slotstream.store.disk.clock import Clock, boot_ns
@@ -55,6 +56,15 @@ _FREE_BYTES_TO_START = 1 << 20  # The catalogue writes before it can be read.
 _REFUSED_MAX = 1024
 _SETTLE_S = 2.0
 _DESCRIPTORS_SPARE = 512  # Left for connections, readers and the catalogue.
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A sample that is read next: retention leaves it alone until `hold` ends. `record`: where it was committed by then."""
+
+    key: SampleKey
+    record: SampleRecord | None
+    hold: ReadHold
 
 
 @dataclass(frozen=True, slots=True)
@@ -366,21 +376,38 @@ class SampleStore:
         Raises SampleNotFound, SampleFailed, StillArriving, Damaged, UnsupportedFormat, StoreFull, StoreGone, IoError
         and InternalFault.
         """
-        opened = self.reader_or_file(key, lambda _: False)
+        opened = self.open_held(self.hold([key])[0], lambda _: False)
         assert isinstance(opened, SampleReader), "no file is wanted"
         return opened
 
-    def reader_or_file(self, key: SampleKey, wants_file: Callable[[SampleRecord], bool]) -> SampleReader | WholeFile:
-        """As `reader`; of a sample that `wants_file` says yes to, all bytes of its file, where these can be had."""
-        hold = self.lifetimes.hold_read(key)  # Before looking: a deletion that has not begun by then waits.
+    def hold(self, keys: Sequence[SampleKey]) -> list[Held]:
+        """Samples that are read next, one question for all. Each has to be given to `open_held`, or its hold be ended."""
+        holds = [self.lifetimes.hold_read(key) for key in keys]  # Before looking: a deletion that has not begun by then waits.
         try:
-            record = readable(key, self.stat(key))
-            if wants_file(record) and (raw := self._file_of(record)) is not None:
-                hold.end()
-                return WholeFile(record, raw)
-            return self._reader(key, record, hold.end)
+            found = self._catalogue.get_many(keys)
+        except SlotStreamError:
+            found = [None] * len(keys)  # The one that it is about says so once it is opened.
         except BaseException:
-            hold.end()
+            for hold in holds:
+                hold.end()
+            raise
+        committed = [record if record is not None and record.state is State.COMMITTED else None for record in found]
+        return list(map(Held, keys, committed, holds))
+
+    def record_of(self, held: Held) -> SampleRecord:
+        """Raises what `reader` raises of a sample that is not committed, StoreFull, StoreGone, IoError and InternalFault."""
+        return held.record or readable(held.key, self.stat(held.key))
+
+    def open_held(self, held: Held, wants_file: Callable[[SampleRecord], bool]) -> SampleReader | WholeFile:
+        """As `reader`; of a sample that `wants_file` says yes to, all bytes of its file, where these can be had."""
+        try:
+            record = self.record_of(held)
+            if wants_file(record) and (raw := self._file_of(record)) is not None:
+                held.hold.end()
+                return WholeFile(record, raw)
+            return self._reader(held.key, record, held.hold.end)
+        except BaseException:
+            held.hold.end()
             raise
 
     def _reader(self, key: SampleKey, record: SampleRecord | None, closed: Callable[[], None]) -> SampleReader:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import closing
 from dataclasses import dataclass
 
 from slotstream.server.access.gate import Session
@@ -12,7 +14,7 @@ from slotstream.server.parts import ServerParts
 from slotstream.server.samples.calls import Calls, Context, key_for, parsed
 from slotstream.server.samples.reads import Reply, after, counts_when_sent, opened
 from slotstream.store.records import SampleKey, SampleRecord
-from slotstream.store.samples import SampleStore
+from slotstream.store.samples import Held, SampleStore
 from slotstream.v1 import samples_pb2 as pb
 from slotstream.wire.errors import BadParams, SampleFailed, SlotStreamError
 from slotstream.wire.frames import encode_replies
@@ -22,6 +24,9 @@ from slotstream.wire.names import READS_IN_CALL_MAX
 _GROUP_BYTES = 2 << 20
 _GROUP_REPLIES = 64
 _FIRST_REPLIES = 8  # Of the first group, and twice as many of each one after it: the reader waits for the first.
+_AHEAD = 8  # Samples that the catalogue is asked for at a time.
+_FRESH_S = 1.0  # For so long its answers are good, where the reader takes his time.
+_Ended = list[tuple[SampleRecord, bool]]  # Samples that were read, each with whether that is a read that counts.
 
 
 @dataclass(slots=True)
@@ -30,7 +35,7 @@ class _Group:
 
     messages: list[bytes]
     then: str  # The namespace that the next group is of: threads are shared out by it.
-    ended: list[tuple[SampleRecord, bool]]  # And whether that is a read that counts.
+    ended: _Ended
 
 
 class _Filling:
@@ -41,7 +46,7 @@ class _Filling:
         self._replies: list[Reply] = []
         self._nbytes = 0
         self._most = _FIRST_REPLIES
-        self.ended: list[tuple[SampleRecord, bool]] = []
+        self.ended: _Ended = []
 
     def add(self, reply: Reply, then: str) -> Iterator[_Group]:
         """One more; before it, what there is, where that has no room for it. One too large for any group has one of its own."""
@@ -64,8 +69,8 @@ class _Filling:
 class ManyReads:
     """The call ReadMany. Belongs to the event loop."""
 
-    def __init__(self, parts: ServerParts[SampleStore], calls: Calls, ended: Callable[[SampleRecord, bool], None]) -> None:
-        """`ended`: told of each sample once its last reply is written, and whether that is a read that counts."""
+    def __init__(self, parts: ServerParts[SampleStore], calls: Calls, ended: Callable[[_Ended], None]) -> None:
+        """`ended`: told of samples once their last reply is written."""
         self._store, self._disk_threads, self._metrics, self._waiters = (
             parts.store,
             parts.disk_threads,
@@ -96,34 +101,60 @@ class ManyReads:
                 for message in group.messages:
                     await self._calls.write(context, message)
                     self._metrics.sent_bytes.inc(len(message))
-                for record, counts in group.ended:
-                    self._ended(record, counts)
+                self._ended(group.ended)
         finally:
             after(step, groups.close)
+
+
+class _Ahead:
+    """The samples of a call, one after the other, looked for some at a time: rows that are read between two questions cost the
+    processor what it has cached for them, and in a cluster each question is a way to the database and back.
+    """
+
+    def __init__(self, store: SampleStore, keys: Sequence[SampleKey]) -> None:
+        self._store = store
+        self._keys = keys
+        self._next: list[Held] = []  # The first one last.
+        self._asked_at = 0.0
+
+    def __iter__(self) -> Iterator[Held]:
+        for number in range(len(self._keys)):
+            if time.monotonic() - self._asked_at > _FRESH_S:
+                self.close()
+            if not self._next:
+                self._asked_at = time.monotonic()
+                self._next = self._store.hold(self._keys[number : number + _AHEAD])[::-1]
+            yield self._next.pop()
+
+    def close(self) -> None:
+        """Retention need not leave those alone that were not taken."""
+        while self._next:
+            self._next.pop().hold.end()
 
 
 def _groups(store: SampleStore, keys: Sequence[SampleKey], request: pb.ReadManyRequest) -> Generator[_Group, None, None]:
     """The replies to all reads, made as they are asked for. One sample is open at a time, and closed with the generator."""
     group = _Filling(request.batches)
-    for number, (key, read) in enumerate(zip(keys, request.reads, strict=True)):
-        space = key.namespace
-        try:
-            reader, replies, header = opened(store, key, read, takes_files=request.files)
-        except SlotStreamError as error:
-            yield from group.add(_error_reply(number, error), space)
-        else:
-            with reader:
-                yield from group.add(header, space)
-                try:
-                    for reply in replies:
-                        yield from group.add(reply, space)
-                    group.ended.append((reader.record, counts_when_sent(read, reader)))
-                except SlotStreamError as error:
-                    yield from group.add(_error_reply(number, error), space)
-                    group.ended.append((reader.record, False))
-        then = keys[number + 1].namespace if number + 1 < len(keys) else ""
-        if then != space:
-            yield from group.take(then)
+    with closing(_Ahead(store, keys)) as ahead:
+        for number, (held, read) in enumerate(zip(ahead, request.reads, strict=True)):
+            space = held.key.namespace
+            try:
+                reader, replies, header = opened(store, held, read, takes_files=request.files)
+            except SlotStreamError as error:
+                yield from group.add(_error_reply(number, error), space)
+            else:
+                with reader:
+                    yield from group.add(header, space)
+                    try:
+                        for reply in replies:
+                            yield from group.add(reply, space)
+                        group.ended.append((reader.record, counts_when_sent(read, reader)))
+                    except SlotStreamError as error:
+                        yield from group.add(_error_reply(number, error), space)
+                        group.ended.append((reader.record, False))
+            then = keys[number + 1].namespace if number + 1 < len(keys) else ""
+            if then != space:
+                yield from group.take(then)
 
 
 def _error_reply(number: int, error: SlotStreamError) -> Reply:

@@ -7,9 +7,9 @@ from concurrent.futures import Future
 from typing import Any, Self
 
 from slotstream.server.samples import convert
-from slotstream.store.records import SampleKey, SampleRecord
+from slotstream.store.records import SampleRecord
 from slotstream.store.sample.reading import SampleReader, checked_range, positions_of
-from slotstream.store.samples import SampleStore, WholeFile, readable
+from slotstream.store.samples import Held, SampleStore, WholeFile
 from slotstream.v1 import sample_pb2
 from slotstream.v1 import samples_pb2 as pb
 from slotstream.wire.errors import UnsupportedFormat
@@ -39,19 +39,24 @@ class Unopened:
 Opened = tuple[SampleReader | Unopened, Iterator[Reply], Reply]  # A sample, its replies to come, and the first of them.
 
 
-def opened(store: SampleStore, key: SampleKey, request: pb.ReadRequest, *, takes_files: bool = False) -> Opened:
+def opened(store: SampleStore, held: Held, request: pb.ReadRequest, *, takes_files: bool = False) -> Opened:
     """`takes_files`: the reader takes a small sample as its file. Raises what `SampleStore.reader` raises, BadTokenRange and
     BadLayers.
 
     In one go: each thread that the event loop waits for costs a read a tenth of a millisecond and more.
     """
-    if request.in_place and request.all_in_place:
-        record = readable(key, store.stat(key))
-        if convert.header_xxh3_of(record) is not None:
-            told = _told(record, request)
-            told.all_in_place = True
-            return Unopened(record), iter(()), (pb.ReadReply(header=told).SerializeToString(),)
-    reader = store.reader_or_file(key, lambda record: takes_files and _goes_as_file(request, record))
+    try:
+        if request.in_place and request.all_in_place:
+            record = store.record_of(held)
+            if convert.header_xxh3_of(record) is not None:
+                told = _told(record, request)
+                told.all_in_place = True
+                held.hold.end()
+                return Unopened(record), iter(()), (pb.ReadReply(header=told).SerializeToString(),)
+        reader = store.open_held(held, lambda record: takes_files and _goes_as_file(request, record))
+    except BaseException:
+        held.hold.end()
+        raise
     if isinstance(reader, WholeFile):
         told = _told(reader.record, request)
         told.has_file = True

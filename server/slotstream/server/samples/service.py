@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
@@ -49,7 +49,7 @@ class SamplesService:
         self._config, self._store, self._disk_threads = parts.config, parts.store, parts.disk_threads
         self._metrics, self._waiters, self._gate = parts.metrics, parts.waiters, parts.gate
         self._calls = Calls(parts)
-        self._many = ManyReads(parts, self._calls, self._count)
+        self._many = ManyReads(parts, self._calls, self._end_reads)
         self._admin = AdminCalls(parts, self._calls, housekeeping)
         self._status = StatusCall(parts, self._calls, housekeeping, about)
         self._waiting_shares = WAITING_READS.shares(parts.config)
@@ -110,17 +110,22 @@ class SamplesService:
                 after(step, lambda: self._end_read(reader, counts))
 
     def _end_read(self, reader: SampleReader | Unopened, counts: bool) -> None:
-        """Closes the sample; now it may go, if its read was the last that its namespace's rule grants."""
         reader.close()
-        self._count(reader.record, counts)
+        self._end_reads([(reader.record, counts)])
 
-    def _count(self, record: SampleRecord, counts: bool) -> None:
-        namespace = record.namespace
-        if counts:
-            counted = self._store.lifetimes.count_reads([(record.key, record.committed_unix_ns)])
-            counted.add_done_callback(lambda _: self._housekeeping.touch(namespace, at_once=True))
+    def _end_reads(self, reads: Sequence[tuple[SampleRecord, bool]]) -> None:
+        """Of samples that nobody reads now, each with whether the read counts: they may go, if it was the last that their
+        namespace's rule grants.
+        """
+
+        def touch(_: object = None) -> None:
+            for namespace in {record.namespace for record, _ in reads}:
+                self._housekeeping.touch(namespace, at_once=True)
+
+        if counted := [(record.key, record.committed_unix_ns) for record, counts in reads if counts]:
+            self._store.lifetimes.count_reads(counted).add_done_callback(touch)
         else:
-            self._housekeeping.touch(namespace, at_once=True)
+            touch()
 
     async def _read_many(self, gate: Gate, context: Context) -> None:
         async with self._calls.answering("ReadMany", gate, context) as (session, raw), self._one_read():
@@ -150,7 +155,11 @@ class SamplesService:
 
     async def _open(self, key: SampleKey, request: pb.ReadRequest) -> Opened:
         """A committed sample, its replies to come, and the first of them. Raises what the read is answered with."""
-        opening = self._disk_threads.read_lines.submit(key.namespace, opened, self._store, key, request)
+
+        def open_one() -> Opened:
+            return opened(self._store, self._store.hold([key])[0], request)
+
+        opening = self._disk_threads.read_lines.submit(key.namespace, open_one)
         try:
             return await asyncio.wrap_future(opening)
         except asyncio.CancelledError:

@@ -133,6 +133,9 @@ class Catalogue(Questions, Protocol):
 
     # Rows.
 
+    def get_many(self, keys: Sequence[SampleKey]) -> list[SampleRecord | None]:
+        """As `get`, of each key, in their order, with one question."""
+
     def get_settled(self, key: SampleKey) -> SampleRecord | None:
         """As `get`, once all that was asked so far is written."""
 

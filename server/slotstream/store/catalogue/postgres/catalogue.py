@@ -230,6 +230,9 @@ class PostgresCatalogue(Database):
     def get(self, key: SampleKey) -> SampleRecord | None:
         return self._ask(lambda db: questions.get(db, key))
 
+    def get_many(self, keys: Sequence[SampleKey]) -> list[SampleRecord | None]:
+        return self._ask(lambda db: questions.get_many(db, keys))
+
     def get_settled(self, key: SampleKey) -> SampleRecord | None:
         return self._submit(lambda work: work.rows.get(key), [key]).result()
 

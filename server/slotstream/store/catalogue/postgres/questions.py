@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Sequence
 from typing import Any
 
 import psycopg
@@ -34,6 +36,18 @@ def get(db: psycopg.Connection, key: SampleKey) -> SampleRecord | None:
     query = f"SELECT {STORED} FROM samples WHERE namespace = %s AND sample_id = %s"
     row = db.execute(query, (key.namespace, key.sample_id)).fetchone()
     return None if row is None else record_from_row(row)
+
+
+def get_many(db: psycopg.Connection, keys: Sequence[SampleKey]) -> list[SampleRecord | None]:
+    """Raises RowDamaged."""
+    wanted = defaultdict(list)
+    for key in keys:
+        wanted[key.namespace].append(key.sample_id)
+    where = " OR ".join(["(namespace = %s AND sample_id = ANY(%s))"] * len(wanted))
+    values = [value for namespace, ids in wanted.items() for value in (namespace, ids)]
+    rows = db.execute(f"SELECT {STORED} FROM samples WHERE {where or 'false'}", values)
+    found = {record.key: record for record in map(record_from_row, rows)}
+    return [found.get(key) for key in keys]
 
 
 def scan_page(db: psycopg.Connection, after: int, limit: int, namespace: str) -> list[tuple[int, SampleRecord]]:

@@ -205,6 +205,9 @@ class SqliteCatalogue(Database):
     def get(self, key: SampleKey) -> SampleRecord | None:
         return self.ask(lambda db: sql.get(db, key.namespace, key.sample_id))
 
+    def get_many(self, keys: Sequence[SampleKey]) -> list[SampleRecord | None]:
+        return self.ask(lambda db: [sql.get(db, key.namespace, key.sample_id) for key in keys])
+
     def get_settled(self, key: SampleKey) -> SampleRecord | None:
         return self.submit(lambda db: sql.get(db, key.namespace, key.sample_id)).result()
 
