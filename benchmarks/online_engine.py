@@ -215,11 +215,12 @@ def _threads(pid: int) -> list[tuple[str, float]]:
     for one in _family(pid):
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # It ended meanwhile.
             process = _process_name(one)
-            for task in Path(f"/proc/{one}/task").iterdir():
-                head, _, rest = (task / "stat").read_text().rpartition(")")
-                fields = rest.split()
-                thread = "main" if task.name == str(one) else head.partition("(")[2]
-                found.append((f"{process}/{thread}", (int(fields[11]) + int(fields[12])) / _TICKS_PER_S))
+            for task in list(Path(f"/proc/{one}/task").iterdir()):
+                with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # So did a thread.
+                    head, _, rest = (task / "stat").read_text().rpartition(")")
+                    fields = rest.split()
+                    thread = "main" if task.name == str(one) else head.partition("(")[2]
+                    found.append((f"{process}/{thread}", (int(fields[11]) + int(fields[12])) / _TICKS_PER_S))
     return found
 
 
