@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Callable
 from types import FrameType
@@ -20,9 +21,13 @@ def calls(hook: Callable[[], object], of: str = "") -> int:
             owner = type(getattr(argument, "__self__", None)).__module__
             seen += of in (owner.partition(".")[0], (argument.__module__ or "").partition(".")[0])
 
+    collects = gc.isenabled()
+    gc.disable()  # What is called when it collects is no work of the hook's.
     sys.setprofile(count)
     try:
         hook()
     finally:
         sys.setprofile(None)
+        if collects:
+            gc.enable()
     return seen if of else seen - 2  # The hook itself, and the end of counting.

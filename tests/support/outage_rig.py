@@ -115,6 +115,12 @@ def account(address: str, promised: dict[str, bytes | None]) -> dict[str, str]:
     return failed
 
 
+def assert_only_aborted(failed: dict[str, str], promised: dict[str, bytes | None]) -> None:
+    """No sample failed but those that were aborted. Where its way was cut just then, the server says INTERRUPTED."""
+    assert not {sample_id: code for sample_id, code in failed.items() if promised[sample_id] is not None}
+    assert set(failed.values()) <= {"ABORTED", "INTERRUPTED"}
+
+
 class Restarting:
     """A server that comes and goes on one address and one data directory."""
 
