@@ -6,6 +6,7 @@ import queue
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
 
 import psycopg
 import pytest
@@ -13,10 +14,10 @@ from store.catalogues import arriving, committed
 from support.postgres import catalogue_url
 from support.waiting import wait_until
 
-from slotstream.store.catalogue.postgres import notices
+from slotstream.store.catalogue.postgres import notices, questions
 from slotstream.store.catalogue.postgres.catalogue import PostgresCatalogue
 from slotstream.store.catalogue.queries import Queue
-from slotstream.store.records import SampleKey, State
+from slotstream.store.records import SampleKey, SampleRecord, State
 from slotstream.wire.errors import SampleNotFound, StoreFull
 
 pytestmark = pytest.mark.postgres
@@ -192,3 +193,36 @@ def test_more_news_than_is_kept_is_that_anything_happened(
     for one in many:
         one.result()
     news.until(None)
+
+
+class _Explained:
+    """A connection that says how each statement is done, and does it."""
+
+    def __init__(self, db: psycopg.Connection) -> None:
+        self._db = db
+        self.plan = ""
+
+    def execute(self, query: str, values: object) -> object:
+        self.plan = "\n".join(str(line) for (line,) in self._db.execute(f"EXPLAIN {query}", values))  # type: ignore[call-overload]
+        return self._db.execute(query, values)  # type: ignore[call-overload]
+
+
+@pytest.mark.parametrize("namespaces", [1, 3])
+def test_many_rows_are_found_by_their_names_without_a_walk_of_the_table(url: str, namespaces: int) -> None:
+    catalogue = PostgresCatalogue(url)
+    records = [replace(committed(f"s{number}"), namespace=f"n{number % namespaces}") for number in range(600)]
+    for record in records:
+        last = catalogue.commit(record)
+    last.result()
+    with psycopg.connect(url, autocommit=True) as db:
+        db.execute("ANALYZE slotstream.samples")
+
+    def question(db: psycopg.Connection) -> tuple[list[SampleRecord | None], str]:
+        explained = _Explained(db)
+        return questions.get_many(explained, [record.key for record in records[:8]]), explained.plan  # type: ignore[arg-type]
+
+    found, plan = catalogue._ask(question)
+    assert found == records[:8]
+    assert "Index Scan using samples_namespace_sample_id_key" in plan, plan
+    assert "Seq Scan" not in plan
+    catalogue.close()
