@@ -215,7 +215,7 @@ def _threads(pid: int) -> list[tuple[str, float]]:
     for one in _family(pid):
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # It ended meanwhile.
             process = _process_name(one)
-            for task in list(Path(f"/proc/{one}/task").iterdir()):
+            for task in Path(f"/proc/{one}/task").iterdir():
                 with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # So did a thread.
                     head, _, rest = (task / "stat").read_text().rpartition(")")
                     fields = rest.split()

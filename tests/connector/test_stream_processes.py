@@ -50,8 +50,8 @@ def _sockets(pid: int) -> set[str]:
     return {name for number, name in links.items() if number > 2 and name.startswith("socket:")}
 
 
-def _settle(engine: Engine, server: Restarting) -> None:
-    """Every sample has its verdict, and those that were not aborted are stored with their rows."""
+def _settle(engine: Engine, server: Restarting, *, cut: bool = False) -> None:
+    """Every sample has its verdict, and those that were not aborted are stored. `cut`: see `assert_only_aborted`."""
 
     def answered() -> bool:
         over = (SampleState.COMMITTED, SampleState.FAILED)
@@ -60,7 +60,7 @@ def _settle(engine: Engine, server: Restarting) -> None:
 
     with connect(server.address) as client:
         wait_until(answered)
-    assert_only_aborted(account(server.address, engine.promised), engine.promised)
+    assert_only_aborted(account(server.address, engine.promised), engine.promised, cut=cut)
     assert set(engine.failed().values()) <= {"ABORTED"}
 
 
@@ -85,7 +85,7 @@ def test_a_process_of_a_stream_that_is_killed_costs_no_sample(server: Restarting
             engine.work(15)
         wait_until(lambda: _up(engine) == STREAMS)
         engine.work(10)
-        _settle(engine, server)
+        _settle(engine, server, cut=True)
 
 
 def test_all_of_them_killed_at_once_is_an_outage(server: Restarting) -> None:
@@ -96,7 +96,7 @@ def test_all_of_them_killed_at_once_is_an_outage(server: Restarting) -> None:
             os.kill(lane, signal.SIGKILL)
         engine.work(10)
         wait_until(lambda: _up(engine) == STREAMS)
-        _settle(engine, server)
+        _settle(engine, server, cut=True)
 
 
 @pytest.mark.extended  # Half a minute; test_lane_process.py has the same of one stream alone.
@@ -108,7 +108,7 @@ def test_a_process_that_stands_still_is_replaced(server: Restarting) -> None:
         engine.work(20)
         wait_until(lambda: still not in _lanes())
         wait_until(lambda: _up(engine) == STREAMS)
-        _settle(engine, server)
+        _settle(engine, server, cut=True)
 
 
 def test_a_sender_that_is_killed_takes_its_streams_processes_along(server: Restarting) -> None:
@@ -120,7 +120,7 @@ def test_a_sender_that_is_killed_takes_its_streams_processes_along(server: Resta
         wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in lanes))
         wait_until(lambda: _up(engine) == STREAMS)  # Of the next one.
         engine.work(10)
-        _settle(engine, server)
+        _settle(engine, server, cut=True)
 
 
 def test_with_one_stream_there_is_no_process_more(server: Restarting) -> None:

@@ -65,11 +65,11 @@ def _told(client: Client) -> list[tuple[bool, int | None]]:
     return [(one.connected, one.links_lost) for one in told.engines if one.engine_id == "e"]
 
 
-def _all_is_stored(engine: Engine, server: Restarting) -> None:
-    """Every sample but those that were aborted, with its rows; and no staging stays in use."""
+def _all_is_stored(engine: Engine, server: Restarting, *, cut: bool = False) -> None:
+    """Every sample but those that were aborted, with its rows; no staging stays in use. `cut`: see `assert_only_aborted`."""
     wait_until(lambda: engine.settled)
     assert set(engine.failed().values()) <= {"ABORTED"}
-    assert_only_aborted(account(server.address, engine.promised), engine.promised)
+    assert_only_aborted(account(server.address, engine.promised), engine.promised, cut=cut)
     wait_until(lambda: engine.rig.worker._sender.gauges()["staging_bytes_in_use"] == 0)
 
 
@@ -113,7 +113,7 @@ def test_a_process_that_is_killed_costs_no_sample(server: Restarting, transport:
             os.kill(workers[0], signal.SIGKILL)
             engine.work(20)
             wait_until(lambda: _up(engine) == STREAMS)
-        _all_is_stored(engine, server)
+        _all_is_stored(engine, server, cut=True)
     assert [line for line in caplog.messages if "a stream to the server ended" in line and "of 4 streams are up" in line]
     assert not [line for line in caplog.messages if "no link to the server" in line]
 
@@ -125,11 +125,11 @@ def test_a_stream_that_is_cut_gives_its_samples_to_the_others(server: Restarting
             engine.work(5)
             _lanes(engine)[number % STREAMS].sink._call.cancel()
             engine.work(5)
-        _all_is_stored(engine, server)
+        _all_is_stored(engine, server, cut=True)
         wait_until(lambda: _up(engine) == STREAMS)
         sent = _watch_sent(engine, monkeypatch)
         engine.work(40)
-        _all_is_stored(engine, server)
+        _all_is_stored(engine, server, cut=True)
         assert min(sent) > 0  # A stream that came back gets its share.
 
 
@@ -149,11 +149,11 @@ def test_a_stream_that_never_comes_back_is_done_without(server: Restarting) -> N
             lanes[number].sink._call.cancel()
         engine.work(30)
         wait_until(lambda: _up(engine) == 2)
-        _all_is_stored(engine, server)
+        _all_is_stored(engine, server, cut=True)
         _only_to(lanes, [0, 2], server.address)
         wait_until(lambda: _up(engine) == STREAMS)
         engine.work(10)
-        _all_is_stored(engine, server)
+        _all_is_stored(engine, server, cut=True)
 
 
 def test_a_slow_stream_gets_fewer_samples(server: Restarting, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,7 +182,7 @@ def test_with_all_streams_down_the_server_is_away(server: Restarting) -> None:
         engine.work(5)
         server.start()
         wait_until(lambda: _up(engine) == STREAMS)
-        _all_is_stored(engine, server)
+        _all_is_stored(engine, server, cut=True)
 
 
 def test_with_one_stream_everything_is_as_it_was(server: Restarting) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import replace
 
 import psycopg
@@ -209,20 +209,18 @@ class _Explained:
 
 @pytest.mark.parametrize("namespaces", [1, 3])
 def test_many_rows_are_found_by_their_names_without_a_walk_of_the_table(url: str, namespaces: int) -> None:
-    catalogue = PostgresCatalogue(url)
     records = [replace(committed(f"s{number}"), namespace=f"n{number % namespaces}") for number in range(600)]
-    for record in records:
-        last = catalogue.commit(record)
-    last.result()
-    with psycopg.connect(url, autocommit=True) as db:
-        db.execute("ANALYZE slotstream.samples")
 
     def question(db: psycopg.Connection) -> tuple[list[SampleRecord | None], str]:
         explained = _Explained(db)
         return questions.get_many(explained, [record.key for record in records[:8]]), explained.plan  # type: ignore[arg-type]
 
-    found, plan = catalogue._ask(question)
+    with closing(PostgresCatalogue(url)) as catalogue:
+        for written in [catalogue.commit(record) for record in records]:
+            written.result()
+        with psycopg.connect(url, autocommit=True) as db:
+            db.execute("ANALYZE slotstream.samples")
+        found, plan = catalogue._ask(question)
     assert found == records[:8]
     assert "Index Scan using samples_namespace_sample_id_key" in plan, plan
     assert "Seq Scan" not in plan
-    catalogue.close()

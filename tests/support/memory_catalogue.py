@@ -233,7 +233,11 @@ class MemoryCatalogue(MemoryQuestions, SharedCatalogue):
     # Rows.
 
     def get_many(self, keys: Sequence[SampleKey]) -> list[SampleRecord | None]:
-        return [self.get(key) for key in keys]
+        def question() -> list[SampleRecord | None]:
+            rows = [self._tables.rows.get(key) for key in keys]
+            return [None if row is None else row.record for row in rows]
+
+        return self._ask(question)
 
     def get_settled(self, key: SampleKey) -> SampleRecord | None:
         def operation() -> SampleRecord | None:

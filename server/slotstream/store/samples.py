@@ -60,7 +60,7 @@ _DESCRIPTORS_SPARE = 512  # Left for connections, readers and the catalogue.
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """A sample that is read next: retention leaves it alone until `hold` ends. `record`: where it was committed by then."""
+    """A sample that is read next: retention leaves it alone until `hold` ends. `record`: its row, if it was committed then."""
 
     key: SampleKey
     record: SampleRecord | None
@@ -394,14 +394,10 @@ class SampleStore:
         committed = [record if record is not None and record.state is State.COMMITTED else None for record in found]
         return list(map(Held, keys, committed, holds))
 
-    def record_of(self, held: Held) -> SampleRecord:
-        """Raises what `reader` raises of a sample that is not committed, StoreFull, StoreGone, IoError and InternalFault."""
-        return held.record or readable(held.key, self.stat(held.key))
-
     def open_held(self, held: Held, wants_file: Callable[[SampleRecord], bool]) -> SampleReader | WholeFile:
         """As `reader`; of a sample that `wants_file` says yes to, all bytes of its file, where these can be had."""
         try:
-            record = self.record_of(held)
+            record = held.record or readable(held.key, self.stat(held.key))
             if wants_file(record) and (raw := self._file_of(record)) is not None:
                 held.hold.end()
                 return WholeFile(record, raw)
