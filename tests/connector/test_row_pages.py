@@ -277,7 +277,9 @@ def _engine(tokens: int, requests: int) -> Any:
 
 def test_the_pool_holds_a_step_and_the_output_rows_that_wait_up_to_2_gib() -> None:
     small = config(layers=list(LAYER_IDS))
-    assert pool_rows(small, _engine(8192, 64)) == 8192 + 64 * (32 + 2 * PAGE_ROWS_MAX)
+    assert pool_rows(small, _engine(8192, 64)) == 8192 + 64 * (128 + 2 * PAGE_ROWS_MAX)
+    few = config(layers=list(LAYER_IDS), output_rows_per_chunk=10)
+    assert pool_rows(few, _engine(8192, 64)) == 8192 + 64 * (10 + 2 * PAGE_ROWS_MAX)
     large = replace(small, row_format=RowFormat.of("BF16", 4, 4096), layer_ids=tuple(range(4)))  # 32 KiB a row.
     assert pool_rows(large, _engine(8192, 1024)) == (2 << 30) // (32 << 10)
     assert pool_rows(large, _engine(1 << 17, 8)) == 1 << 17  # One step always has room.

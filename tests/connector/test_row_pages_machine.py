@@ -128,6 +128,7 @@ class _Engine:
         shape = RowPoolShape(pages, page_rows_of(block_size))
         self.allocator = PageAllocator(shape, block_size, step_pages)
         self.output_rows = rng.choice([1, 3, 32])
+        self.output_rows_max = self.output_rows * rng.choice([1, 4])  # While pages and staging have much room.
         options = config(layers=[0], output_rows_per_chunk=self.output_rows)
         self.window = window
         self.places = _WatchedPlaces(self.allocator, row_bytes=16, keeps_blocks=not window, step_tokens=rng.choice([60, 5000]))
@@ -135,6 +136,7 @@ class _Engine:
         self.half = SchedulerHalf(
             options, 1, block_size, _MODEL_LEN, lambda _: None, self.places, lambda: float(next(self.seconds))
         )
+        self.half._rows._output_rows_max = self.output_rows_max
         self.device = RowPages(shape.rows, row_kind(1), 4, torch.float32, torch.device("cpu"))
         self.device.cut(shape, blocks * block_size)
         self.waiting: list[_Request] = []
@@ -424,7 +426,9 @@ class _Engine:
         for req_id, capture in self.half._live.items():
             unread, in_output = capture.readable - capture.next, capture.next >= capture.request.num_prompt_tokens
             seen = req_id in scheduled or req_id in self.ripe  # Who waits for its turn is not looked at.
-            if seen and unread > 0 and (not in_output or unread > self.output_rows + self.drafts):
+            # Who waited while there was room is looked at again after a chunk more.
+            most = self.output_rows if self.output_rows_max == self.output_rows else self.output_rows_max + self.output_rows
+            if seen and unread > 0 and (not in_output or unread > most + self.drafts):
                 ripe[req_id] = self.ripe.get(req_id, self.steps)
             if unread > 0 and (not in_output or unread >= self.output_rows):
                 worth[req_id] = self.worth.get(req_id, self.steps)

@@ -465,6 +465,58 @@ def test_output_rows_of_others_go_along_from_half_of_a_chunk_on() -> None:
     assert [(req_id, stop - start) for req_id, start, stop in read] == [("r0", 32 + STEPS_MAX), ("r1", 24)]
 
 
+@pytest.mark.parametrize(
+    ("captures", "pages", "step_tokens", "rows"),
+    [
+        (4, 4096, 8192, 192),  # Room for everything.
+        (4, 80, 8192, 144),  # Half of the 80 - 10 pages that no step can want are 35, of 560 rows: 4 times 140.
+        (4, 48, 8192, 96),
+        (4, 30, 8192, 48),
+        (4, 4096, 400, 144),  # Staging has three steps' 1,200 rows, and half of them is 4 times 150.
+        (4, 4096, 200, 96),
+        (4, 4096, 128, 48),
+    ],
+)
+def test_output_rows_wait_for_192_while_pages_and_staging_have_room_and_else_for_fewer(
+    captures: int, pages: int, step_tokens: int, rows: int
+) -> None:
+    rig = PlanRig(pages=pages, step_pages=10, step_tokens=step_tokens)
+    for _ in range(captures):
+        rig.add(16)
+    read: list[int] = []
+    for step in range(420):
+        read += [stop - start for _, start, stop in rows_of(rig.step()) if step > STEPS_MAX]
+    assert len(read) >= captures
+    assert {rows <= count <= rows + STEPS_MAX for count in read} == {True}, read
+
+
+def test_rows_that_wait_because_there_was_room_are_read_soon_once_there_is_none() -> None:
+    """Who waits is looked at again after 48 rows more: nobody fails meanwhile, and nobody waits for 192."""
+    rig = PlanRig(pages=400, step_pages=100)
+    first = [rig.add(16) for _ in range(8)]
+    for _ in range(110):
+        rig.step()
+    held = max(capture.covered - capture.next for capture in rig.half._live.values())
+    assert held > 96
+    late = [rig.add(16) for _ in range(60)]
+    plans = [rig.step() for _ in range(200)]
+    assert not any(plan.aborts for plan in plans)
+    soon = {req_id for plan in plans[: 48 + STEPS_MAX] for req_id, _, _ in rows_of(plan)}
+    assert soon >= {request.request_id for request in first}
+    for request in first + late:
+        assert "error" not in rig.finish(request)
+
+
+def test_many_rows_that_get_worth_reading_at_once_still_leave_by_a_few_requests_a_plan() -> None:
+    """They are more than may wait for company, but a read of all would fill staging in one step."""
+    rig = PlanRig(pages=8192, step_pages=600, step_tokens=8192)
+    for _ in range(40):
+        rig.add(16)
+    found = [len(plan.rows) for plan in (rig.step() for _ in range(300)) if plan.rows]
+    assert max(found) == REQUESTS_MAX
+    assert sum(found) == 80
+
+
 def test_a_step_that_computes_nothing_reads_all_there_is_and_is_asked_for_only_then() -> None:
     rig = PlanRig(output_rows_per_chunk=32)
     assert not rig.half.has_unread()

@@ -84,9 +84,12 @@ class ConnectorOptions:
     )
     wait_s_max: float = field(default=2.0, metadata={"help": "longest an engine step waits for staging, then samples fail"})
     ack_timeout_s: float = field(default=30.0, metadata={"help": "without any answer for so long, the stream is given up"})
-    output_rows_per_chunk: int = field(
-        default=48,
-        metadata={"help": "output rows collected before they are read and sent; half as many go along when others are read"},
+    output_rows_per_chunk: int | None = field(
+        default=None,
+        metadata={
+            "help": "output rows collected before they are read and sent; half as many go along when others are read; "
+            "null: 192 while the row pool has room for them, else 48"
+        },
     )
     bad_rows: str = field(
         default="mark",
@@ -158,7 +161,8 @@ class ConnectorOptions:
         check_number("chunk_bytes", self.chunk_bytes, 4096, CHUNK_BYTES_MAX, whole=True)
         check_number("wait_s_max", self.wait_s_max, 0.0, 600.0)
         check_number("ack_timeout_s", self.ack_timeout_s, 0.1, 3600.0)
-        check_number("output_rows_per_chunk", self.output_rows_per_chunk, 1, 1 << 16, whole=True)
+        if self.output_rows_per_chunk is not None:
+            check_number("output_rows_per_chunk", self.output_rows_per_chunk, 1, 1 << 16, whole=True)
         check_number("outage_s_max", self.outage_s_max, 0.0, 1e9)
         check_number("spool_bytes_max", self.spool_bytes_max, 1 << 16, 1 << 50, whole=True)
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 PAGE_ROWS_MAX = 32  # Hybrid models have blocks of a thousand rows and more: a page is at most so large.
 PAGES_MIN = 8
-_ROWS_WAITING = 32  # Output rows of each request that the default pool has room for, at most.
+_ROWS_WAITING = 128  # Output rows of each request that the default pool has room for, at most.
 _DEFAULT_BYTES_MAX = 2 << 30
 
 
@@ -42,7 +42,8 @@ def pool_rows(config: ConnectorConfig, vllm_config: VllmConfig) -> int:
     if nbytes is None:
         # A request's first and last pages may each be shared with rows that it does not capture, or has given away. Where more
         # rows wait than that, pages get short, and rows are read earlier.
-        waiting = scheduler.max_num_seqs * (min(config.options.output_rows_per_chunk, _ROWS_WAITING) + 2 * PAGE_ROWS_MAX)
+        rows = min(config.options.output_rows_per_chunk or _ROWS_WAITING, _ROWS_WAITING)
+        waiting = scheduler.max_num_seqs * (rows + 2 * PAGE_ROWS_MAX)
         nbytes = min((step + waiting) * config.row_bytes, max(_DEFAULT_BYTES_MAX, step * config.row_bytes))
     rows = nbytes // config.row_bytes
     if rows < PAGES_MIN * PAGE_ROWS_MAX:

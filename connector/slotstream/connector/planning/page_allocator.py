@@ -103,6 +103,11 @@ class PageAllocator:
         return (len(self._free) - self._given + self._kept + len(self._let_go)) * 4 < self.shape.pages
 
     @property
+    def has_much_room(self) -> bool:
+        """Whether half the pages are free that the next step cannot want."""
+        return (self.free + len(self._let_go)) * 2 >= self.shape.pages + self._step_pages
+
+    @property
     def has_room(self) -> bool:
         """Whether the next step finds its pages even if no more rows are read in this plan."""
         return self.free + len(self._let_go) >= self._step_pages

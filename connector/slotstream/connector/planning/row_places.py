@@ -37,8 +37,16 @@ class RowPlaces(Protocol):
     def reads_early(self) -> bool:
         """Whether confirmed rows should be read now instead of waiting for more of their kind: room is short."""
 
+    @property
+    def has_room(self) -> bool:
+        """Whether rows can stay where they are at all, and leave room for the next step."""
+
+    @property
+    def has_much_room(self) -> bool:
+        """Whether that will be so for long, and what waits will not fill staging."""
+
     def rows_can_wait(self, rows: int) -> bool:
-        """Whether so many rows that are worth reading can stay where they are, and leave room for the next step."""
+        """Whether a later read of so many rows, beside that step's, will not fill staging at once."""
 
     def grow(self, due: list[Due]) -> tuple[list[Due], list[CapturedRequest]]:
         """What `cover` and `covered_until` do, where that is simple: at once for many. See `PageAllocator`."""
@@ -88,9 +96,10 @@ class BlockPlaces:
     holds_blocks = True
     tables_grow = False
     reads_early = False
+    has_room = has_much_room = False  # Rows are read in the step whose slots prove them.
 
     def rows_can_wait(self, rows: int) -> bool:
-        """Rows are read in the step whose slots prove them."""
+        """Not asked: there is no room."""
         return False
 
     def grow(self, due: list[Due]) -> tuple[list[Due], list[CapturedRequest]]:
@@ -156,9 +165,19 @@ class PagePlaces:
         """Whether pages are short."""
         return self._pages.is_short
 
+    @property
+    def has_room(self) -> bool:
+        """Whether the next step finds its pages all the same."""
+        return self._pages.has_room
+
+    @property
+    def has_much_room(self) -> bool:
+        """See `RowPlaces`. Staging holds three steps' rows: those of a step may be on their way, and others come."""
+        return self._pages.has_much_room and self._pages.in_use * self._pages.shape.page_rows * 2 <= self._step_tokens * 3
+
     def rows_can_wait(self, rows: int) -> bool:
-        """Whether the next step finds its pages all the same, and a later read will not fill staging at once."""
-        return rows * 2 <= self._step_tokens and self._pages.has_room
+        """See `RowPlaces`."""
+        return rows * 2 <= self._step_tokens
 
     def grow(self, due: list[Due]) -> tuple[list[Due], list[CapturedRequest]]:
         """See `RowPlaces`."""

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 STEPS_MAX = 8  # That rows wait for company.
 BUSY_STEPS_MAX = 32  # That they wait for a step whose thread has time.
+OUTPUT_ROWS = 48  # Of a request that are worth reading, where nobody says how many,
+OUTPUT_ROWS_MAX = 192  # and where pages have room for more. Most answers are then read once, at their end.
 REQUESTS_MAX = 16  # That a plan reads from, where nothing is urgent: the next plan reads from others.
 
 Live = Mapping[str, CapturedRequest]
@@ -33,14 +35,15 @@ Live = Mapping[str, CapturedRequest]
 class RowPlanner:
     """Prompt rows are worth reading once they are computed; output rows when `output_rows` of a request wait.
 
-    `group` is the index, in a request's block tables, of the KV-cache group whose slots name its rows.
+    `output_rows` None: OUTPUT_ROWS_MAX while there is much room, else OUTPUT_ROWS. `group` is the index, in a request's block
+    tables, of the KV-cache group whose slots name its rows.
     """
 
-    def __init__(self, places: RowPlaces, group: int, output_rows: int, *, may_wait: bool = True) -> None:
+    def __init__(self, places: RowPlaces, group: int, output_rows: int | None, *, may_wait: bool = True) -> None:
         """`may_wait`: False where vLLM makes no step after the last request's."""
         self._places = places
         self._group = group
-        self._output_rows = output_rows
+        self._output_rows, self._output_rows_max = output_rows or OUTPUT_ROWS, output_rows or OUTPUT_ROWS_MAX
         self._may_wait = may_wait
         self._rows: list[RowPlan] = []
         self._finishes: list[SampleFinish] = []
@@ -50,6 +53,7 @@ class RowPlanner:
         # The step of the last plan, while something is captured. Whether it computed prompts is asked only where rows wait.
         self._last: SchedulerOutput | None = None
         self._step = 0  # Of the plan that is being made.
+        self._chunk_rows, self._chunk_of = 0, -1  # See `_chunk`, and in which step it was worked out.
 
     @property
     def computes_all(self) -> bool:
@@ -84,13 +88,13 @@ class RowPlanner:
             or not (live and output.num_scheduled_tokens)  # Where vLLM runs in its caller's process, no step may follow.
             or len(self._ended) >= REQUESTS_MAX
             or self._places.reads_early
-            or not self._rows_can_wait(live)
+            or not (self._places.has_room and self._rows_can_wait(live))
             or waited >= BUSY_STEPS_MAX
             or (waited >= STEPS_MAX and not self._is_busy(output))
         )
 
     def _rows_can_wait(self, live: Live) -> bool:
-        """Whether there is room for more rows beside those that wait."""
+        """Whether more rows may wait beside those that do."""
         ended = sum([rows.stop - rows.start for rows, _ in self._ended.values()])
         return self._places.rows_can_wait(ended + sum([live[r].covered - live[r].next for r in self._waiting]))
 
@@ -187,10 +191,17 @@ class RowPlanner:
         capture.placed_until = self._places.covered_until(capture) if capture.covered >= prompt else 0
         unread, in_output = capture.readable - capture.next, capture.next >= prompt
         capture.quiet_until = ROWS_MAX
-        if unread >= (self._output_rows if in_output else 1):
+        if unread >= (self._chunk() if in_output else 1):
             self._waiting.setdefault(capture.request.request_id, self._step)
         elif in_output and capture.next < capture.stop:  # Readable rows follow the computed ones, at some distance.
-            capture.quiet_until = capture.covered + self._output_rows - unread - 1
+            capture.quiet_until = capture.covered + self._output_rows - unread % self._output_rows - 1
+
+    def _chunk(self) -> int:
+        """Output rows of a request that are worth reading in this plan. Who has fewer is looked at again some rows later."""
+        if self._chunk_of != self._step:  # Many may ask.
+            self._chunk_of = self._step
+            self._chunk_rows = self._output_rows_max if self._places.has_much_room else self._output_rows
+        return self._chunk_rows
 
     # -- reading
 
@@ -209,15 +220,15 @@ class RowPlanner:
             return
         waiting = [live[req_id] for req_id in self._waiting]
         most = max(REQUESTS_MAX, len(waiting) // 4)  # So that hundreds leave in a few steps too.
-        if not (self._may_wait and self._rows_can_wait(live)):
+        if not (self._may_wait and self._places.has_room):
             yield from self._with_company(waiting, len(live), live, output)
             return
-        waited = self._step - next(iter(self._waiting.values()))
-        if len(waiting) < REQUESTS_MAX and waited < STEPS_MAX:
+        waited, too_many = self._step - next(iter(self._waiting.values())), not self._rows_can_wait(live)
+        if len(waiting) < REQUESTS_MAX and waited < STEPS_MAX and not too_many:
             return
         if not self._is_busy(output):
             yield from self._with_company(waiting[:most], most, live, output)
-        elif waited >= BUSY_STEPS_MAX:
+        elif waited >= BUSY_STEPS_MAX or too_many:
             yield from waiting[:most]
 
     def has_unread(self, live: Live) -> bool:
@@ -245,7 +256,7 @@ class RowPlanner:
         """
         if len(chosen) >= most or not any(capture.is_in_output for capture in chosen):
             return chosen
-        scheduled, half = output.num_scheduled_tokens, -(-self._output_rows // 2)
+        scheduled, half = output.num_scheduled_tokens, -(-self._chunk() // 2)
         names = {capture.request.request_id for capture in chosen}
         company = [
             capture
