@@ -83,6 +83,12 @@ class SlotStreamConnector(KVConnectorBase_V1, SupportsHMA):
         self._sides: dict[str, WorkerSide] = {}  # In a worker: by engine id.
         self._side: WorkerSide | Stranger | None = None  # Of the engine whose step this is.
         self._group = row_group(self._config, vllm_config, kv_cache_config)
+        ours = SlotStreamConnector
+        self._extended = (type(self).wait_for_layer_load, type(self).save_kv_layer) != (
+            ours.wait_for_layer_load,
+            ours.save_kv_layer,
+        )
+        self.wants_layers = True  # Whether this step's layers have to call us: see `vllm_seams.spare_layers`.
         if role is KVConnectorRole.SCHEDULER:
             keep_caller_ids()
             self._watch = ServerHealth(
@@ -125,12 +131,14 @@ class SlotStreamConnector(KVConnectorBase_V1, SupportsHMA):
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
         self._side = None
+        self.wants_layers = self._extended
         if not isinstance(connector_metadata, SlotStreamMetadata):
             return  # Another engine of this process has another connector.
         plan, engine_id = connector_metadata.plan, connector_metadata.engine_id
         side = self._sides.get(engine_id)
         if side is not None:
             side.bind(plan)
+            self.wants_layers = self._extended or side.wants_layers
         self._side = side or (Stranger(plan, engine_id) if plan else None)
 
     def restore_kv_caches(self) -> None:

@@ -50,6 +50,7 @@ class WorkerSide:
         self._bound: StepPlan = EMPTY_PLAN
         self._told_off: str | None = ""  # Why nothing is captured, as vLLM heard it last; "" while it heard nothing.
         source, self._capture_layer = row_source(config, vllm_config, kv_caches)
+        self.wants_layers = bool(self._capture_layer)  # Whether it has to be told of layers whose attention ran.
         self._capture = captures.get(config.instance)
         if source is None:  # Rows are the same on every rank that has them: one worker sends.
             self._releases = Releases() if every_worker_reports() else None

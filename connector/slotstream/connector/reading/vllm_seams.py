@@ -10,6 +10,7 @@
 | model `.set_aux_hidden_state_layers` | which layers the model gives beside its answer | 0.32, 0.33: `SupportsEagle3` |
 | model `._maybe_add_hidden_state` | so that no layer it gives is overwritten later | 0.32, 0.33: `EagleModelMixin` |
 | model `.forward` | to take them out of the answer | 0.32, 0.33 |
+| `kv_transfer_utils.has_kv_transfer_group` | so that no layer calls a connector that wants nothing of it | 0.32, 0.33 |
 | `ForwardContext.slot_mapping` | the slot of each row, as the device has it | 0.32, 0.33 |
 | `VllmConfig.additional_config` | to tell the compile cache of the layers, and the start-up plan of the row pool | 0.32, 0.33 |
 | `Request.skip_reading_prefix_cache` | so that a captured request computes all its tokens | 0.32, 0.33 |
@@ -19,7 +20,7 @@
 Without the option `layers` none of them is used but the first, which checks the options before the model is loaded,
 `.load_model`, `_maybe_add_hidden_state` and the last two. Without slotstream in vLLM's configuration none is, and nothing
 raises. What is missing is said before the model is loaded; where the first is missing, by `WorkerBase.__init__`; where the last
-is, in a warning, for the engine starts without it.
+is, in a warning, for the engine starts without it. Without `has_kv_transfer_group` it is only slower, and nothing is said.
 """
 
 from __future__ import annotations
@@ -179,6 +180,30 @@ def attach(runner: Any, vllm_config: VllmConfig, config: ConnectorConfig) -> Non
         return initialize_kv_cache(kv_cache_config, *args, **kwargs)
 
     runner.load_model, runner.initialize_kv_cache = load, initialize
+    spare_layers()
+
+
+def spare_layers() -> None:
+    """Have attention layers call a connector only where it wants to hear of them. May be called twice.
+
+    Where no graph runs, each layer asks vLLM for its connector, looks up what it would tell it, and calls it twice
+    (`maybe_transfer_kv_layer`): 20 calls a layer. With rows taken from the forward pass none of them does anything.
+    """
+    try:
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+        from vllm.model_executor.layers.attention import kv_transfer_utils
+    except ImportError:
+        return
+    inner = getattr(kv_transfer_utils, "has_kv_transfer_group", None)
+    if not callable(inner) or getattr(inner, "slotstream", False):
+        return
+
+    @functools.wraps(inner)
+    def has_kv_transfer_group() -> bool:
+        return inner() and getattr(get_kv_transfer_group(), "wants_layers", True)
+
+    has_kv_transfer_group.slotstream = True  # type: ignore[attr-defined]
+    setattr(kv_transfer_utils, "has_kv_transfer_group", has_kv_transfer_group)  # noqa: B010  (mypy: a function of another's)
 
 
 @logged_refusal()
