@@ -11,6 +11,7 @@ import pytest
 import torch
 from support.worker_rig import config
 
+from slotstream.connector.plan import StepPlan
 from slotstream.connector.reading import vllm_seams
 from slotstream.connector.row_pool import cache_group
 from slotstream.wire.errors import ConfigError
@@ -155,6 +156,49 @@ def test_the_plug_in_imports_no_worker_and_may_be_called_twice() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_layers_call_a_connector_only_where_it_wants_to_hear_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.distributed.kv_transfer import kv_transfer_state
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
+    from vllm.model_executor.layers.attention import kv_transfer_utils
+
+    from slotstream.connector.facade import SlotStreamConnector, SlotStreamMetadata
+
+    class Extended(SlotStreamConnector):
+        def save_kv_layer(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def asked(connector: Any) -> bool:
+        monkeypatch.setattr(kv_transfer_state, "_KV_CONNECTOR_AGENT", connector)
+        return bool(kv_transfer_utils.has_kv_transfer_group())
+
+    monkeypatch.setattr(kv_transfer_utils, "has_kv_transfer_group", kv_transfer_state.has_kv_transfer_group)
+    vllm_seams.spare_layers()
+    once = kv_transfer_utils.has_kv_transfer_group
+    vllm_seams.spare_layers()
+    assert kv_transfer_utils.has_kv_transfer_group is once
+    assert not asked(None)
+    assert asked(object()), "another's connector may load and save layers"
+    for kind in (SlotStreamConnector, Extended):
+        connector = object.__new__(kind)
+        assert asked(connector)
+        steps = {
+            name: SimpleNamespace(wants_layers=name == "extracts", bind=lambda plan: None) for name in ("layers", "extracts")
+        }
+        connector._sides = steps  # type: ignore[assignment]
+        for name in ("layers", "extracts", "layers"):
+            connector.bind_connector_metadata(SlotStreamMetadata(StepPlan(), name))
+            assert asked(connector) is (name == "extracts" or kind is Extended)
+        connector.bind_connector_metadata(KVConnectorMetadata())
+        assert asked(connector) is (kind is Extended)
+
+
+def test_a_vllm_whose_layers_cannot_be_spared_is_only_slower(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.model_executor.layers.attention import kv_transfer_utils
+
+    monkeypatch.delattr(kv_transfer_utils, "has_kv_transfer_group")
+    vllm_seams.spare_layers()
+    assert not hasattr(kv_transfer_utils, "has_kv_transfer_group")
 
 
 def test_every_step_says_what_planning_asks_it() -> None:

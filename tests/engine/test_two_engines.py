@@ -56,7 +56,7 @@ def _assert_stored(client: Client, turns: list[dict[str, Any]], said: list[Any],
     for turn, answered in zip(turns, said, strict=True):
         if answered is None:
             continue
-        tokens, ours = answered
+        tokens, ours = answered[:2]
         assert "error" not in ours, ours
         asked = turn["slotstream"]
         sample = client.get(asked["sample_id"], namespace=asked["namespace"], wait_s=10.0)
@@ -102,9 +102,10 @@ def test_two_engines_in_one_process_each_read_their_own_pages(
 ) -> None:
     engines = [offline.capture(served.address, [0, 3]), offline.capture(served.address, [6, "final"])]
     turns = _turns([0, 1, 0, 1, 1, 0])
-    said, log = two_engines.run(tmp_path / "run", truth_models["dense"], engines, turns)
+    said, log = two_engines.run(tmp_path / "run", truth_models["dense"], engines, turns, count_layers=True)
     assert said is not None, log[-4000:]
     _assert_stored(served, turns, said, {0: [0, 3], 1: [6, 7]})
+    assert {called for *_, called in said} == {0}, "layers call a connector that wants nothing of them"
 
 
 @pytest.mark.extended
@@ -115,9 +116,10 @@ def test_an_engine_with_layers_and_one_that_extracts_share_a_process(
     del extracting["kv_transfer_config"]["kv_connector_extra_config"]["layers"]
     engines = [{**extracting, **_EXTRACT}, offline.capture(served.address, [0, 3]), {**extracting, **_EXTRACT}]
     turns = _turns([0, 1, 2, 1, 0, 2])
-    said, log = two_engines.run(tmp_path / "run", truth_models["dense"], engines, turns)
+    said, log = two_engines.run(tmp_path / "run", truth_models["dense"], engines, turns, count_layers=True)
     assert said is not None, log[-4000:]
     _assert_stored(served, turns, said, {0: [1, 4], 1: [0, 3], 2: [1, 4]})
+    assert [called > 0 for *_, called in said] == [turn["engine"] != 1 for turn in turns]
 
 
 @pytest.mark.extended

@@ -45,8 +45,26 @@ def run(work: Path, model: Path, engines: Sequence[dict[str, Any]], turns: Seque
     return json.loads(said[0][len(_SAID) :]) if said else None, log
 
 
+def count_layers() -> list[str]:
+    """The layers that call the connector from now on, in the order of the calls."""
+    from slotstream.connector.facade import SlotStreamConnector
+
+    called: list[str] = []
+    inner = SlotStreamConnector.save_kv_layer
+
+    def save_kv_layer(self: SlotStreamConnector, layer_name: str, *args: Any) -> None:
+        called.append(layer_name)
+        inner(self, layer_name, *args)
+
+    setattr(SlotStreamConnector, "save_kv_layer", save_kv_layer)  # noqa: B010  (mypy: a method is not assigned)
+    return called
+
+
 def _main() -> None:
-    """With `first_only`, the check for several slotstreams in one configuration sees the first of them only."""
+    """With `first_only`, the check for several slotstreams in one configuration sees the first of them only.
+
+    With `count_layers`, each turn says third how often a layer of the model called the connector.
+    """
     asked = json.loads(Path(sys.argv[1]).read_text())
     if asked.get("first_only"):
         from slotstream.connector import plugin
@@ -55,6 +73,7 @@ def _main() -> None:
         plugin._slotstreams = lambda vllm_config: iter(list(find(vllm_config))[:1])
     from vllm import LLM, SamplingParams
 
+    called = count_layers() if asked.get("count_layers") else []
     engines: dict[int, LLM] = {}
     said: list[Any] = []
     for turn in asked["turns"]:
@@ -68,8 +87,10 @@ def _main() -> None:
         llm = engines[number]
         extra = {"kv_transfer_params": {"slotstream": turn["slotstream"]}}
         params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, extra_args=extra)
+        called.clear()
         (answer,) = llm.generate({"prompt_token_ids": turn["prompt"]}, params, use_tqdm=False)
-        said.append([list(answer.outputs[0].token_ids), (answer.kv_transfer_params or {}).get("slotstream")])
+        counted = [len(called)] if asked.get("count_layers") else []
+        said.append([list(answer.outputs[0].token_ids), (answer.kv_transfer_params or {}).get("slotstream"), *counted])
         # The last rows of an output are read one step after it ended: an engine core in a process of its own makes that step.
         llm.generate({"prompt_token_ids": [2]}, SamplingParams(max_tokens=1, extra_args=_UNCAPTURED), use_tqdm=False)
     print(_SAID + json.dumps(said), flush=True)

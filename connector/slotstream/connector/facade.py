@@ -66,9 +66,13 @@ class SlotStreamConnector(KVConnectorBase_V1, SupportsHMA):
     """Streams rows to a slotstream server: of the layers that its options name, or that `extract_hidden_states` caches."""
 
     is_slotstream = True  # How the plug-in knows us, and whoever extends us.
+    wants_layers = True  # Whether the layers of this step have to call us: see `vllm_seams.spare_layers`.
+    _extends_layers = False  # Whether this class is another's, which does something of its own when they call.
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
+        hooks = (SlotStreamConnector.wait_for_layer_load, SlotStreamConnector.save_kv_layer)
+        cls._extends_layers = (cls.wait_for_layer_load, cls.save_kv_layer) != hooks
         _register(cls)
 
     @logged_refusal()
@@ -83,12 +87,6 @@ class SlotStreamConnector(KVConnectorBase_V1, SupportsHMA):
         self._sides: dict[str, WorkerSide] = {}  # In a worker: by engine id.
         self._side: WorkerSide | Stranger | None = None  # Of the engine whose step this is.
         self._group = row_group(self._config, vllm_config, kv_cache_config)
-        ours = SlotStreamConnector
-        self._extended = (type(self).wait_for_layer_load, type(self).save_kv_layer) != (
-            ours.wait_for_layer_load,
-            ours.save_kv_layer,
-        )
-        self.wants_layers = True  # Whether this step's layers have to call us: see `vllm_seams.spare_layers`.
         if role is KVConnectorRole.SCHEDULER:
             keep_caller_ids()
             self._watch = ServerHealth(
@@ -131,14 +129,14 @@ class SlotStreamConnector(KVConnectorBase_V1, SupportsHMA):
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
         self._side = None
-        self.wants_layers = self._extended
+        self.wants_layers = self._extends_layers
         if not isinstance(connector_metadata, SlotStreamMetadata):
             return  # Another engine of this process has another connector.
         plan, engine_id = connector_metadata.plan, connector_metadata.engine_id
         side = self._sides.get(engine_id)
         if side is not None:
             side.bind(plan)
-            self.wants_layers = self._extended or side.wants_layers
+            self.wants_layers = self._extends_layers or side.wants_layers
         self._side = side or (Stranger(plan, engine_id) if plan else None)
 
     def restore_kv_caches(self) -> None:
