@@ -426,6 +426,32 @@ def test_pages_that_are_kept_for_the_output_of_some_are_given_to_others_before_a
     assert rig.pages.free == 24
 
 
+def test_pages_that_are_kept_for_a_request_stay_its_own_when_all_its_rows_are_read_and_it_goes_on_with_several_tokens() -> None:
+    """vLLM paused, and read all there was; a drafter's tokens then reach into the page after the next."""
+    rig = PlanRig(pages=24, step_pages=0)
+    request = rig.add(8)
+    while len(request.all_token_ids) < 33:
+        rig.step()
+    running, rig.running = rig.running, {}
+    assert rows_of(rig.step())[0][2] == 32
+    held = rig.pages._held[request.request_id]
+    assert (len(held.pages), held.kept_end - held.kept) == (0, rig.pages._kept)
+    assert rig.pages._kept
+    rig.running = running
+    request.all_token_ids.extend([7] * 20)
+    for _ in range(3):
+        rig.step()
+        kept = sum(held.kept_end - held.kept for held in rig.pages._held.values())
+        assert kept == rig.pages._kept
+    late = rig.add(20 * 16)  # Wants all that is free, and what is kept too.
+    assert not rig.step().aborts
+    for ended in (request, late):
+        assert "error" not in rig.finish(ended)
+    rig.step()
+    rig.step()
+    assert sorted(rig.pages._free[rig.pages._given :]) == list(range(24))
+
+
 def test_a_plan_reads_from_few_requests_and_the_next_from_others() -> None:
     """What is worth reading in one step leaves in four: 64 prompts, and the rows that they have written since."""
     rig = PlanRig(output_rows_per_chunk=32)

@@ -139,7 +139,8 @@ class PageAllocator:
         if held is None or not held.pages:
             if start >= stop:
                 return
-            held = self._held[req_id] = _Held(first)
+            held = self._held.setdefault(req_id, _Held(first))  # One whose rows are all read may have pages kept for it.
+            held.first = first
         has = len(held.pages)
         mine = self._entries(table, held.first, max(end, held.first + has))
         new = mine[has:]
