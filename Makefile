@@ -107,6 +107,9 @@ packages:  ## What the extended tests take from Debian, where it is missing (as 
 extended: $(VENV)/.vllm $(VENV)/.dev $(VENV)/.tools $(VENV)/.trainers packages  ## The tests that CI leaves out: parallel engines, pauses, other connectors, 1,000 hang-ups.
 	SLOTSTREAM_HANG_UPS=1000 SLOTSTREAM_CAPTURE_LINES=5000 $(BIN)/python -m pytest -m extended
 	SLOTSTREAM_HANG_UPS=1000 $(BIN)/python -m pytest -k hang_up tests/engine/test_requests.py
+	@# The random machines of CI, for longer: a page that was lost took one run in some thousand.
+	SLOTSTREAM_MACHINE_EXAMPLES=4000 $(BIN)/python -m pytest tests/connector/test_row_pages_machine.py
+	SLOTSTREAM_MACHINE_EXAMPLES=400 $(BIN)/python -m pytest --timeout 1200 tests/connector/test_outbox_machine.py tests/store/test_store_machine.py
 
 # STORE=cluster: two servers over a bucket and a PostgreSQL, which are started and struck too.
 STORE ?= files
