@@ -24,6 +24,11 @@ class HandDisk(DiskThread):
         self.failing = False
         super().__init__(base, bytes_max, counters, self.events.append)
 
+    @property
+    def is_behind(self) -> bool:
+        """Whether something is still to be done, or to be heard of."""
+        return bool(self.events) or not self._tasks.empty()
+
     def step(self) -> bool:
         """Do the next task; False when there is none."""
         try:

@@ -279,6 +279,7 @@ class Engine:
         self.promised: list[str] = []
         self.ends: Counter[str] = Counter()
         self._refused = self._hurried = False  # At some time the disk refused something, and was not waited for.
+        self._calm_at = 0.0  # When it had nothing to do.
         self._hearing: Committed | Failed | None = None
         self._committed: set[str] = set()
         self._failed: Counter[str] = Counter()
@@ -360,8 +361,10 @@ class Engine:
         self.outbox.give_up(promise.state, code, "it was hung up")
 
     def tick(self, seconds: float) -> None:
+        if self._disk is None or not self._disk.is_behind:
+            self._calm_at = self._now
         self._now += seconds
-        self._hurried |= seconds >= _PATIENCE_S
+        self._hurried |= self._now - self._calm_at >= _PATIENCE_S
         self.outbox.tick()
 
     # What others say to it.
