@@ -46,6 +46,8 @@ def running(kind: Kind, truth_models: dict[str, Path], tmp_path_factory: pytest.
     work, layers, options, how = tmp_path_factory.mktemp(kind), list(reversed(CHOSEN)), list[str](), dict[str, Any]()
     if kind == "dense":  # Room for three of the longest requests, and several chunks for most samples.
         options, how = ["--num-gpu-blocks-override=100"], {"sender": "process", "chunk_bytes": 16 << 10}
+    if kind == "swa":  # Answers are read several times, and elsewhere at their end.
+        how = {"output_rows_per_chunk": 12}
     with stack(work, truth_models[kind], layers, *options, one_process=kind != "dense", **how) as started:
         yield started
 

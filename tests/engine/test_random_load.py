@@ -56,6 +56,7 @@ def test_every_stored_row_is_right_and_every_missing_one_explained(
         options += ["--speculative-config", '{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2}']
     # Few rows a slot: most samples have several, and rows for slots next to each other are copied at once.
     small: dict[str, Any] = {"chunk_bytes": rng.choice([4096, 1 << 16]), "sender": rng.choice(["thread", "process"])}
+    small["output_rows_per_chunk"] = rng.choice([None, 12])  # Most answers are read once, or several times.
     extract = source == "extraction"
     with (
         stack(tmp_path, truth_models[kind], LAYER_IDS, *options, extract=extract, **small) as running,
