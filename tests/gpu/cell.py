@@ -75,6 +75,7 @@ def options_of(cell: Cell, server: str) -> dict[str, Any]:
         "namespace": cell.name,
         "chunk_bytes": 16 << 10 if cell.chunked else 2 << 20,
         "sender": "process" if cell.prefix_caching else "thread",
+        "output_rows_per_chunk": 32 if cell.chunked else None,  # Answers are read several times, or at their end.
     }
     options = engines.small(
         disable_log_stats=False,  # Its preemptions are counted.
