@@ -278,7 +278,7 @@ class Engine:
         )
         self.promised: list[str] = []
         self.ends: Counter[str] = Counter()
-        self._refused = self._hurried = False  # At some time the disk refused something, and was not waited for.
+        self._refused = False  # At some time the disk refused something.
         self._calm_at = 0.0  # When it had nothing to do.
         self._hearing: Committed | Failed | None = None
         self._committed: set[str] = set()
@@ -364,7 +364,6 @@ class Engine:
         if self._disk is None or not self._disk.is_behind:
             self._calm_at = self._now
         self._now += seconds
-        self._hurried |= self._now - self._calm_at >= _PATIENCE_S
         self.outbox.tick()
 
     # What others say to it.
@@ -425,7 +424,7 @@ class Engine:
             if (
                 fault.req_id not in self.ends
                 and self._disk is not None
-                and not (self._refused or self._hurried or promise.rotten)
+                and not (self._refused or self._now - self._calm_at >= _PATIENCE_S or promise.rotten)
             ):
                 assert self._spooled()[fault.req_id].abort is not None, "told before the next engine could tell it"
         assert set(self.ends.values()) | set(self._failed.values()) <= {1}, "an end was told twice"

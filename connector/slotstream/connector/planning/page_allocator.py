@@ -105,7 +105,7 @@ class PageAllocator:
     @property
     def has_much_room(self) -> bool:
         """Whether half the pages are free that the next step cannot want."""
-        return (self.free + len(self._let_go)) * 2 >= self.shape.pages + self._step_pages
+        return self.in_use * 2 <= self.shape.pages - self._step_pages
 
     @property
     def has_room(self) -> bool:

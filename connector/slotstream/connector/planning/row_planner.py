@@ -191,7 +191,9 @@ class RowPlanner:
         capture.placed_until = self._places.covered_until(capture) if capture.covered >= prompt else 0
         unread, in_output = capture.readable - capture.next, capture.next >= prompt
         capture.quiet_until = ROWS_MAX
-        if unread >= (self._chunk() if in_output else 1):
+        least = self._output_rows if in_output else 1
+        # Room is asked for only where it matters.
+        if unread >= least and (not in_output or unread >= self._output_rows_max or unread >= self._chunk()):
             self._waiting.setdefault(capture.request.request_id, self._step)
         elif in_output and capture.next < capture.stop:  # Readable rows follow the computed ones, at some distance.
             capture.quiet_until = capture.covered + self._output_rows - unread % self._output_rows - 1
