@@ -349,15 +349,16 @@ def test_the_next_call_is_made_before_the_last_answer_is_taken() -> None:
 
 def test_what_was_asked_for_is_answered_before_an_error_of_the_ids() -> None:
     def ids() -> Iterator[str]:
-        yield from ["s"] * 21
+        yield from ["s"] * 24  # The last three in a call of their own.
         raise RuntimeError("no more ids")
 
     server = _Breaking(SyntheticSample("s", dtype="F32", num_tokens=40))
     with serving(ReadMany=server) as address, connect(address) as client:
         answers = client.get_many(ids())
-        assert [outcome(answer) for answer in itertools.islice(answers, 21)] == ["s"] * 21
+        assert [outcome(answer) for answer in itertools.islice(answers, 24)] == ["s"] * 24
         with pytest.raises(RuntimeError, match="no more ids"):
             next(answers)
+        assert list(answers) == []
 
 
 def test_a_sample_that_was_replaced_meanwhile_is_not_mixed_with_the_other() -> None:

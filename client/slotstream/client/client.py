@@ -29,7 +29,7 @@ from slotstream.client.info import (
     wire_state,
 )
 from slotstream.client.local_file import WrongFileError
-from slotstream.client.many import Listed, ManyReads
+from slotstream.client.many import READS_FIRST, Listed, ManyReads
 from slotstream.client.reading import RowReader
 from slotstream.client.rpc import Rpc
 from slotstream.client.status import Status
@@ -303,7 +303,8 @@ class Client:
         )
         space = DEFAULT_NAMESPACE if namespace is None else check_namespace(namespace)
         reads = (self._read_of(space, one, layers, verify) for one in found)
-        answers = self.many(wait_s=wait_s, retry_s=retry_s).answers(reads, receive_sample)
+        first_reads = READS_FIRST if samples is None else 1  # All that filters choose are many; an iterator may be left soon.
+        answers = self.many(wait_s=wait_s, retry_s=retry_s, first_reads=first_reads).answers(reads, receive_sample)
         return (
             Answer(*name, None, answer) if isinstance(answer, SlotStreamError) else Answer(*name, answer, None)
             for name, answer in answers
@@ -332,8 +333,8 @@ class Client:
         except (BadLayers, BadSampleId, SampleFailed, SampleNotFound) as error:
             return name, error
 
-    def many(self, *, wait_s: float, retry_s: float) -> ManyReads:
-        """Reads of many samples, as `get_many` and streams of rows do them."""
+    def many(self, *, wait_s: float, retry_s: float, first_reads: int = 1) -> ManyReads:
+        """Reads of many samples, as `get_many` and streams of rows do them. `first_reads`: see `ManyReads`."""
         if not 0 <= wait_s <= READ_WAIT_S_MAX or not 0 <= retry_s < math.inf:
             raise BadParams(f"wait_s is 0 to {READ_WAIT_S_MAX:g} seconds, and retry_s 0 or more")
         return ManyReads(
@@ -343,6 +344,7 @@ class Client:
             wait_s=wait_s,
             data_dir=self.data_dir,
             count=self._counter.add,
+            first_reads=first_reads,
         )
 
     def _with_ids(self, layers: Sequence[int | str] | None, request: samples_pb2.ReadRequest) -> Sequence[int | str] | None:

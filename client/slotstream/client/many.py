@@ -38,7 +38,8 @@ Read = samples_pb2.ReadRequest
 _log = logging.getLogger(__name__)
 _CALL_BYTES_MAX = 192 << 10  # Of a request; a server takes a little more.
 _READS_IN_CALL = 256  # A server takes more; but what is asked for early may be deleted before its turn.
-_AHEAD_FROM = 16  # Reads in a call behind which the next one is made early: who takes as many wants more.
+READS_FIRST = 16  # In the first call of who is known to want many. Each call has four times as many as the one before.
+_AHEAD_FROM = 16  # Reads in a call behind which the next one is made early, once half are taken: who takes as many wants more.
 _PAUSE_S, _PAUSE_S_MAX = 0.1, 2.0
 _HEADER_TAG, _ERROR_TAG = 0x0A, 0x1A  # What a reply begins with: ReadReply.header, ReadReply.error.
 # The connection's failures, and not a sample's: they end the stream, where trying again did not help.
@@ -130,8 +131,9 @@ class ManyReads:
         wait_s: float,
         data_dir: Path | None,
         count: Callable[[SampleInfo, bool], None],
+        first_reads: int = 1,
     ) -> None:
-        """`count`: see `RowReader.count_with`."""
+        """`count`: see `RowReader.count_with`. `first_reads`: how many the first call has, at most."""
         self._rpc = rpc
         self._stall_limit_s = stall_limit_s
         self._retry_s = retry_s
@@ -140,7 +142,8 @@ class ManyReads:
         self._count = count
         self._is_served = True  # By an older server, not: then each read is a call.
         # Reads of the next call: a caller that wants a few does not make the server read hundreds, some of them deleted soon.
-        self._most = 1
+        self._most = first_reads
+        self._broken: Exception | None = None  # Why there are no more, where what was wanted before is asked for first.
         self._reads: list[Read] = []
         self._call: _Call | None = None
         self._early: _Call | None = None  # The next one, where it is made before the present one's replies are all taken.
@@ -156,19 +159,19 @@ class ManyReads:
 
         Raises what ends all reads: the server is away for longer than `retry_s`, or does not know the token.
         """
-        rest = iter(wanted)
+        rest, self._broken = iter(wanted), None
         ahead: Future[list[tuple[K, Read | Listed | SlotStreamError]]] | None = None
         try:
             while asked := self._next_call(rest) if ahead is None else ahead.result():
                 self._reads = [read for _, read in asked if isinstance(read, Read)]
                 self._call, self._early, ahead = self._early, None, None
                 numbers = itertools.count()
-                for key, read in asked:
+                for taken, (key, read) in enumerate(asked, 1):
                     if isinstance(read, Listed):
                         answer = self._answer_listed(read, receive)
                     else:
                         answer = self._answer(next(numbers), receive) if isinstance(read, Read) else read
-                    is_long = len(asked) >= _AHEAD_FROM
+                    is_long = 2 * taken >= len(asked) >= _AHEAD_FROM
                     if ahead is None and is_long and self._call is not None and self._call.has_ended:
                         ahead = self._asked_ahead(rest)
                     yield key, answer
@@ -195,8 +198,10 @@ class ManyReads:
     def _next_call(
         self, rest: Iterator[tuple[K, Read | Listed | SlotStreamError]]
     ) -> list[tuple[K, Read | Listed | SlotStreamError]]:
+        if self._broken is not None:
+            raise self._broken
         asked, nbytes = [], 0
-        for key, wanted in itertools.islice(rest, self._most):
+        for key, wanted in self._until_it_breaks(itertools.islice(rest, self._most)):
             read = wanted.read if isinstance(wanted, Listed) and not self._is_at_hand(wanted.info) else wanted
             asked.append((key, read))
             if isinstance(read, Read):
@@ -206,7 +211,16 @@ class ManyReads:
             if nbytes > _CALL_BYTES_MAX:
                 break
         self._most = min(4 * self._most, _READS_IN_CALL)
+        if self._broken is not None and not asked:
+            raise self._broken
         return asked
+
+    def _until_it_breaks(self, rest: Iterator[R]) -> Iterator[R]:
+        """What comes before the caller's iterator, or the listing, raises; that is noted."""
+        try:
+            yield from rest
+        except Exception as error:
+            self._broken = error
 
     @property
     def _takes_files(self) -> bool:

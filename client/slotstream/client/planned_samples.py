@@ -10,6 +10,7 @@ from typing import Any
 from slotstream.client.bad_samples import BadSamples
 from slotstream.client.client import Client
 from slotstream.client.epoch import Member
+from slotstream.client.many import READS_FIRST
 from slotstream.client.members import Filters, Selection, members_at
 from slotstream.client.ranks import Place, agreed
 from slotstream.client.sample_plan import Share, even_bounds, ordered, share_of
@@ -82,7 +83,9 @@ class PlannedSamples:
         self._progress, self._resuming = progress, None
         self._bad.begin()
         reads = ((one, _read_of(one[2])) for one in order)
-        for (key, tag, member), answer in client.many(wait_s=0.0, retry_s=_RETRY_S).answers(reads, receive_sample):
+        # What a call asks for is read, though it is deleted before its turn: not many of a small epoch at once.
+        many = client.many(wait_s=0.0, retry_s=_RETRY_S, first_reads=max(1, min(READS_FIRST, len(order) // 64)))
+        for (key, tag, member), answer in many.answers(reads, receive_sample):
             sample = None if isinstance(answer, SlotStreamError) else _same(answer, member)
             progress.left -= 1
             if sample is not None:
