@@ -28,6 +28,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from gpu_processes import report_processes, watched_processes
+
 _SHAPES: dict[str, dict[str, int]] = {
     "8b": {
         "vocab_size": 151936,
@@ -243,6 +245,19 @@ def measure(options: argparse.Namespace, rows: Sequence[Row], load: dict[str, in
     return [{"name": row.name, "rounds": list(row.rounds)} for row in rows]
 
 
+def profile(options: argparse.Namespace, rows: Sequence[Row], name: str, load: dict[str, int]) -> dict[str, Any]:
+    """Row -> what each process computes while it runs the load again and again for `--profile-s`, with everything captured."""
+    found = {}
+    for row in (row for row in rows if row.capture):
+        _progress(f"profile of {row.name}\n")
+        with watched_processes() as found[row.name]:
+            end = time.monotonic() + options.profile_s
+            while time.monotonic() < end:
+                row.engine.ask(what="run", capture=True, **load)
+        print(report_processes(name, row.name, found[row.name]), flush=True)
+    return found
+
+
 def measure_ranks(rows: Sequence[Row], load: dict[str, int]) -> list[dict[str, Any]]:
     """What each rank of each engine does of a load, median of three runs, with everything captured."""
     found = []
@@ -341,6 +356,13 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         metavar="N",
         help="begin no more rounds of a load after so many seconds (default: never)",
     )
+    add(
+        "--profile-s",
+        type=float,
+        default=0,
+        metavar="N",
+        help="after each load, run it N seconds more in each engine, and say what every process computes (default: no)",
+    )
     add("--staging-mib", type=int, default=0, metavar="N", help="the connector's staging (default: its own)")
     add("--kv-cache-gib", type=int, default=8, metavar="N", help="KV cache of each engine (default: %(default)s)")
     add("--tensor-parallel", type=int, default=1, metavar="N", help="GPUs that each engine is spread over (default: 1)")
@@ -388,7 +410,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     _write(options, figures)
                     print(report(f"{name}: {load}, layers {options.layers}", rows), flush=True)
                     print(verdict(options, rows, name), flush=True)
-                if options.tensor_parallel > 1:  # And what the ranks that send nothing pay.
+                    if options.profile_s:
+                        figures.setdefault("processes", {})[name] = profile(options, rows, name, load)
+                        _write(options, figures)
+                if options.tensor_parallel > 1 or (options.profile_s and options.shape != "tiny"):  # And what each rank pays.
                     figures["ranks"] = {}
                     for name, load in loads.items():
                         few = {**load, "prompts": min(load["prompts"], 16)}

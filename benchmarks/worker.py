@@ -60,6 +60,7 @@ class _Nowhere:
     """A `Sender` that drops what it gets: the rows are read into staging, and that is all."""
 
     server = None
+    has_faults = False
 
     def __init__(self, slots: int) -> None:
         self._free = deque(range(slots))
@@ -70,6 +71,9 @@ class _Nowhere:
     def post(self, item: EnginePost) -> None:
         if isinstance(item, RowBatch):
             self.release(item.slots)
+
+    def hand_over(self) -> None:
+        return
 
     def look(self) -> None:
         return

@@ -26,7 +26,7 @@ from support.worker_rig import ROW_BYTES, cached_rows, opened
 
 from slotstream.client import SampleState, connect
 from slotstream.connector.counters import SENDER_GAUGES, Counters
-from slotstream.connector.plan import StepPlan
+from slotstream.connector.plan import SampleFinish, StepPlan
 from slotstream.connector.sending.process import handle
 from slotstream.connector.sending.process.main import _News
 from slotstream.connector.sending.process.messages import Want, hear
@@ -360,6 +360,33 @@ def test_what_a_dead_engine_handed_over_is_stored_and_its_process_ends(server: R
     failed = _account(server.address, promised)
     assert failed == {sample_id: "ABORTED" for sample_id, rows in promised.items() if rows is None}
     assert "dead-half" in failed
+
+
+def test_a_step_wakes_the_thread_that_carries_once(start: Callable[..., _Engine]) -> None:
+    """And in order: what a sample begins with, its rows, its end."""
+    engine = start()
+    engine.settle()
+    rig, sender = engine.rig, engine.rig.worker._sender
+    inbox, put = sender._inbox, []
+
+    def note(item: Any) -> None:
+        put.append(item)
+        inbox.put(item)
+
+    sender._inbox = SimpleNamespace(put=note, get=inbox.get, empty=inbox.empty)
+    try:
+        tables = [rig.table(name, 4) for name in ("a", "b", "c")]
+        slots = [slot for name in ("a", "b", "c") for slot in rig.slots(name, 0, 4)]
+        rig.write(slots)
+        opens = tuple(opened(name, 4) for name in ("a", "b", "c"))
+        rows = tuple(cached_rows(name, 0, 4, 0, table) for name, table in zip(("a", "b", "c"), tables, strict=True))
+        finishes = tuple(SampleFinish(name, (0, 1, 2, 3)) for name in ("a", "b", "c"))
+        rig.step(StepPlan(opens, rows, finishes), slots)
+    finally:
+        sender._inbox = inbox
+    (posted,) = put
+    assert [type(item).__name__ for item in posted] == ["SampleOpen"] * 3 + ["_LentBatch"] + ["SampleFinish"] * 3
+    engine.settle()
 
 
 def test_the_end_of_a_sample_is_told_also_where_nothing_else_happened() -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 from support.calls import calls
 from support.plan_rig import PlanRig
-from support.worker_rig import config
+from support.worker_rig import config, make_rig
 
+from slotstream.connector.faults import SampleFault
 from slotstream.connector.hook_guard import HookGuard
 from slotstream.connector.planning.row_planner import STEPS_MAX
 
@@ -36,3 +37,25 @@ def test_a_quiet_step_costs_the_same_for_8_and_for_64_captures() -> None:
     assert few == many
     assert few[0] <= 25
     assert few[1] <= 20
+
+
+def test_a_worker_with_no_news_tells_so_in_a_few_calls() -> None:
+    """Of `build_connector_worker_meta`: vLLM asks in every step."""
+    from slotstream.connector.facade import SlotStreamConnector
+    from slotstream.connector.worker_side import WorkerSide
+
+    rig = make_rig()
+    try:
+        side = object.__new__(WorkerSide)
+        side.half, side._guard = rig.worker, HookGuard(lambda: None)
+        connector = object.__new__(SlotStreamConnector)
+        connector._side = side
+        connector.build_connector_worker_meta()  # The server that it came up to.
+        assert calls(connector.build_connector_worker_meta) <= 6
+        rig.worker._sender._faults.add("a", SampleFault("a", "STAGING_FULL", "of a test"))
+        told = connector.build_connector_worker_meta()
+        assert told is not None
+        assert [(fault.req_id, fault.code) for fault in told.faults] == [("a", "STAGING_FULL")]
+        assert connector.build_connector_worker_meta() is None
+    finally:
+        rig.worker.close()

@@ -162,7 +162,7 @@ class SlotStreamConnector(KVConnectorBase_V1, SupportsHMA):
         return (self._side.take_releases() or None) if self._side is not None else None, None
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        if self._side is None:
+        if self._side is None or not self._side.has_news:
             return None
         faults, server = self._side.take_faults(), self._side.take_server()
         return SlotStreamWorkerMetadata(faults, server) if faults or server is not None else None

@@ -58,6 +58,10 @@ class Faults:
         others = f" ({more} more with this code since the last such line)" if more else ""
         logger.warning("slotstream: %s%s", self._last.pop(code), others)
 
+    def __bool__(self) -> bool:
+        """Whether there are any to take."""
+        return bool(self._items)
+
     def take(self) -> list[SampleFault]:
         """Those added since the last call."""
         with self._lock:

@@ -109,6 +109,11 @@ class WorkerSide:
             return self._guard.run(self.half.take_releases, set()) if self.half.releases.now else set()
         return self._releases.take() if self._releases is not None else set()
 
+    @property
+    def has_news(self) -> bool:
+        """Whether `take_faults` or `take_server` may have something to tell."""
+        return self.half is not None and self.half.has_news
+
     def take_faults(self) -> list[SampleFault]:
         """Samples that failed since the last call."""
         return [] if self.half is None else self._guard.run(self.half.take_faults, [])
@@ -156,6 +161,8 @@ class Stranger:
 
     No vLLM that we know has such steps.
     """
+
+    has_news = True
 
     def __init__(self, plan: StepPlan, engine_id: str) -> None:
         logger.error("slotstream: engine %s captures here, and this worker has caches of others only", engine_id)

@@ -98,6 +98,12 @@ class WorkerHalf:
         plan, self._plan = self._plan, EMPTY_PLAN
         if not plan:
             return
+        try:
+            self._do(plan)
+        finally:
+            self._sender.hand_over()
+
+    def _do(self, plan: StepPlan) -> None:
         self._begun.clear()
         for opened in plan.opens:
             self._begun.add(opened.req_id)
@@ -114,17 +120,20 @@ class WorkerHalf:
         """Requests whose last rows were read in an earlier step: vLLM may free their blocks."""
         return self.releases.take()
 
+    @property
+    def has_news(self) -> bool:
+        """Whether `take_faults` or `take_server` may have something to tell."""
+        return self._sender.has_faults or self._sender.server is not self._told_server
+
     def take_faults(self) -> list[SampleFault]:
         """Samples that failed since the last call."""
         return self._sender.take_faults()
 
     def take_server(self) -> Target | None:
         """The server that the stream came up to, where that is another one than at the last call."""
-        server = self._sender.server
-        if server == self._told_server:
-            return None
+        server, told = self._sender.server, self._told_server
         self._told_server = server
-        return server
+        return None if server == told else server
 
     @property
     def has_stats(self) -> bool:
@@ -158,6 +167,7 @@ class WorkerHalf:
                 self._sender.post(opened)
         for req_id in dict.fromkeys(part.req_id for part in _parts_of(plan)):
             self._sender.post(FailSample(req_id, error))
+        self._sender.hand_over()
         self._source.forget()  # Last: it asks the device, which may have failed.
 
     def wake(self) -> None:

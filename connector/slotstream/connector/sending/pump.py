@@ -113,6 +113,9 @@ class Pump:
         self._batches_posted += isinstance(item, RowBatch)
         self._inbox.put(item)
 
+    def hand_over(self) -> None:
+        """See `Sender`. All is on its way."""
+
     def look(self) -> None:
         """See `Sender`."""
         self._inbox.look()
@@ -148,6 +151,11 @@ class Pump:
             return StagingFull("no room in staging: the server or the network takes rows too slowly")
         where = "staging" if self._disk is None else "staging and the spool"
         return ServerUnavailable(f"the server at {self._servers} is away, and {where} can hold no more rows until it is back")
+
+    @property
+    def has_faults(self) -> bool:
+        """See `Sender`."""
+        return bool(self._faults)
 
     def take_faults(self) -> list[SampleFault]:
         """Samples that failed since the last call."""

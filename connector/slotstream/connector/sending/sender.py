@@ -27,7 +27,10 @@ class Sender(Protocol):
         """Begin. Raises ConfigError where the options cannot work here."""
 
     def post(self, item: EnginePost) -> None:
-        """Hand something over; kept in order. The slots of a batch are the last ones that were leased."""
+        """Have something handed over by `hand_over`; kept in order. The slots of a batch are the last ones that were leased."""
+
+    def hand_over(self) -> None:
+        """What was posted goes on its way: once a step, for it wakes a thread, which then wants the interpreter."""
 
     def look(self) -> None:
         """A step begins: reads of earlier ones may be over."""
@@ -40,6 +43,10 @@ class Sender(Protocol):
 
     def why_full(self) -> SlotStreamError:
         """What to tell of a sample for which there is no room in staging."""
+
+    @property
+    def has_faults(self) -> bool:
+        """Whether there are faults to take."""
 
     def take_faults(self) -> list[SampleFault]:
         """Samples that failed since the last call."""

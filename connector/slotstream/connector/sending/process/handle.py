@@ -160,8 +160,9 @@ class SenderProcess:
         self._child: _Child | None = None
         self._lender: _Child | None = None  # Of the slots leased last. The engine's thread only.
         self._refusal: SlotStreamError = InternalFault("")
-        self._posted = self._carried = 0  # Batches.
-        self._inbox: queue.SimpleQueue[EngineItem | _LentBatch | _Lost] = queue.SimpleQueue()
+        self._posted: list[EngineItem | _LentBatch] = []  # Since the last `hand_over`. The engine's thread only.
+        self._batches = self._carried = 0  # Handed over, and carried on.
+        self._inbox: queue.SimpleQueue[list[EngineItem | _LentBatch] | Stop | _Lost] = queue.SimpleQueue()
         self._open: dict[str, SampleOpen] = {}  # Samples that the process has, by request,
         self._failed: dict[str, SampleFault] = {}  # and why some of them failed.
         self._owed: list[EngineItem] = []  # What the process is to be told next.
@@ -182,11 +183,14 @@ class SenderProcess:
 
     def post(self, item: EnginePost) -> None:
         """See `Sender`."""
-        if isinstance(item, RowBatch):
-            self._posted += 1
-            self._inbox.put(_LentBatch(item, self._lender))
-        else:
-            self._inbox.put(item)
+        self._posted.append(_LentBatch(item, self._lender) if isinstance(item, RowBatch) else item)
+
+    def hand_over(self) -> None:
+        """See `Sender`."""
+        if self._posted:
+            posted, self._posted = self._posted, []
+            self._batches += sum([isinstance(item, _LentBatch) for item in posted])
+            self._inbox.put(posted)
 
     def look(self) -> None:
         """See `Sender`. The process looks itself."""
@@ -208,6 +212,7 @@ class SenderProcess:
 
     def _ask(self, child: _Child, count: int, deadline: float) -> bool:
         """Have the process lend more; whether it makes sense to go on."""
+        self.hand_over()  # It makes room.
         now = time.monotonic()
         if now - child.heard_at > _ANSWER_S + 2 * HEARTBEAT_S:
             self._refusal = StagingFull("no room in staging: the process that sends rows does not answer")
@@ -224,7 +229,7 @@ class SenderProcess:
             return True
         self._refusal = answer.refusal
         # What it has not been told of yet will make room.
-        if self._posted == self._carried or time.monotonic() >= deadline:
+        if self._batches == self._carried or time.monotonic() >= deadline:
             return False
         time.sleep(_AGAIN_S)
         return True
@@ -238,6 +243,11 @@ class SenderProcess:
         """See `Sender`."""
         return self._refusal
 
+    @property
+    def has_faults(self) -> bool:
+        """See `Sender`."""
+        return bool(self._faults)
+
     def take_faults(self) -> list[SampleFault]:
         """See `Sender`."""
         return [self._faults.popleft() for _ in range(len(self._faults))]
@@ -248,6 +258,7 @@ class SenderProcess:
 
     def close(self, timeout_s: float) -> None:
         """See `Sender`."""
+        self.hand_over()
         now = time.monotonic()
         self._stop = Stop(now + timeout_s / 2, now + timeout_s)
         self._inbox.put(self._stop)
@@ -269,7 +280,7 @@ class SenderProcess:
                     self._child.process.kill()
 
     def _carry_some(self) -> bool:
-        """Takes one item, and says what is due. Returns whether that was the last."""
+        """Takes what one step posted, and says what is due. Returns whether that was the last."""
         try:
             item = self._inbox.get(timeout=self._patience_s())
         except queue.Empty:
@@ -281,10 +292,11 @@ class SenderProcess:
         if isinstance(item, _Lost):
             self._mourn(item.child)
         elif item is not None:
-            self._owe(item)
+            for posted in item:
+                self._owe(posted)
         if self._child is None and time.monotonic() >= self._retry_at:
             self._restart()
-        if item is None or len(self._owed) >= _ITEMS_MAX:
+        if self._inbox.empty() or len(self._owed) >= _ITEMS_MAX:
             self._say_owed()
         return False
 
