@@ -389,6 +389,27 @@ def test_a_step_wakes_the_thread_that_carries_once(start: Callable[..., _Engine]
     engine.settle()
 
 
+def test_what_cannot_be_carried_over_costs_nothing_that_was_posted_with_it(
+    start: Callable[..., _Engine], server: Restarting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others fail with the process, and the server hears of it."""
+    engine = start()
+    sender = engine.rig.worker._sender
+    owe = sender._owe
+
+    def fails(item: Any) -> None:
+        if getattr(item, "req_id", "") == "bad":
+            raise RuntimeError("of a test")
+        owe(item)
+
+    monkeypatch.setattr(sender, "_owe", fails)
+    engine.rig.step(StepPlan(tuple(opened(name, 4) for name in ("a", "bad", "c"))), None)
+    wait_until(lambda: engine.ended == 2)
+    monkeypatch.undo()
+    assert engine.counts["hook_faults"] == 1
+    assert set(_account(server.address, {"a": None, "c": None})) == {"a", "c"}
+
+
 def test_the_end_of_a_sample_is_told_also_where_nothing_else_happened() -> None:
     ours, theirs = Pipe()
     ended: queue.SimpleQueue[str] = queue.SimpleQueue()

@@ -17,6 +17,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from multiprocessing import Pipe
 
@@ -161,6 +162,7 @@ class SenderProcess:
         self._lender: _Child | None = None  # Of the slots leased last. The engine's thread only.
         self._refusal: SlotStreamError = InternalFault("")
         self._posted: list[EngineItem | _LentBatch] = []  # Since the last `hand_over`. The engine's thread only.
+        self._taken: deque[EngineItem | _LentBatch] = deque()  # Handed over, and not carried on yet. The carrier's thread only.
         self._batches = self._carried = 0  # Handed over, and carried on.
         self._inbox: queue.SimpleQueue[list[EngineItem | _LentBatch] | Stop | _Lost] = queue.SimpleQueue()
         self._open: dict[str, SampleOpen] = {}  # Samples that the process has, by request,
@@ -281,19 +283,20 @@ class SenderProcess:
 
     def _carry_some(self) -> bool:
         """Takes what one step posted, and says what is due. Returns whether that was the last."""
-        try:
-            item = self._inbox.get(timeout=self._patience_s())
-        except queue.Empty:
-            item = None
+        item = None
+        if not self._taken:
+            with suppress(queue.Empty):
+                item = self._inbox.get(timeout=self._patience_s())
+        if isinstance(item, list):
+            self._taken.extend(item)
+        while self._taken:  # What raises costs itself, and not what was posted with it.
+            self._owe(self._taken.popleft())
         if isinstance(item, Stop) or (self._stop and time.monotonic() >= self._stop.patience):
             self._say_owed()
             self._say_close()
             return True
         if isinstance(item, _Lost):
             self._mourn(item.child)
-        elif item is not None:
-            for posted in item:
-                self._owe(posted)
         if self._child is None and time.monotonic() >= self._retry_at:
             self._restart()
         if self._inbox.empty() or len(self._owed) >= _ITEMS_MAX:
