@@ -16,25 +16,30 @@ from slotstream.client.arrays import NumpyArrays, TorchArrays
 _PARTS: Sequence[tuple[list[int], list[int]]] = (([5, 0, 5], [3, 0, 4]), ([1, 2], [2, 1]))
 
 
-def _rows(seed: int, dtype: torch.dtype) -> torch.Tensor:
-    return torch.randn(6, 2, 3, generator=torch.Generator().manual_seed(seed)).to(dtype)
+# Elements of a row and layer: small rows are copied by indexing, large ones one by one.
+both_sizes = pytest.mark.parametrize("hidden", [3, 1024])
+
+
+def _rows(seed: int, dtype: torch.dtype, hidden: int = 3) -> torch.Tensor:
+    return torch.randn(6, 2, hidden, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def _wanted(held: Sequence[torch.Tensor]) -> torch.Tensor:
-    found = torch.empty(5, 2, 3)
+    found = torch.empty(5, 2, held[0].shape[-1])
     for rows, (wanted, places) in zip(held, _PARTS, strict=True):
         for row, place in zip(wanted, places, strict=True):
             found[place] = rows[row]
     return found
 
 
+@both_sizes
 @pytest.mark.parametrize("has_numpy", [True, False])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_tensors_are_the_same_with_numpy_and_without_it(
-    dtype: torch.dtype, has_numpy: bool, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype, has_numpy: bool, hidden: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(arrays, "_has_numpy", lambda: has_numpy)
-    held = [_rows(1, dtype), _rows(2, dtype)]
+    held = [_rows(1, dtype, hidden), _rows(2, dtype, hidden)]
     laid = TorchArrays(None, None).gather([(rows, *part) for rows, part in zip(held, _PARTS, strict=True)])
     assert laid.dtype == dtype
     assert torch.equal(laid.to(torch.float32), _wanted(held))
@@ -49,6 +54,17 @@ def test_samples_of_several_dtypes_become_what_holds_both(has_numpy: bool, monke
     assert torch.equal(laid, _wanted(held))
 
 
+def test_a_large_batch_has_memory_of_its_own_that_can_be_written() -> None:
+    rows = torch.randn(700, 2, 1024, generator=torch.Generator().manual_seed(1))
+    order = torch.randperm(700, generator=torch.Generator().manual_seed(2))
+    laid = TorchArrays(None, None).gather([(rows, order.tolist(), range(700))])
+    assert laid.numel() * laid.element_size() >= 4 << 20
+    assert torch.equal(laid, rows[order])
+    laid += 1
+    assert torch.equal(laid, rows[order] + 1)
+
+
+@both_sizes
 @pytest.mark.parametrize(
     ("dtypes", "stored"),
     [
@@ -59,12 +75,12 @@ def test_samples_of_several_dtypes_become_what_holds_both(has_numpy: bool, monke
     ],
 )
 def test_numpy_arrays_hold_rows_as_they_are_stored_unless_several_dtypes_meet(
-    dtypes: tuple[torch.dtype, torch.dtype], stored: str
+    dtypes: tuple[torch.dtype, torch.dtype], stored: str, hidden: int
 ) -> None:
     def as_numpy(rows: torch.Tensor) -> Any:
         return rows.view(torch.uint16).numpy() if rows.dtype == torch.bfloat16 else rows.numpy()
 
-    held = [_rows(1, dtypes[0]), _rows(2, dtypes[1])]
+    held = [_rows(1, dtypes[0], hidden), _rows(2, dtypes[1], hidden)]
     made = NumpyArrays()
     laid = made.gather([(as_numpy(rows), *part) for rows, part in zip(held, _PARTS, strict=True)])
     assert laid.dtype == numpy.dtype(stored)

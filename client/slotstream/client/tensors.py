@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -139,14 +139,22 @@ def receive_rows(reader: RowReader) -> torch.Tensor:
 
 def _empty_rows(reader: RowReader) -> torch.Tensor:
     """Memory for the rows of `reader`. Raises MemoryError where they do not fit."""
-    torch_module, dtype = require_torch(), torch_dtype(reader.info.dtype)
-    shape = (reader.num_rows, len(reader.layer_ids), reader.info.hidden_size)
     try:
-        rows: torch.Tensor = (
-            torch_module.empty(shape, dtype=dtype)
-            if reader.nbytes < _HUGE_BYTES
-            else torch_module.frombuffer(map_memory(reader.nbytes), dtype=dtype).reshape(shape)
+        return empty_tensor(
+            (reader.num_rows, len(reader.layer_ids), reader.info.hidden_size), torch_dtype(reader.info.dtype), reader.nbytes
         )
-        return rows
     except (RuntimeError, OSError) as error:
         raise MemoryError(f"the rows wanted are {reader.nbytes} bytes: read fewer rows or layers at a time") from error
+
+
+def empty_tensor(shape: Sequence[int], dtype: torch.dtype, nbytes: int) -> torch.Tensor:
+    """As torch.empty, which takes small pages of memory for large tensors too: to get those takes longer than to fill them.
+
+    Raises RuntimeError and OSError where there is no memory.
+    """
+    torch_module = require_torch()
+    if nbytes < _HUGE_BYTES:
+        small: torch.Tensor = torch_module.empty(shape, dtype=dtype)
+        return small
+    large: torch.Tensor = torch_module.frombuffer(map_memory(nbytes), dtype=dtype).reshape(shape)
+    return large
