@@ -293,13 +293,13 @@ class Pump:
             case FellBack():
                 self._counters.add("nixl_fallbacks")
             case LinkUp():
-                self.server = event.target
+                self.server, self._refused = event.target, False
                 outbox.link_is_up(lane, event.columns)
                 where, version, streams = event.target or self._servers, event.server_version, self._streams_up()
                 logger.info("slotstream: connected to %s (server %s)%s", where, version, streams)
-                self._refused = False
                 self._reports.link_is_up()
             case LinkDown():
+                self._refused = event.code == Unauthenticated.code  # Before the log says it: who reads that looks at the gauge.
                 # A server that refuses our token says so at every try.
                 if (unsaid := self._throttle_link.admit(event.code)) is not None or lane.up:
                     why, waiting = log_text(event.code or ServerUnavailable.code, event.message), outbox.samples
@@ -310,7 +310,6 @@ class Pump:
                         logger.warning("slotstream: a stream to the server ended: %s%s", why, self._streams_up(without=lane))
                 self._reports.link_is_down(lane)
                 outbox.link_is_down(lane, event.message, event.code)
-                self._refused = event.code == Unauthenticated.code
 
     def _streams_up(self, *, without: Lane | None = None) -> str:
         """What a line of the log says of them, where there may be several."""
