@@ -5,7 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Self
@@ -32,6 +32,24 @@ def tree_cpu_seconds(pid: int) -> float:
     own = sum(map(int, fields[11:15])) / _TICKS_PER_S
     started = (task.read_text().split() for task in Path(f"/proc/{pid}/task").glob("*/children"))
     return own + sum(tree_cpu_seconds(int(child)) for children in started for child in children)
+
+
+def family(pid: int) -> list[int]:
+    """A process and all that it started."""
+    found = [pid]
+    for task in tasks(pid):
+        with suppress(FileNotFoundError, ProcessLookupError):  # It ended meanwhile.
+            for child in (task / "children").read_text().split():
+                found += family(int(child))
+    return found
+
+
+def tasks(pid: int) -> list[Path]:
+    """The threads of a process; none where it ended meanwhile."""
+    try:
+        return list(Path(f"/proc/{pid}/task").iterdir())
+    except (FileNotFoundError, ProcessLookupError):
+        return []
 
 
 @contextmanager

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from children import family, tasks
+
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _LEAST = 0.05  # Cores; a process that computes less is left out.
 
@@ -20,17 +22,6 @@ class _Thread:
 
     user: float
     system: float
-
-
-def _descendants(pid: int) -> Iterator[int]:
-    for children in Path(f"/proc/{pid}/task").glob("*/children"):
-        try:
-            started = children.read_text().split()
-        except OSError:  # That thread ended.
-            continue
-        for child in map(int, started):
-            yield child
-            yield from _descendants(child)
 
 
 def _name(pid: int) -> str:
@@ -54,8 +45,8 @@ def _python_name(words: list[str]) -> str:
 def _threads(pid: int) -> dict[tuple[int, int], _Thread]:
     """(process, thread) -> its times, of every process below `pid`."""
     found = {}
-    for process in _descendants(pid):
-        for task in Path(f"/proc/{process}/task").glob("*"):
+    for process in family(pid)[1:]:
+        for task in tasks(process):
             try:
                 fields = (task / "stat").read_text().rpartition(")")[2].split()
             except OSError:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from children import changed_environment
+from children import changed_environment, family, tasks
 from machine import of_same_core
 
 from slotstream.client import SampleState, connect
@@ -134,12 +134,12 @@ class Contender:
         They leave the other hardware thread of that core, too.
         """
         others = set(cores) - of_same_core(core) or {core}
-        for pid in _family(os.getpid()):
-            for task in _tasks(pid):
+        for pid in family(os.getpid()):
+            for task in tasks(pid):
                 with contextlib.suppress(ProcessLookupError):  # It ended meanwhile.
                     os.sched_setaffinity(int(task.name), others)
         _, engine = self._processes[-1]
-        for pid in _family(engine.process.pid):
+        for pid in family(engine.process.pid):
             if _process_name(pid) == "EngineCore":
                 os.sched_setaffinity(pid, {core})  # Of the thread of that number, which is the main one.
 
@@ -191,28 +191,10 @@ def _healthy(port: int) -> bool:
         return False
 
 
-def _family(pid: int) -> list[int]:
-    """A process and all that it started."""
-    family = [pid]
-    for task in _tasks(pid):
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # It ended meanwhile.
-            for child in (task / "children").read_text().split():
-                family += _family(int(child))
-    return family
-
-
-def _tasks(pid: int) -> list[Path]:
-    """The threads of a process; none where it ended meanwhile."""
-    try:
-        return list(Path(f"/proc/{pid}/task").iterdir())
-    except (FileNotFoundError, ProcessLookupError):
-        return []
-
-
 def _threads(pid: int) -> list[tuple[str, float]]:
     """(process and thread, seconds of processor) of a process and all that it started. Threads that ended are left out."""
     found: list[tuple[str, float]] = []
-    for one in _family(pid):
+    for one in family(pid):
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # It ended meanwhile.
             process = _process_name(one)
             for task in Path(f"/proc/{one}/task").iterdir():

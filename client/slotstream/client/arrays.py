@@ -49,8 +49,7 @@ class TorchArrays:
         torch = require_torch()
         if _has_numpy() and _are_of_one_kind(parts):
             first = parts[0][0]
-            count, size = _count(parts), first[0].numel() * first.element_size() if len(first) else 0
-            laid = empty_tensor((count, *first.shape[1:]), first.dtype, count * size)
+            laid = empty_tensor((_count(parts), *first.shape[1:]), first.dtype)
             _copy(_torch_bytes(laid), [(_torch_bytes(rows), wanted, places) for rows, wanted, places in parts])
             return laid
         order = torch.empty(_count(parts), dtype=torch.int64)

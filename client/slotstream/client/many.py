@@ -198,8 +198,6 @@ class ManyReads:
     def _next_call(
         self, rest: Iterator[tuple[K, Read | Listed | SlotStreamError]]
     ) -> list[tuple[K, Read | Listed | SlotStreamError]]:
-        if self._broken is not None:
-            raise self._broken
         asked, nbytes = [], 0
         for key, wanted in self._until_it_breaks(itertools.islice(rest, self._most)):
             read = wanted.read if isinstance(wanted, Listed) and not self._is_at_hand(wanted.info) else wanted
@@ -216,7 +214,9 @@ class ManyReads:
         return asked
 
     def _until_it_breaks(self, rest: Iterator[R]) -> Iterator[R]:
-        """What comes before the caller's iterator, or the listing, raises; that is noted."""
+        """What comes before the caller's iterator, or the listing, raises; that is noted, and ends it."""
+        if self._broken is not None:
+            return
         try:
             yield from rest
         except Exception as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
@@ -140,19 +141,17 @@ def receive_rows(reader: RowReader) -> torch.Tensor:
 def _empty_rows(reader: RowReader) -> torch.Tensor:
     """Memory for the rows of `reader`. Raises MemoryError where they do not fit."""
     try:
-        return empty_tensor(
-            (reader.num_rows, len(reader.layer_ids), reader.info.hidden_size), torch_dtype(reader.info.dtype), reader.nbytes
-        )
+        return empty_tensor((reader.num_rows, len(reader.layer_ids), reader.info.hidden_size), torch_dtype(reader.info.dtype))
     except (RuntimeError, OSError) as error:
         raise MemoryError(f"the rows wanted are {reader.nbytes} bytes: read fewer rows or layers at a time") from error
 
 
-def empty_tensor(shape: Sequence[int], dtype: torch.dtype, nbytes: int) -> torch.Tensor:
+def empty_tensor(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """As torch.empty, which takes small pages of memory for large tensors too: to get those takes longer than to fill them.
 
     Raises RuntimeError and OSError where there is no memory.
     """
-    torch_module = require_torch()
+    torch_module, nbytes = require_torch(), math.prod(shape) * dtype.itemsize
     if nbytes < _HUGE_BYTES:
         small: torch.Tensor = torch_module.empty(shape, dtype=dtype)
         return small

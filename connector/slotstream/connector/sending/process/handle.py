@@ -163,7 +163,7 @@ class SenderProcess:
         self._refusal: SlotStreamError = InternalFault("")
         self._posted: list[EngineItem | _LentBatch] = []  # Since the last `hand_over`. The engine's thread only.
         self._taken: deque[EngineItem | _LentBatch] = deque()  # Handed over, and not carried on yet. The carrier's thread only.
-        self._batches = self._carried = 0  # Handed over, and carried on.
+        self._batches = self._carried = 0  # Posted, and carried on.
         self._inbox: queue.SimpleQueue[list[EngineItem | _LentBatch] | Stop | _Lost] = queue.SimpleQueue()
         self._open: dict[str, SampleOpen] = {}  # Samples that the process has, by request,
         self._failed: dict[str, SampleFault] = {}  # and why some of them failed.
@@ -185,13 +185,16 @@ class SenderProcess:
 
     def post(self, item: EnginePost) -> None:
         """See `Sender`."""
-        self._posted.append(_LentBatch(item, self._lender) if isinstance(item, RowBatch) else item)
+        if isinstance(item, RowBatch):
+            self._batches += 1
+            self._posted.append(_LentBatch(item, self._lender))
+        else:
+            self._posted.append(item)
 
     def hand_over(self) -> None:
         """See `Sender`."""
         if self._posted:
             posted, self._posted = self._posted, []
-            self._batches += sum([isinstance(item, _LentBatch) for item in posted])
             self._inbox.put(posted)
 
     def look(self) -> None:
