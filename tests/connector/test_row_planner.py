@@ -589,3 +589,41 @@ def test_a_capture_that_was_short_is_looked_at_when_it_ends() -> None:
     assert rig.half.tells_gauges
     rig.half.take_stats()
     assert not rig.half.tells_gauges
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_steps_like_the_one_before_plan_what_they_would_plan_if_they_looked_at_everybody(seed: int) -> None:
+    rigs = PlanRig(pages=200, step_pages=60), PlanRig(pages=200, step_pages=60)
+    away: list[str] = []  # Preempted, and not back yet.
+    chance = random.Random(seed)
+    even = 0
+    for _ in range(300):
+        what, name = chance.random(), chance.choice([*rigs[0].running, ""])
+        if what < 0.06 and len(rigs[0].running) < 6:
+            params = {"capture": chance.random() < 0.8, "include_output_tokens": chance.random() < 0.7}
+            prompt = chance.randrange(1, 60)
+            for rig in rigs:
+                rig.add(prompt, **params)
+        elif what < 0.09 and name in rigs[0].half._captures:
+            for rig in rigs:
+                rig.finish(rig.running[name])
+        elif what < 0.11 and name:
+            away.append(name)
+        elif what < 0.14 and away:
+            back = away.pop()
+            for rig in rigs:
+                rig.running[back] = rig.away[back]
+        plans = []
+        for rig in rigs:
+            if name in away and name in rig.running:
+                rig.away[name] = rig.running[name]
+                rig.preempt(rig.running[name])
+            if rig is rigs[1]:
+                rig.half._rows._even = None  # This one looks at everybody.
+            plans.append(rig.step())
+        ours, theirs = plans
+        even += not ours
+        assert rows_of(ours) == rows_of(theirs)
+        assert (ours.opens, ours.finishes, ours.aborts) == (theirs.opens, theirs.finishes, theirs.aborts)
+        assert set(ours.table.entries if ours.table else ()) == set(theirs.table.entries if theirs.table else ())
+    assert even > 50

@@ -17,15 +17,24 @@ if TYPE_CHECKING:
 
 
 @dataclass(slots=True)
+class Pace:
+    """Counts the steps that are planned while something is captured. In nearly all of them each request computes one token."""
+
+    steps: int = 0
+
+
+@dataclass(slots=True)
 class CapturedRequest:
-    """Positions [start, stop) of a request; `next` is the first not planned yet."""
+    """Positions [start, stop) of a request; `next` is the first not planned yet. `pace` is that of the engine's steps."""
 
     request: Request
     params: CaptureParams
     start: int
     stop: int
     next: int
-    covered: int = 0  # Positions [0, covered) have been scheduled: their rows exist, or are about to.
+    pace: Pace = field(default_factory=Pace)
+    lead: int = 0  # How far `covered` is ahead of the steps. It stays, while each step computes one token.
+    next_look: int = 0  # The step that is to look whether it needs a place, or has rows worth reading.
     table: list[int] | None = None  # Its blocks in our group, where that can be known without asking.
     placed_until: int = 0  # Steps that compute no position from here on need no place for its row.
     quiet_until: int = 0  # Nor are there rows worth reading while none is computed from here on.
@@ -34,6 +43,18 @@ class CapturedRequest:
     opened: bool = False  # A plan said, or the next will say, that its sample begins.
     rows: int = 0  # Of the sample, once all of them are planned, and the commit too.
     resets: list[int] = field(default_factory=list)  # First rows captured after vLLM dropped its caches.
+
+    def __post_init__(self) -> None:
+        self.covered = 0
+
+    @property
+    def covered(self) -> int:
+        """Positions [0, covered) have been scheduled: their rows exist, or are about to."""
+        return self.lead + self.pace.steps
+
+    @covered.setter
+    def covered(self, covered: int) -> None:
+        self.lead = covered - self.pace.steps
 
     @property
     def final_rows(self) -> int:
@@ -49,7 +70,9 @@ class CapturedRequest:
         """Positions [next, n) are wanted, and their rows exist and are final."""
         final = len(self.request.all_token_ids) - 1  # As `final_rows`, with fewer calls: this is asked for often.
         prompt: int = self.request.num_prompt_tokens
-        stop = self.stop if self.stop < self.covered else self.covered
+        stop = self.lead + self.pace.steps
+        if self.stop < stop:
+            stop = self.stop
         if final < prompt:
             final = prompt
         return final if final < stop else stop

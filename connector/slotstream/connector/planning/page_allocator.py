@@ -16,8 +16,10 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from slotstream.connector.plan import PagePlace, TableUpdate
-from slotstream.connector.planning.captured_request import CapturedRequest, Due
+from slotstream.connector.planning.captured_request import Due
 from slotstream.connector.row_pool import RowPoolShape
 from slotstream.wire.errors import RowPoolFull, RowsNotComputed
 
@@ -154,15 +156,15 @@ class PageAllocator:
         if start < stop:
             self._cover_each(held, first, self._entries(table, first, end))
 
-    def grow(self, due: list[Due]) -> tuple[list[Due], list[CapturedRequest]]:
-        """What `cover` does, for all who only need the next page for output; returns the others, and who may have rows to read.
+    def grow(self, due: list[Due]) -> list[Due]:
+        """What `cover` does, for all who only need the next page for output; returns the others.
 
         Their block tables must have changed at the end only. Nothing raises: where no page is free, `cover` will say so.
         """
         others: list[Due] = []
-        ripe: list[CapturedRequest] = []
         all_held, table, changes, free, given = self._held, self._table, self._changes, self._free, self._given
-        keeps_until = len(free) - self.shape.pages // 2
+        there = len(free)
+        keeps_until = there - self.shape.pages // 2
         rows, pages = self._page_rows, self._block_pages
         for one in due:
             req_id, capture, start, covered = one
@@ -173,7 +175,7 @@ class PageAllocator:
             held = all_held[req_id]
             at = held.first + len(held.pages)
             begin, end, block = at * rows, (at + 1) * rows, at // pages
-            has_page = held.kept < held.kept_end or given < len(free)
+            has_page = held.kept < held.kept_end or given < there
             is_next = capture.next <= start <= begin < covered <= end and covered <= capture.stop and block < len(blocks)
             if not (has_page and is_next):
                 others.append(one)
@@ -196,11 +198,9 @@ class PageAllocator:
             held.live.append(entry)
             held.steps.append(self._step)
             table[entry] = changes[entry] = page
-            capture.covered, capture.placed_until = covered, end
-            if covered > capture.quiet_until:
-                ripe.append(capture)
+            capture.placed_until = end
         self._given = given
-        return others, ripe
+        return others
 
     def _extend(self, held: _Held, entries: array[int]) -> None:
         """Give a request the next pages. Raises RowPoolFull."""
@@ -249,7 +249,7 @@ class PageAllocator:
         """Have free pages follow each other, but for the last quarter: those that were read last."""
         free = self._free[self._given :]
         until = len(free) * 3 // 4
-        self._free, self._given = _ints(sorted(free[:until])) + free[until:], 0
+        self._free, self._given = _ints(np.sort(free[:until]).tolist()) + free[until:], 0
 
     def page_end(self, stop: int) -> int:
         """Where the page ends that holds the position before `stop`."""

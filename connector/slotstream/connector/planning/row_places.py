@@ -48,8 +48,8 @@ class RowPlaces(Protocol):
     def rows_can_wait(self, rows: int) -> bool:
         """Whether a later read of so many rows, beside that step's, will not fill staging at once."""
 
-    def grow(self, due: list[Due]) -> tuple[list[Due], list[CapturedRequest]]:
-        """What `cover` and `covered_until` do, where that is simple: at once for many. See `PageAllocator`."""
+    def grow(self, due: list[Due]) -> list[Due]:
+        """What `cover` and `covered_until` do, where that is simple: at once for many. Returns the others."""
 
     def cover(self, capture: CapturedRequest, start: int, stop: int, table: Table) -> None:
         """This step computes positions [start, stop). Raises SlotStreamError when there is no room for their rows."""
@@ -102,9 +102,9 @@ class BlockPlaces:
         """Not asked: there is no room."""
         return False
 
-    def grow(self, due: list[Due]) -> tuple[list[Due], list[CapturedRequest]]:
+    def grow(self, due: list[Due]) -> list[Due]:
         """See `RowPlaces`."""
-        return due, []
+        return due
 
     def cover(self, capture: CapturedRequest, start: int, stop: int, table: Table) -> None:
         """vLLM gave the blocks."""
@@ -179,9 +179,9 @@ class PagePlaces:
         """See `RowPlaces`."""
         return rows * 2 <= self._step_tokens
 
-    def grow(self, due: list[Due]) -> tuple[list[Due], list[CapturedRequest]]:
+    def grow(self, due: list[Due]) -> list[Due]:
         """See `RowPlaces`."""
-        return self._pages.grow(due) if self.tables_grow else (due, [])
+        return self._pages.grow(due) if self.tables_grow else due
 
     def cover(self, capture: CapturedRequest, start: int, stop: int, table: Table) -> None:
         """Raises RowPoolFull."""
@@ -191,14 +191,13 @@ class PagePlaces:
         """See `RowPlaces`. Behind a sliding window vLLM takes blocks away without a word: each step has to look."""
         if not self.tables_grow:
             return 0
-        if capture.covered >= capture.stop:
+        covered = capture.covered
+        if covered >= capture.stop:
             return ROWS_MAX
-        return capture.next if capture.covered <= capture.next else self._pages.page_end(capture.covered)
+        return capture.next if covered <= capture.next else self._pages.page_end(covered)
 
     def read(self, capture: CapturedRequest, start: int, stop: int, computed_from: int, table: Table) -> PagePlace:
         """See `RowPlaces`."""
-        if stop > capture.covered:
-            raise _not_computed()
         return self._pages.read(capture.request.request_id, start, stop, computed_from)
 
     def take_out(self, capture: CapturedRequest, start: int, stop: int) -> PagePlace:

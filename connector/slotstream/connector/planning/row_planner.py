@@ -11,17 +11,21 @@ have steps to come.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from slotstream.connector.plan import RowPlan, SampleFinish, TableUpdate
-from slotstream.connector.planning.captured_request import CapturedRequest, Due
+from slotstream.connector.planning.captured_request import CapturedRequest, Due, Pace
 from slotstream.connector.planning.page_allocator import NO_STEP
 from slotstream.connector.planning.row_places import RowPlaces
 from slotstream.wire.names import ROWS_MAX
 
 if TYPE_CHECKING:
-    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
+    from vllm.v1.request import Request
+
+    from slotstream.connector.planning.request_params import CaptureParams
 
 STEPS_MAX = 8  # That rows wait for company.
 BUSY_STEPS_MAX = 32  # That they wait for a step whose thread has time.
@@ -30,6 +34,17 @@ OUTPUT_ROWS_MAX = 192  # and where pages have room for more. Most answers are th
 REQUESTS_MAX = 16  # That a plan reads from, where nothing is urgent: the next plan reads from others.
 
 Live = Mapping[str, CapturedRequest]
+
+
+@dataclass(slots=True)
+class _Even:
+    """The last step computed one token of each of these requests, every capture among them; before the next one they will have
+    computed so many in all.
+    """
+
+    req_ids: list[str]
+    count: int
+    computed: int
 
 
 class RowPlanner:
@@ -53,6 +68,9 @@ class RowPlanner:
         # The step of the last plan, while something is captured. Whether it computed prompts is asked only where rows wait.
         self._last: SchedulerOutput | None = None
         self._step = 0  # Of the plan that is being made.
+        self._pace = Pace()
+        self._looks: dict[int, list[CapturedRequest]] = {}  # By step of the pace, who noted it as its `next_look`.
+        self._even: _Even | None = None
         self._chunk_rows, self._chunk_of = 0, -1  # See `_chunk`, and in which step it was worked out.
 
     @property
@@ -72,6 +90,8 @@ class RowPlanner:
             self._ended.clear()
         self._step += 1
         self._last = output if live else None
+        if not live:
+            self._looks.clear()
         table = self._places.end_plan()
         if not (self._rows or self._finishes):
             return (), (), table
@@ -96,7 +116,8 @@ class RowPlanner:
     def _rows_can_wait(self, live: Live) -> bool:
         """Whether more rows may wait beside those that do."""
         ended = sum([rows.stop - rows.start for rows, _ in self._ended.values()])
-        return self._places.rows_can_wait(ended + sum([live[r].covered - live[r].next for r in self._waiting]))
+        waiting = len(self._waiting) * self._pace.steps + sum([live[r].lead - live[r].next for r in self._waiting])
+        return self._places.rows_can_wait(ended + waiting)
 
     def _is_busy(self, output: SchedulerOutput) -> bool:
         """Whether the thread has no time to spare in this step."""
@@ -122,7 +143,8 @@ class RowPlanner:
         self._finishes.clear()
         self._ended.clear()
         self._waiting.clear()
-        self._last = None
+        self._looks.clear()
+        self._last = self._even = None
         return lost
 
     def end(self, req_id: str) -> None:
@@ -136,39 +158,129 @@ class RowPlanner:
 
     # -- a step
 
+    def begin(self, request: Request, params: CaptureParams, start: int, stop: int) -> CapturedRequest:
+        """Positions [start, stop) of a request are captured from now on."""
+        self._even = None
+        return CapturedRequest(request, params, start, stop, start, self._pace)
+
     def due(self, live: Live, output: SchedulerOutput) -> list[Due]:
         """The captures that `advance` has to look at in this step.
 
         A decode step computes a row or two of each request. Nearly always these have a page, and too few rows wait to be read:
-        with 64 requests, looking at each in every step cost a decode step some percent. So the loop calls nothing.
+        with 64 requests, looking at each in every step cost a decode step some percent. So a step like the one before looks at
+        those alone that noted it, and the loop of other steps calls nothing.
         """
-        scheduled, cached, group = output.num_scheduled_tokens, output.scheduled_cached_reqs, self._group
+        cached = output.scheduled_cached_reqs
+        self._pace.steps = step = self._pace.steps + 1
+        noted: list[CapturedRequest] = []
+        if step in self._looks:
+            names = [(c.request.request_id, c) for c in self._looks.pop(step) if c.next_look == step]
+            noted = [capture for req_id, capture in names if req_id in live and live[req_id] is capture]
         if cached.resumed_req_ids or output.kv_cache_block_copies:
+            self._even = None
             for capture in live.values():
                 capture.table = None
+        even = self._even
+        if (
+            even is not None
+            and output.total_num_scheduled_tokens == even.count
+            and not output.scheduled_new_reqs
+            and cached.req_ids == even.req_ids
+            and sum(cached.num_computed_tokens) == even.computed
+        ):
+            even.computed += even.count
+            due = self._noted(noted, live, cached)
+        else:
+            due = self._all_due(noted, live, output)
+        if not due:
+            return due
+        others = self._places.grow(due)
+        for _, capture, _, covered in due:
+            if capture.quiet_until < covered <= capture.placed_until:
+                self._rest(capture)
+        self._note_looks([capture for _, capture, _, covered in due if covered <= capture.placed_until])
+        return others
+
+    def _noted(self, noted: list[CapturedRequest], live: Live, cached: CachedRequestData) -> list[Due]:
+        """Who is due of those that noted this step, where it is even."""
+        if any(cached.new_block_ids):
+            for req_id, blocks in zip(cached.req_ids, cached.new_block_ids, strict=True):
+                if blocks and req_id in live:
+                    capture = live[req_id]
+                    if capture.table is not None:
+                        capture.table += blocks[self._group]
+        step = self._pace.steps
         due: list[Due] = []
+        others: list[CapturedRequest] = []
+        for capture in noted:
+            covered = capture.lead + step
+            if covered > capture.placed_until:
+                due.append((capture.request.request_id, capture, covered - 1, covered))
+                continue
+            if covered > capture.quiet_until:
+                self._rest(capture)
+            others.append(capture)  # Also those whose rows were read since they noted this step.
+        if others:
+            self._note_looks(others)
+        return due
+
+    def _all_due(self, noted: list[CapturedRequest], live: Live, output: SchedulerOutput) -> list[Due]:
+        """Who is due of all that a step computes; those that it leaves out stay where they are. All that need it note another
+        step, of those that `noted` this one too.
+        """
+        scheduled, cached, group = output.num_scheduled_tokens, output.scheduled_cached_reqs, self._group
+        step, seen = self._pace.steps, 0
+        due: list[Due] = []
+        late = noted
         for req_id, start, blocks in zip(cached.req_ids, cached.num_computed_tokens, cached.new_block_ids, strict=True):
             if req_id not in live:
                 continue
+            seen += 1
             capture, covered = live[req_id], start + scheduled[req_id]
             if blocks and capture.table is not None:
                 capture.table += blocks[group]
+            lead = covered - step
+            if lead != capture.lead:
+                capture.lead = lead
+                late.append(capture)
             if covered > capture.placed_until:
                 due.append((req_id, capture, start, covered))
-                continue
-            capture.covered = covered
-            if covered > capture.quiet_until:
+            elif covered > capture.quiet_until:
                 self._rest(capture)
-        if due:
-            due, ripe = self._places.grow(due)
-            for capture in ripe:
-                self._rest(capture)
+                late.append(capture)
         for new in output.scheduled_new_reqs:
             if new.req_id in live:
+                seen += 1
                 capture, start = live[new.req_id], new.num_computed_tokens
                 capture.table = None
                 due.append((new.req_id, capture, start, start + scheduled[new.req_id]))
+        if seen < len(live):
+            for req_id, capture in live.items():
+                if req_id not in scheduled:
+                    capture.lead -= 1
+                    late.append(capture)
+        self._note_looks(late)
+        self._even, count = None, len(cached.req_ids)
+        if output.total_num_scheduled_tokens == count and not output.scheduled_new_reqs and seen == len(live):
+            self._even = _Even(cached.req_ids, count, sum(cached.num_computed_tokens) + count)
         return due
+
+    def _note_looks(self, captures: Iterable[CapturedRequest]) -> None:
+        """Note the step in which each of these is due, if it computes one token in each."""
+        looks, now = self._looks, self._pace.steps
+        for capture in captures:
+            until, quiet = capture.placed_until, capture.quiet_until
+            if quiet < until:
+                until = quiet
+            step = until - capture.lead + 1
+            if step <= now:
+                step = now + 1
+            if until < ROWS_MAX and capture.next_look != step:
+                capture.next_look = step
+                if step in looks:
+                    looks[step].append(capture)
+                else:
+                    looks[step] = [capture]
 
     def advance(self, capture: CapturedRequest, start: int, covered: int, output: SchedulerOutput) -> None:
         """This step computes a request's positions [start, covered): see that they have a place.
@@ -176,7 +288,7 @@ class RowPlanner:
         Raises SlotStreamError when there is no room.
         """
         capture.placed_until = capture.quiet_until = 0
-        capture.covered = covered
+        capture.lead = covered - self._pace.steps
         table: Sequence[int] | None = capture.table
         if table is None:
             table = self._table(capture.request.request_id, output)
@@ -184,11 +296,13 @@ class RowPlanner:
                 capture.table = list(table)
         self._places.cover(capture, start, covered, table)
         self._rest(capture)
+        self._note_looks((capture,))
 
     def _rest(self, capture: CapturedRequest) -> None:
         """Note whether rows of a capture are worth reading, and until when it need not be looked at."""
         prompt = min(capture.request.num_prompt_tokens, capture.stop)
-        capture.placed_until = self._places.covered_until(capture) if capture.covered >= prompt else 0
+        covered = capture.lead + self._pace.steps
+        capture.placed_until = self._places.covered_until(capture) if covered >= prompt else 0
         unread, in_output = capture.readable - capture.next, capture.next >= prompt
         capture.quiet_until = ROWS_MAX
         least = self._output_rows if in_output else 1
@@ -196,7 +310,7 @@ class RowPlanner:
         if unread >= least and (not in_output or unread >= self._output_rows_max or unread >= self._chunk()):
             self._waiting.setdefault(capture.request.request_id, self._step)
         elif in_output and capture.next < capture.stop:  # Readable rows follow the computed ones, at some distance.
-            capture.quiet_until = capture.covered + self._output_rows - unread % self._output_rows - 1
+            capture.quiet_until = covered + self._output_rows - unread % self._output_rows - 1
 
     def _chunk(self) -> int:
         """Output rows of a request that are worth reading in this plan. Who has fewer is looked at again some rows later."""
@@ -259,11 +373,12 @@ class RowPlanner:
         if len(chosen) >= most or not any(capture.is_in_output for capture in chosen):
             return chosen
         scheduled, half = output.num_scheduled_tokens, -(-self._chunk() // 2)
+        least = half - self._pace.steps
         names = {capture.request.request_id for capture in chosen}
         company = [
             capture
             for req_id, capture in live.items()
-            if capture.covered - capture.next >= half and req_id in scheduled and req_id not in names
+            if capture.lead - capture.next >= least and req_id in scheduled and req_id not in names
         ]
         company = [c for c in company if c.is_in_output and c.readable - c.next >= half]
         return chosen + company[: most - len(chosen)]
@@ -276,7 +391,9 @@ class RowPlanner:
             table = self._table(req_id, output) if self._places.holds_blocks else ()
             self._plan_rows(capture, stop, computed.get(req_id, NO_STEP), table)
         is_quiet = stop < capture.request.num_prompt_tokens or stop >= capture.stop
-        capture.quiet_until = ROWS_MAX if is_quiet else capture.covered + self._output_rows - 1
+        capture.quiet_until = ROWS_MAX if is_quiet else capture.lead + self._pace.steps + self._output_rows - 1
+        if capture.quiet_until < capture.placed_until:
+            self._note_looks((capture,))
 
     def _table(self, req_id: str, output: SchedulerOutput) -> Sequence[int]:
         """The block table of a request that this step runs."""
@@ -323,12 +440,12 @@ class RowPlanner:
 
         Raises RowsNotComputed.
         """
-        start = capture.next
+        start, finish = capture.next, capture.sample_finish(stop)  # First: it asks whether the sample is whole.
         if stop <= start:
-            self.complete(capture, stop)
+            self._finishes.append(finish)
             return False
         if self._places.computes_all:
-            req_id, finish = capture.request.request_id, capture.sample_finish(stop)
+            req_id = capture.request.request_id
             place = self._places.take_out(capture, start, stop)
             if not self._ended:
                 self._ended_since = self._step
@@ -336,7 +453,7 @@ class RowPlanner:
             self._ended[req_id] = rows, finish
             return False
         self._plan_rows(capture, stop, NO_STEP, block_ids if stop <= capture.request.num_computed_tokens else ())
-        self.complete(capture, stop)
+        self._finishes.append(finish)
         return self._places.holds_blocks
 
 

@@ -285,7 +285,7 @@ class SchedulerHalf:
         self._check_server()
         if self._rows.is_on_its_way(req_id):
             raise UnsupportedRequest("the last rows of another request with this id are on their way: give each its own id")
-        capture = CapturedRequest(request, params, start, stop, next=start)
+        capture = self._rows.begin(request, params, start, stop)
         same = [(other_id, other) for other_id, other in self._captures.items() if other.params.sample_id == params.sample_id]
         if any(other_id not in self._refused and capture.conflicts_with(other) for other_id, other in same):
             raise AlreadyExists("another request of this engine is captured under this sample_id, with other tokens")
@@ -447,7 +447,6 @@ class SchedulerHalf:
         hold = False
         if error is None:
             try:
-                capture.check_whole(stop)  # Before blocks are held for it.
                 hold = self._rows.finish(capture, stop, block_ids)
             except SlotStreamError as missing:
                 error = missing

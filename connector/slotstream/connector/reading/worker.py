@@ -96,8 +96,8 @@ class WorkerHalf:
     def execute(self) -> None:
         """Do the step's plan. After the forward passes: the rows are where the source has them."""
         plan, self._plan = self._plan, EMPTY_PLAN
-        if not plan:
-            return
+        if not (plan.opens or plan.rows or plan.finishes or plan.aborts):
+            return  # A step with new pages alone has nothing to do here.
         try:
             self._do(plan)
         finally:
