@@ -282,7 +282,9 @@ class PageAllocator:
         place = self._find(held, start, stop)
         del self._held[req_id]
         self._let_go += self._no_longer_kept(held)
-        self._end_entries(held, 0, len(held.pages))
+        for entry in self._owned(held, 0, len(held.pages)):
+            del self._table[entry]
+            self._changes[entry] = -1
         first = start // self._page_rows - held.first
         others = held.pages[:first] + held.pages[first + len(place.pages) :]
         self._let_go += [page for page in others if page >= 0]

@@ -438,14 +438,16 @@ class RowPlanner:
     def finish(self, capture: CapturedRequest, stop: int, block_ids: Sequence[int]) -> bool:
         """Plan the last rows of a request that ended, and the end of its sample; whether its blocks must be held until then.
 
-        Raises RowsNotComputed.
+        Nothing more is wanted of it. Raises RowsNotComputed.
         """
-        start, finish = capture.next, capture.sample_finish(stop)  # First: it asks whether the sample is whole.
+        req_id, start = capture.request.request_id, capture.next
+        finish = capture.sample_finish(stop)  # First: it asks whether the sample is whole.
         if stop <= start:
             self._finishes.append(finish)
+            self.end(req_id)
             return False
+        self._waiting.pop(req_id, None)
         if self._places.computes_all:
-            req_id = capture.request.request_id
             place = self._places.take_out(capture, start, stop)
             if not self._ended:
                 self._ended_since = self._step

@@ -82,6 +82,7 @@ class SchedulerHalf:
     ) -> None:
         self._config = config
         self._servers = ",".join(config.options.servers)
+        self._layer_names = layer_names(config.layer_ids, config.metadata)
         self._max_model_len = max_model_len
         self._server_problem = server_problem
         self._no_room = False  # The server is away and the worker can hold no more.
@@ -456,7 +457,7 @@ class SchedulerHalf:
         self._open(capture)
         if hold:
             self._pending.releases.append(req_id)
-        self._completed(capture, stop)
+        capture.rows = stop - capture.start
         return hold, None
 
     def _why_not_whole(self, capture: CapturedRequest) -> SlotStreamError | None:
@@ -490,8 +491,8 @@ class SchedulerHalf:
                 "sample_id": capture.params.sample_id,
                 "namespace": capture.params.namespace,
                 "num_tokens": rows,
-                "layer_ids": list(config.layer_ids),
-                "layer_names": list(layer_names(config.layer_ids, config.metadata)),
+                "layer_ids": [*config.layer_ids],
+                "layer_names": [*self._layer_names],
                 "dtype": config.dtype,
                 "shape": [rows, len(config.layer_ids), config.hidden_size],
             }
