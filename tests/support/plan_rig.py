@@ -61,7 +61,6 @@ class PlanRig:
         self.half = SchedulerHalf(chosen, 0, BLOCK, 8192, lambda _: None, places, lambda: self.seconds)
         self.running: dict[str, PlannedRequest] = {}
         self.preempted: list[PlannedRequest] = []  # Since the last step.
-        self.away: dict[str, PlannedRequest] = {}  # For a test's own use: those that it preempted, and has not put back.
         self._numbers = itertools.count()
         self._blocks = itertools.count(1)
 

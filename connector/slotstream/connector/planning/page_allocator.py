@@ -282,9 +282,7 @@ class PageAllocator:
         place = self._find(held, start, stop)
         del self._held[req_id]
         self._let_go += self._no_longer_kept(held)
-        for entry in self._owned(held, 0, len(held.pages)):
-            del self._table[entry]
-            self._changes[entry] = -1
+        self._drop(self._owned(held, 0, len(held.pages)))
         first = start // self._page_rows - held.first
         others = held.pages[:first] + held.pages[first + len(place.pages) :]
         self._let_go += [page for page in others if page >= 0]
@@ -329,18 +327,21 @@ class PageAllocator:
             self._ending += self._owned(held, kept, count)
         pages = held.pages[:count]
         self._let_go += pages if -1 not in pages else [page for page in pages if page >= 0]
-        for entry in self._owned(held, 0, kept):
-            del self._table[entry]
-            self._changes[entry] = -1
+        self._drop(self._owned(held, 0, kept))
         del held.pages[:count], held.entries[:count], held.steps[:count], held.live[:count]
         held.first += count
 
     def _end_entries(self, held: _Held, start: int, stop: int) -> None:
-        """End the entries of some pages of a request."""
-        for entry in self._owned(held, start, stop):
-            del self._table[entry]
-            self._changes[entry] = -1
+        """End the entries of some pages of a request, which goes on."""
+        self._drop(self._owned(held, start, stop))
         held.live[start:stop] = _ints([-1]) * (stop - start)
+
+    def _drop(self, entries: list[int]) -> None:
+        """These entries end with this plan."""
+        table, changes = self._table, self._changes
+        for entry in entries:
+            del table[entry]
+            changes[entry] = -1
 
     def _owned(self, held: _Held, start: int, stop: int) -> list[int]:
         """The entries of some pages of a request, but for those that another page was given to since."""

@@ -258,7 +258,6 @@ class RowPlanner:
             for req_id, capture in live.items():
                 if req_id not in scheduled:
                     capture.lead -= 1
-                    late.append(capture)
         self._note_looks(late)
         self._even, count = None, len(cached.req_ids)
         if output.total_num_scheduled_tokens == count and not output.scheduled_new_reqs and seen == len(live):
