@@ -33,7 +33,7 @@ class CapturedRequest:
     stop: int
     next: int
     pace: Pace = field(default_factory=Pace)
-    lead: int = 0  # How far `covered` is ahead of the steps. It stays, while each step computes one token.
+    lead: int = field(init=False)  # How far `covered` is ahead of the steps. It stays, while each step computes one token.
     next_look: int = 0  # The step that is to look whether it needs a place, or has rows worth reading.
     table: list[int] | None = None  # Its blocks in our group, where that can be known without asking.
     placed_until: int = 0  # Steps that compute no position from here on need no place for its row.

@@ -251,10 +251,6 @@ class PageAllocator:
         until = len(free) * 3 // 4
         self._free, self._given = _ints(np.sort(free[:until]).tolist()) + free[until:], 0
 
-    def page_end(self, stop: int) -> int:
-        """Where the page ends that holds the position before `stop`."""
-        return -(-stop // self._page_rows) * self._page_rows
-
     def read(self, req_id: str, start: int, stop: int, computed_from: int) -> PagePlace:
         """Where the rows of positions [start, stop) are, which this plan reads; pages without rows from `stop` on go back.
 

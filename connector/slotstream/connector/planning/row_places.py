@@ -158,6 +158,7 @@ class PagePlaces:
         self.end_plan = pages.end_plan  # Asked in every step: a call less.
         self._step_tokens = step_tokens
         self._row_bytes = row_bytes
+        self._page_rows = pages.shape.page_rows
         self.tables_grow = keeps_blocks
 
     @property
@@ -194,7 +195,7 @@ class PagePlaces:
         covered = capture.lead + capture.pace.steps  # As `covered`, with fewer calls.
         if covered >= capture.stop:
             return ROWS_MAX
-        return capture.next if covered <= capture.next else self._pages.page_end(covered)
+        return capture.next if covered <= capture.next else -(-covered // self._page_rows) * self._page_rows
 
     def read(self, capture: CapturedRequest, start: int, stop: int, computed_from: int, table: Table) -> PagePlace:
         """See `RowPlaces`."""

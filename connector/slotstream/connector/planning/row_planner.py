@@ -115,9 +115,11 @@ class RowPlanner:
 
     def _rows_can_wait(self, live: Live) -> bool:
         """Whether more rows may wait beside those that do."""
-        ended = sum([rows.stop - rows.start for rows, _ in self._ended.values()])
-        waiting = len(self._waiting) * self._pace.steps + sum([live[r].lead - live[r].next for r in self._waiting])
-        return self._places.rows_can_wait(ended + waiting)
+        step = self._pace.steps
+        rows = sum([live[r].lead + step - live[r].next for r in self._waiting])
+        if self._ended:
+            rows += sum([ended.stop - ended.start for ended, _ in self._ended.values()])
+        return self._places.rows_can_wait(rows)
 
     def _is_busy(self, output: SchedulerOutput) -> bool:
         """Whether the thread has no time to spare in this step."""
@@ -174,8 +176,9 @@ class RowPlanner:
         self._pace.steps = step = self._pace.steps + 1
         noted: list[CapturedRequest] = []
         if step in self._looks:
-            names = [(c.request.request_id, c) for c in self._looks.pop(step) if c.next_look == step]
-            noted = [capture for req_id, capture in names if req_id in live and live[req_id] is capture]
+            looks = self._looks[step]
+            del self._looks[step]
+            noted = [c for c in looks if c.next_look == step and (name := c.request.request_id) in live and live[name] is c]
         if cached.resumed_req_ids or output.kv_cache_block_copies:
             self._even = None
             for capture in live.values():
@@ -195,10 +198,8 @@ class RowPlanner:
         if not due:
             return due
         others = self._places.grow(due)
-        for _, capture, _, covered in due:
-            if capture.quiet_until < covered <= capture.placed_until:
-                self._rest(capture)
-        self._note_looks([capture for _, capture, _, covered in due if covered <= capture.placed_until])
+        if grown := [capture for _, capture, _, covered in due if covered <= capture.placed_until]:
+            self._rest_where_ripe(grown)
         return others
 
     def _noted(self, noted: list[CapturedRequest], live: Live, cached: CachedRequestData) -> list[Due]:
@@ -209,29 +210,24 @@ class RowPlanner:
                     capture = live[req_id]
                     if capture.table is not None:
                         capture.table += blocks[self._group]
+        if not noted:
+            return []
         step = self._pace.steps
-        due: list[Due] = []
-        others: list[CapturedRequest] = []
-        for capture in noted:
-            covered = capture.lead + step
-            if covered > capture.placed_until:
-                due.append((capture.request.request_id, capture, covered - 1, covered))
-                continue
-            if covered > capture.quiet_until:
-                self._rest(capture)
-            others.append(capture)  # Also those whose rows were read since they noted this step.
-        if others:
-            self._note_looks(others)
+        due = [(c.request.request_id, c, c.lead + step - 1, c.lead + step) for c in noted if c.lead + step > c.placed_until]
+        placed = [c for c in noted if c.lead + step <= c.placed_until]
+        if placed:  # Also those whose rows were read since they noted this step.
+            self._rest_where_ripe(placed)
         return due
 
     def _all_due(self, noted: list[CapturedRequest], live: Live, output: SchedulerOutput) -> list[Due]:
-        """Who is due of all that a step computes; those that it leaves out stay where they are. All that need it note another
-        step, of those that `noted` this one too.
+        """Who is due of all that a step computes; those that it leaves out stay where they are.
+
+        Who `noted` this step notes another.
         """
         scheduled, cached, group = output.num_scheduled_tokens, output.scheduled_cached_reqs, self._group
         step, seen = self._pace.steps, 0
         due: list[Due] = []
-        late = noted
+        placed: list[CapturedRequest] = []
         for req_id, start, blocks in zip(cached.req_ids, cached.num_computed_tokens, cached.new_block_ids, strict=True):
             if req_id not in live:
                 continue
@@ -239,15 +235,11 @@ class RowPlanner:
             capture, covered = live[req_id], start + scheduled[req_id]
             if blocks and capture.table is not None:
                 capture.table += blocks[group]
-            lead = covered - step
-            if lead != capture.lead:
-                capture.lead = lead
-                late.append(capture)
+            is_late, capture.lead = capture.lead != covered - step, covered - step
             if covered > capture.placed_until:
                 due.append((req_id, capture, start, covered))
-            elif covered > capture.quiet_until:
-                self._rest(capture)
-                late.append(capture)
+            elif is_late or covered > capture.quiet_until:
+                placed.append(capture)
         for new in output.scheduled_new_reqs:
             if new.req_id in live:
                 seen += 1
@@ -258,11 +250,22 @@ class RowPlanner:
             for req_id, capture in live.items():
                 if req_id not in scheduled:
                     capture.lead -= 1
-        self._note_looks(late)
+        if placed:
+            self._rest_where_ripe(placed)
+        if noted:
+            self._note_looks(noted)
         self._even, count = None, len(cached.req_ids)
         if output.total_num_scheduled_tokens == count and not output.scheduled_new_reqs and seen == len(live):
             self._even = _Even(cached.req_ids, count, sum(cached.num_computed_tokens) + count)
         return due
+
+    def _rest_where_ripe(self, placed: list[CapturedRequest]) -> None:
+        """Of captures that have a place: those may have rows worth reading, and all are looked at again."""
+        step = self._pace.steps
+        for capture in placed:
+            if capture.lead + step > capture.quiet_until:
+                self._rest(capture)
+        self._note_looks(placed)
 
     def _note_looks(self, captures: Iterable[CapturedRequest]) -> None:
         """Note the step in which each of these is due, if it computes one token in each."""
@@ -299,7 +302,9 @@ class RowPlanner:
 
     def _rest(self, capture: CapturedRequest) -> None:
         """Note whether rows of a capture are worth reading, and until when it need not be looked at."""
-        prompt = min(capture.request.num_prompt_tokens, capture.stop)
+        prompt = capture.request.num_prompt_tokens
+        if capture.stop < prompt:
+            prompt = capture.stop
         covered = capture.lead + self._pace.steps
         capture.placed_until = self._places.covered_until(capture) if covered >= prompt else 0
         unread, in_output = capture.readable - capture.next, capture.next >= prompt
