@@ -14,7 +14,7 @@ from support.plan_rig import PlannedRequest, PlanRig, rows_of
 from slotstream.connector.plan import PagePlace, SampleAbort, SampleFinish, SampleOpen, StepPlan
 from slotstream.connector.planning.captured_request import CapturedRequest
 from slotstream.connector.planning.page_allocator import NO_STEP, NULL_BLOCK, PageAllocator
-from slotstream.connector.planning.row_planner import BUSY_STEPS_MAX, REQUESTS_MAX, STEPS_MAX
+from slotstream.connector.planning.row_planner import BUSY_STEPS_MAX, REQUESTS, STEPS_MAX
 from slotstream.connector.row_pool import RowPoolShape
 
 
@@ -31,11 +31,11 @@ def test_a_prompt_is_read_with_others_after_eight_steps_in_one_without_prompt_to
 
 def test_as_many_as_a_plan_reads_from_wait_no_longer() -> None:
     rig = PlanRig()
-    for _ in range(REQUESTS_MAX):
+    for _ in range(REQUESTS):
         rig.add(20)
     assert rows_of(rig.step()) == []
     assert rows_of(rig.step()) == []  # Behind a step with prompts.
-    assert len(rows_of(rig.step())) == REQUESTS_MAX
+    assert len(rows_of(rig.step())) == REQUESTS
 
 
 @pytest.mark.parametrize("every", [1, 2])
@@ -453,17 +453,17 @@ def test_pages_that_are_kept_for_a_request_stay_its_own_when_all_its_rows_are_re
 
 
 def test_a_plan_reads_from_few_requests_and_the_next_from_others() -> None:
-    """What is worth reading in one step leaves in four: 64 prompts, and the rows that they have written since."""
+    """What is worth reading in one step leaves in thirteen: 64 prompts, and the rows that they have written since."""
     rig = PlanRig(output_rows_per_chunk=32)
     names = [rig.add(16).request_id for _ in range(64)]
     for _ in range(2):
         assert not rig.step().rows
-    plans = [rows_of(rig.step()) for _ in range(5)]
-    assert [len(plan) for plan in plans] == [REQUESTS_MAX] * 4 + [0]
+    plans = [rows_of(rig.step()) for _ in range(13)]
+    assert [len(plan) for plan in plans] == [REQUESTS] * 12 + [4]
     assert [req_id for plan in plans for req_id, _, _ in plan] == names
-    more = [rows_of(rig.step()) for _ in range(34)]
-    assert {len(plan) for plan in more} == {0, REQUESTS_MAX}
-    assert sorted(req_id for plan in more for req_id, _, _ in plan) == sorted(names)
+    more = [rows_of(rig.step()) for _ in range(34 + STEPS_MAX)]
+    assert {len(plan) for plan in more} == {0, REQUESTS}
+    assert [req_id for plan in more for req_id, _, _ in plan] == [*names, names[0]]  # The first one goes along with the last.
 
 
 def test_more_requests_than_plans_read_from_leave_in_larger_parts() -> None:
@@ -472,9 +472,9 @@ def test_more_requests_than_plans_read_from_leave_in_larger_parts() -> None:
         rig.add(16)
     for _ in range(2):
         rig.step()
-    plans = [len(rig.step().rows) for _ in range(8)]
+    plans = [len(rig.step().rows) for _ in range(40)]
     assert sum(plans) == 200
-    assert plans[0] == 200 // 4
+    assert plans[0] == 200 // 16
 
 
 def test_output_rows_of_others_go_along_from_half_of_a_chunk_on() -> None:
@@ -539,7 +539,7 @@ def test_many_rows_that_get_worth_reading_at_once_still_leave_by_a_few_requests_
     for _ in range(40):
         rig.add(16)
     found = [len(plan.rows) for plan in (rig.step() for _ in range(300)) if plan.rows]
-    assert max(found) == REQUESTS_MAX
+    assert max(found) == REQUESTS
     assert sum(found) == 80
 
 
@@ -602,7 +602,7 @@ def test_steps_like_the_one_before_plan_what_they_would_plan_if_they_looked_at_e
     quiet = 0
     for _ in range(300):
         what, name = chance.random(), chance.choice([*rigs[0].running, ""])
-        if what < 0.06 and len(rigs[0].running) < 6:
+        if what < 0.06 and len(rigs[0].running) < REQUESTS:
             params = {"capture": chance.random() < 0.8, "include_output_tokens": chance.random() < 0.7}
             prompt = chance.randrange(1, 60)
             for rig in rigs:

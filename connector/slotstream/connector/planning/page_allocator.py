@@ -83,6 +83,7 @@ class PageAllocator:
         self._kept = 0  # Free pages that are kept for requests, and no part of `_free`.
         self._let_go: list[int] = []  # Read in the plan that is being made, which may begin between two steps.
         self._held: dict[str, _Held] = {}
+        self._taken_out: list[tuple[_Held, int, int]] = []  # Since the last plan, and which of the pages stay taken.
         self._table: dict[int, int] = {}  # As the device has it after this plan's update: entry -> page.
         self._changes: dict[int, int] = {}  # What that update says.
         self._ending: list[int] = []  # Entries that this plan's step still needs: the next plan drops them.
@@ -117,6 +118,8 @@ class PageAllocator:
     def end_plan(self) -> TableUpdate | None:
         """The plan is made: what it has to change in the table, None for nothing. The next one may give the pages it freed."""
         step, self._step = self._step, self._step + 1
+        if self._taken_out:
+            self._end_taken_out()
         if self._let_go:
             self._free.extend(self._let_go)
             self._let_go.clear()
@@ -249,7 +252,7 @@ class PageAllocator:
         """Have free pages follow each other, but for the last quarter: those that were read last."""
         free = self._free[self._given :]
         until = len(free) * 3 // 4
-        self._free, self._given = _ints(np.sort(free[:until]).tolist()) + free[until:], 0
+        self._free, self._given = array("q", np.sort(free[:until]).tobytes()) + free[until:], 0
 
     def read(self, req_id: str, start: int, stop: int, computed_from: int) -> PagePlace:
         """Where the rows of positions [start, stop) are, which this plan reads; pages without rows from `stop` on go back.
@@ -270,19 +273,25 @@ class PageAllocator:
     def take_out(self, req_id: str, start: int, stop: int) -> PagePlace:
         """Where the last rows of a request that ended are, for a later plan to read: these pages stay taken until `put_back`.
 
-        All others go back. Raises RowsNotComputed when some rows never had a page; then nothing changes.
+        All others go back with the next plan. Raises RowsNotComputed when some rows never had a page; then nothing changes.
         """
         held = self._held.get(req_id)
         if held is None:
             raise _not_computed()
         place = self._find(held, start, stop)
         del self._held[req_id]
-        self._let_go += self._no_longer_kept(held)
-        self._drop(self._owned(held, 0, len(held.pages)))
+        self._kept -= held.kept_end - held.kept
         first = start // self._page_rows - held.first
-        others = held.pages[:first] + held.pages[first + len(place.pages) :]
-        self._let_go += [page for page in others if page >= 0]
+        self._taken_out.append((held, first, first + len(place.pages)))
         return place
+
+    def _end_taken_out(self) -> None:
+        """What is left to do of requests that were taken out: many may end in one step, whose thread has no time for it."""
+        for held, first, end in self._taken_out:
+            self._let_go += range(held.kept, held.kept_end)
+            self._drop(self._owned(held, 0, len(held.pages)))
+            self._let_go += [page for page in held.pages[:first] + held.pages[end:] if page >= 0]
+        self._taken_out.clear()
 
     def put_back(self, place: PagePlace) -> None:
         """This plan reads what was taken out."""
@@ -306,6 +315,7 @@ class PageAllocator:
     def reset(self) -> None:
         """Every page is free and the table empty: after a fault, when nothing is known of a plan that may be lost."""
         self._held.clear()
+        self._taken_out.clear()
         self._table.clear()
         self._changes.clear()
         self._ending.clear()

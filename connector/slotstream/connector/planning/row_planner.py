@@ -1,12 +1,12 @@
 """Which rows of the live captures the next plan reads, and which captures a step has to look at, at all.
 
 A step that only decodes is a CUDA graph: the engine's thread launches it and waits. A step with prompt tokens is bound by that
-very thread. So rows that can wait stay where they are until a step without prompt tokens, and there a little longer: a read of
-many costs the thread hardly more than a read of one. The step behind one with prompt tokens is no better: before its launch is
-over, nobody hears of the first tokens. They are read at once where room is short (for rows in pages, or for so many of them in
-staging), after STEPS_MAX steps, or BUSY_STEPS_MAX where each is of these two kinds, and when their request loses its blocks. A
-step that computes nothing reads all there is. The last rows of a request that ended wait as others do, while other captures
-have steps to come.
+very thread. So rows that can wait stay where they are until a step without prompt tokens, and there a little longer: a read
+of a few requests costs the thread hardly more than a read of one. Those of many are read a few in a step, so that none gets
+long. The step behind one with prompt tokens is no better than that one: before its launch is over, nobody hears of the first
+tokens. Rows are read at once where room is short (for rows in pages, or for so many of them in staging), after STEPS_MAX steps,
+or BUSY_STEPS_MAX where each is of these two kinds, and when their request loses its blocks. A step that computes nothing reads
+all there is. The last rows of a request that ended wait as others do, while other captures have steps to come.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from slotstream.connector.plan import RowPlan, SampleFinish, TableUpdate
+from slotstream.connector.plan import PagePlace, RowPlan, SampleFinish, TableUpdate
 from slotstream.connector.planning.captured_request import CapturedRequest, Due, Pace
 from slotstream.connector.planning.page_allocator import NO_STEP
 from slotstream.connector.planning.row_places import RowPlaces
@@ -31,7 +31,8 @@ STEPS_MAX = 8  # That rows wait for company.
 BUSY_STEPS_MAX = 32  # That they wait for a step whose thread has time.
 OUTPUT_ROWS = 48  # Of a request that are worth reading, where nobody says how many,
 OUTPUT_ROWS_MAX = 192  # and where pages have room for more. Most answers are then read once, at their end.
-REQUESTS_MAX = 16  # That a plan reads from, where nothing is urgent: the next plan reads from others.
+REQUESTS = 5  # That a plan reads from, where nothing is urgent: the next plan reads from others, and no step gets long.
+REQUESTS_MAX = 16  # The same where the thread's time is short: a read of few costs it nearly as much.
 
 Live = Mapping[str, CapturedRequest]
 
@@ -45,6 +46,16 @@ class _Even:
     req_ids: list[str]
     count: int
     computed: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Ended:
+    """A request that ended in step `since`: its rows from the capture's next one to `stop` are still to be read, at `place`."""
+
+    capture: CapturedRequest
+    stop: int
+    place: PagePlace
+    since: int
 
 
 class RowPlanner:
@@ -62,8 +73,7 @@ class RowPlanner:
         self._may_wait = may_wait
         self._rows: list[RowPlan] = []
         self._finishes: list[SampleFinish] = []
-        self._ended: dict[str, tuple[RowPlan, SampleFinish]] = {}  # The last rows of requests that ended, for a later plan.
-        self._ended_since = 0  # The step of the first of them.
+        self._ended: dict[str, _Ended] = {}  # Whose last rows are for a later plan, by request: the oldest first.
         self._waiting: dict[str, int] = {}  # Whose rows are worth reading, and since which step: the oldest first.
         # The step of the last plan, while something is captured. Whether it computed prompts is asked only where rows wait.
         self._last: SchedulerOutput | None = None
@@ -82,12 +92,9 @@ class RowPlanner:
         self, output: SchedulerOutput, live: Live
     ) -> tuple[tuple[RowPlan, ...], tuple[SampleFinish, ...], TableUpdate | None]:
         """The plan is made: the rows that it reads, the samples that end with it, and what it changes in the page table."""
-        if self._ended and self._reads_ended(output, live):
-            for rows, finish in self._ended.values():
-                self._places.put_back(rows.place)
-                self._rows.append(rows)
-                self._finishes.append(finish)
-            self._ended.clear()
+        if self._ended and (count := self._ended_to_read(output, live)):
+            for req_id in list(self._ended)[:count]:
+                self._read_ended(req_id, self._ended.pop(req_id))
         self._step += 1
         self._last = output if live else None
         if not live:
@@ -99,26 +106,36 @@ class RowPlanner:
         finishes, self._finishes = tuple(self._finishes), []
         return planned, finishes, table
 
-    def _reads_ended(self, output: SchedulerOutput, live: Live) -> bool:
-        """Whether this plan reads the last rows of requests that ended."""
-        waited = self._step - self._ended_since
-        return (
-            0 < len(self._rows) <= REQUESTS_MAX - len(self._ended)
-            or not self._may_wait
-            or not (live and output.num_scheduled_tokens)  # Where vLLM runs in its caller's process, no step may follow.
-            or len(self._ended) >= REQUESTS_MAX
-            or self._places.reads_early
-            or not (self._places.has_room and self._rows_can_wait(live))
-            or waited >= BUSY_STEPS_MAX
-            or (waited >= STEPS_MAX and not self._is_busy(output))
-        )
+    def _ended_to_read(self, output: SchedulerOutput, live: Live) -> int:
+        """Of how many requests that ended this plan reads the last rows, the oldest first."""
+        count, places = len(self._ended), self._places
+        # Where vLLM runs in its caller's process, no step may follow.
+        if not (self._may_wait and live and output.num_scheduled_tokens) or places.reads_early or not places.has_room:
+            return count
+        waited = self._step - next(iter(self._ended.values())).since
+        if self._is_busy(output):
+            is_due, most = waited >= BUSY_STEPS_MAX, max(REQUESTS_MAX, count // 4)
+        else:
+            is_due, most = waited >= STEPS_MAX or count >= REQUESTS, _few(count)
+        if not (is_due or self._rows or not self._rows_can_wait(live)):
+            return 0
+        left = most - len(self._rows)
+        return most if waited >= BUSY_STEPS_MAX else max(0, left)
+
+    def _read_ended(self, req_id: str, ended: _Ended) -> None:
+        """Have this plan read the last rows of a request, and end its sample."""
+        capture, start, stop = ended.capture, ended.capture.next, ended.stop
+        self._places.put_back(ended.place)
+        computed = capture.is_computed(stop)
+        self._rows.append(RowPlan(req_id, start, stop, start - capture.start, ended.place, computed))
+        self._finishes.append(capture.sample_finish(stop))
 
     def _rows_can_wait(self, live: Live) -> bool:
         """Whether more rows may wait beside those that do."""
         step = self._pace.steps
         rows = sum([live[r].lead + step - live[r].next for r in self._waiting])
         if self._ended:
-            rows += sum([ended.stop - ended.start for ended, _ in self._ended.values()])
+            rows += sum([ended.stop - ended.capture.next for ended in self._ended.values()])
         return self._places.rows_can_wait(rows)
 
     def _is_busy(self, output: SchedulerOutput) -> bool:
@@ -135,12 +152,14 @@ class RowPlanner:
         self._rows = [row for row in self._rows if row.req_id != req_id]
         self._finishes = [finish for finish in self._finishes if finish.req_id != req_id]
         if (ended := self._ended.pop(req_id, None)) is not None:
-            self._places.put_back(ended[0].place)
+            self._places.put_back(ended.place)
 
-    def reset(self) -> list[SampleFinish]:
-        """Nothing is known of the device's side any more: what the next plan would have read is lost; the samples of that."""
+    def reset(self) -> list[str]:
+        """Nothing is known of the device's side any more: what the next plan would have read is lost; the requests that
+        ended with that.
+        """
         self._places.reset()
-        lost = [*self._finishes, *(finish for _, finish in self._ended.values())]
+        lost = [*(finish.req_id for finish in self._finishes), *self._ended]
         self._rows.clear()
         self._finishes.clear()
         self._ended.clear()
@@ -339,17 +358,17 @@ class RowPlanner:
         if not self._waiting:
             return
         waiting = [live[req_id] for req_id in self._waiting]
-        most = max(REQUESTS_MAX, len(waiting) // 4)  # So that hundreds leave in a few steps too.
         if not (self._may_wait and self._places.has_room):
             yield from self._with_company(waiting, len(live), live, output)
             return
         waited, too_many = self._step - next(iter(self._waiting.values())), not self._rows_can_wait(live)
-        if len(waiting) < REQUESTS_MAX and waited < STEPS_MAX and not too_many:
+        if len(waiting) < REQUESTS and waited < STEPS_MAX and not too_many:
             return
         if not self._is_busy(output):
+            most = _few(len(waiting))
             yield from self._with_company(waiting[:most], most, live, output)
         elif waited >= BUSY_STEPS_MAX or too_many:
-            yield from waiting[:most]
+            yield from waiting[: max(REQUESTS_MAX, len(waiting) // 4)]
 
     def has_unread(self, live: Live) -> bool:
         """Whether there are rows that a step can read which computes nothing."""
@@ -445,22 +464,26 @@ class RowPlanner:
         Nothing more is wanted of it. Raises RowsNotComputed.
         """
         req_id, start = capture.request.request_id, capture.next
+        if start < stop and self._places.computes_all:
+            capture.check_whole(stop)
+            place = self._places.take_out(capture, start, stop)
+            self._waiting.pop(req_id, None)
+            self._ended[req_id] = _Ended(capture, stop, place, self._step)
+            return False
         finish = capture.sample_finish(stop)  # First: it asks whether the sample is whole.
         if stop <= start:
             self._finishes.append(finish)
             self.end(req_id)
             return False
         self._waiting.pop(req_id, None)
-        if self._places.computes_all:
-            place = self._places.take_out(capture, start, stop)
-            if not self._ended:
-                self._ended_since = self._step
-            rows = RowPlan(req_id, start, stop, start - capture.start, place, capture.is_computed(stop))
-            self._ended[req_id] = rows, finish
-            return False
         self._plan_rows(capture, stop, NO_STEP, block_ids if stop <= capture.request.num_computed_tokens else ())
         self._finishes.append(finish)
         return self._places.holds_blocks
+
+
+def _few(count: int) -> int:
+    """From how many of `count` a plan reads where the thread has time: a few, and of hundreds a sixteenth."""
+    return max(REQUESTS, count // 16)
 
 
 def _computes_prompts(output: SchedulerOutput) -> bool:

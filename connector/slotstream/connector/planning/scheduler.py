@@ -242,10 +242,10 @@ class SchedulerHalf:
         # Rows in pages that the next plan would read are not to be had any more, either.
         waiting = self._rows.reset() if self._rows.computes_all else []
         self._pending.releases.extend(lost.releases)
-        for finish in (*waiting, *lost.finishes):
-            self._pending.aborts.append(SampleAbort(finish.req_id, error.code, str(error)))
-            if finish.req_id in self._captures:
-                self._refused[finish.req_id] = error
+        for req_id in (*waiting, *(finish.req_id for finish in lost.finishes)):
+            self._pending.aborts.append(SampleAbort(req_id, error.code, str(error)))
+            if req_id in self._captures:
+                self._refused[req_id] = error
         self._pending.opens.extend(lost.opens)
         self._pending.aborts.extend(lost.aborts)
         for req_id, capture in list(self._live.items()):

@@ -18,7 +18,6 @@ from array import array
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
-import numpy as np
 import torch
 
 from slotstream.connector.reading.staging_memory import COPY_BYTES, StagingMemory
@@ -66,7 +65,7 @@ class PageReads:
         self._device = device
         self._number = 0
         self._cleared = True  # Whether something clears notes, on the model's stream, that no read waited for yet.
-        self._last = np.zeros(pool.shape[0] // page_rows + 1, np.int64)  # By page, the read that it was last part of.
+        self._last = [0] * (pool.shape[0] // page_rows)  # By page, the read that it was last part of.
         self._tensors = (pool, stamps)  # Held here: copies are told addresses.
         rows_per_slot = memory.shape.rows_per_slot
         note_bytes = stamps.shape[1] * stamps.element_size()
@@ -82,14 +81,16 @@ class PageReads:
         self, words: array[int], segments: Sequence[Segment], scratch: int, *, computed: bool = False
     ) -> tuple[int, NotedRows]:
         """Read what `words` say, which are those of `NotedRows`: see `RowSource`, and `Located.computed`."""
-        area, parts, size = self._memory.area, len(segments), len(words)
-        area.put_words(scratch, words)
-        # Nobody may take what stood there before for what the device notes.
-        area.notes[[segment.staging_slot for segment in segments], : max([segment.rows for segment in segments]), 0] = -1
+        parts, size = len(segments), len(words)
+        self._memory.area.put_words(scratch, words)
+        _, notes, note_bytes, slot_note_bytes = self._note_places
+        for segment in segments:  # Nobody may take what stood there before for what the device notes.
+            ctypes.memset(notes + segment.staging_slot * slot_note_bytes, 0xFF, segment.rows * note_bytes)
         self._number = number = self._number + 1
         first = parts * PART_WORDS
-        pages = words[first : first + (size - first) // PAGE_WORDS]
-        self._last[pages] = number
+        pages, last = words[first : first + (size - first) // PAGE_WORDS], self._last
+        for page in pages:
+            last[page] = number
         if parts + len(pages) > self._copies[0].room:
             self._copies = Copies(2 * (parts + len(pages))), Copies(2 * (parts + len(pages)))
         self._list_copies(words, parts, pages)
@@ -100,7 +101,7 @@ class PageReads:
     def _list_copies(self, words: array[int], parts: int, pages: array[int]) -> None:
         """Have one copy for what lies together: pages next to each other, of one part.
 
-        In loops: most reads have few pages, and are through with them before numpy has begun.
+        In loops, as in `read`: most reads have few pages, and are through with them before numpy has begun.
         """
         rows, notes = self._copies
         row_source, row_to, row_bytes, slot_bytes = self._row_places
@@ -135,10 +136,9 @@ class PageReads:
         done = self._memory.area.done
         if done == self._number:
             return
-        given = [page for page in pages if page >= 0]
-        last = self._last[given].max() if given else 0
+        last = max([self._last[page] for page in pages if page >= 0], default=0)
         if last > done:
-            self._device.hold_model(int(last))
+            self._device.hold_model(last)
 
     def forget(self) -> None:
         """Before the pool is written over as a whole: the model's stream waits for every read, and the next read for it."""
