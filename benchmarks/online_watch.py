@@ -18,6 +18,7 @@ import torch
 from torch.autograd import DeviceType  # type: ignore[attr-defined]
 
 _SHORT_US = 10.0  # A gap between kernels that is shorter is within a CUDA graph: launches take longer.
+_WORST = 3  # Steps that are looked at one by one.
 _DECODE, _WITH_PROMPTS = ("decode", "behind"), ("prompt", "mixed")  # Kinds of steps.
 _ALLOCATIONS = {
     "num_device_alloc": "device_allocations",
@@ -40,6 +41,8 @@ class Step:
     cpu: int = 0
     ours_wall: int = 0
     ours_cpu: int = 0
+    hooks: dict[str, int] = field(default_factory=dict)
+    """Wall time in each of our hooks, where they are clocked."""
     parts: dict[str, int] = field(default_factory=dict)
     """Wall time in parts of vLLM's own, and in the collector of garbage; one may be within another."""
 
@@ -89,8 +92,10 @@ class Notes:
     def hook(self, name: str, wall: int, cpu: int) -> None:
         self.hooks.setdefault(name, []).append((wall, cpu))
         if self.steps:
-            self.steps[-1].ours_wall += wall
-            self.steps[-1].ours_cpu += cpu
+            step = self.steps[-1]
+            step.ours_wall += wall
+            step.ours_cpu += cpu
+            step.hooks[name] = step.hooks.get(name, 0) + wall
 
     def part(self, name: str, wall: int) -> None:
         if self.steps:
@@ -243,11 +248,12 @@ class Watch:
         """Notes since `begin_watch`: steps by kind, hooks (us), cache use, preemptions, allocations."""
         NOTES.on = NOTES.clocks_hooks = False
         steps = NOTES.steps[:-1]  # The last one has no end.
+        of_64 = [step for step in steps if step.kind in _DECODE and step.requests == 64]
         before = self._allocations
         return {
             "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
             "steps": {kind: _of_steps([s for s in steps if s.kind == kind]) for kind in sorted({s.kind for s in steps})},
-            "decode_of_64": _ours([s for s in steps if s.kind in _DECODE and s.requests == 64]),
+            "decode_of_64": {**_ours(of_64), "worst_us": _worst(of_64)},
             "prompts_of_1024": _of_prompts(steps),
             "hooks": {name: _of_hook(times) for name, times in sorted(NOTES.hooks.items())},
             "kv_used_max": NOTES.kv_used_max,
@@ -282,6 +288,12 @@ def _ours(steps: Sequence[Step]) -> dict[str, Any]:
         "ours_wall_us": _spread([s.ours_wall for s in steps]),
         "ours_cpu_us": _spread([s.ours_cpu for s in steps]),
     }
+
+
+def _worst(steps: Sequence[Step]) -> list[dict[str, float]]:
+    """Of the few steps that cost us most: our hooks, and the collector of garbage in all of the step; us."""
+    worst = sorted(steps, key=lambda step: -step.ours_wall)[:_WORST]
+    return [{name: ns / 1e3 for name, ns in {**step.hooks, "gc": step.parts.get("gc", 0)}.items() if ns} for step in worst]
 
 
 def _of_prompts(steps: Sequence[Step]) -> dict[str, float]:

@@ -123,8 +123,11 @@ class PageAllocator:
         if self._let_go:
             self._free.extend(self._let_go)
             self._let_go.clear()
-            if self._given * 2 > self.shape.pages:
-                self._sort()
+            most = self.shape.pages * 3 // 4
+        else:
+            most = self.shape.pages // 2  # Sooner in a plan that has read nothing: its step is short.
+        if self._given > most:
+            self._sort()
         if not self._changes and not self._ending and not self._clear:
             return None
         changes, clear, live = self._changes, self._clear, len(self._table)

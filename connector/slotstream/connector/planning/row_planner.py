@@ -33,6 +33,7 @@ OUTPUT_ROWS = 48  # Of a request that are worth reading, where nobody says how m
 OUTPUT_ROWS_MAX = 192  # and where pages have room for more. Most answers are then read once, at their end.
 REQUESTS = 5  # That a plan reads from, where nothing is urgent: the next plan reads from others, and no step gets long.
 REQUESTS_MAX = 16  # The same where the thread's time is short: a read of few costs it nearly as much.
+_CHANGES = 8  # Captures that get a page or end with a plan: more of them are enough for its step.
 
 Live = Mapping[str, CapturedRequest]
 
@@ -78,6 +79,8 @@ class RowPlanner:
         # The step of the last plan, while something is captured. Whether it computed prompts is asked only where rows wait.
         self._last: SchedulerOutput | None = None
         self._step = 0  # Of the plan that is being made.
+        self._changed = 0  # How many captures get a page with it, or ended since the last one,
+        self._put_off = -1  # and the last step whose reads were left to the next one for that.
         self._pace = Pace()
         self._looks: dict[int, list[CapturedRequest]] = {}  # By step of the pace, who noted it as its `next_look`.
         self._even: _Even | None = None
@@ -96,6 +99,7 @@ class RowPlanner:
             for req_id in list(self._ended)[:count]:
                 self._read_ended(req_id, self._ended.pop(req_id))
         self._step += 1
+        self._changed = 0
         self._last = output if live else None
         if not live:
             self._looks.clear()
@@ -117,7 +121,7 @@ class RowPlanner:
             is_due, most = waited >= BUSY_STEPS_MAX, max(REQUESTS_MAX, count // 4)
         else:
             is_due, most = waited >= STEPS_MAX or count >= REQUESTS, _few(count)
-        if not (is_due or self._rows or not self._rows_can_wait(live)):
+        if not (is_due or self._rows or not self._rows_can_wait(live)) or self._puts_off(live):
             return 0
         left = most - len(self._rows)
         return most if waited >= BUSY_STEPS_MAX else max(0, left)
@@ -137,6 +141,13 @@ class RowPlanner:
         if self._ended:
             rows += sum([ended.stop - ended.capture.next for ended in self._ended.values()])
         return self._places.rows_can_wait(rows)
+
+    def _puts_off(self, live: Live) -> bool:
+        """Whether this plan has so much to do that it leaves what it would read to the next one, as never two do in a row."""
+        if self._changed <= _CHANGES or self._changed * _CHANGES <= len(live) or self._put_off == self._step - 1:
+            return False
+        self._put_off = self._step
+        return True
 
     def _is_busy(self, output: SchedulerOutput) -> bool:
         """Whether the thread has no time to spare in this step."""
@@ -197,7 +208,9 @@ class RowPlanner:
         if step in self._looks:
             looks = self._looks[step]
             del self._looks[step]
-            noted = [c for c in looks if c.next_look == step and (name := c.request.request_id) in live and live[name] is c]
+            # Who noted another step in between is there twice.
+            names = {c.request.request_id: c for c in looks if c.next_look == step}
+            noted = [c for name, c in names.items() if name in live and live[name] is c]
         if cached.resumed_req_ids or output.kv_cache_block_copies:
             self._even = None
             for capture in live.values():
@@ -216,6 +229,7 @@ class RowPlanner:
             due = self._all_due(noted, live, output)
         if not due:
             return due
+        self._changed += len(due)
         others = self._places.grow(due)
         if grown := [capture for _, capture, _, covered in due if covered <= capture.placed_until]:
             self._rest_where_ripe(grown)
@@ -364,6 +378,8 @@ class RowPlanner:
         waited, too_many = self._step - next(iter(self._waiting.values())), not self._rows_can_wait(live)
         if len(waiting) < REQUESTS and waited < STEPS_MAX and not too_many:
             return
+        if self._puts_off(live):
+            return
         if not self._is_busy(output):
             most = _few(len(waiting))
             yield from self._with_company(waiting[:most], most, live, output)
@@ -469,6 +485,7 @@ class RowPlanner:
             place = self._places.take_out(capture, start, stop)
             self._waiting.pop(req_id, None)
             self._ended[req_id] = _Ended(capture, stop, place, self._step)
+            self._changed += 1
             return False
         finish = capture.sample_finish(stop)  # First: it asks whether the sample is whole.
         if stop <= start:
