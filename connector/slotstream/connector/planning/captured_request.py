@@ -154,6 +154,10 @@ class CapturedRequest:
     def sample_finish(self, stop: int) -> SampleFinish:
         """The sample ends with the row before `stop`. Raises RowsNotComputed: see `check_whole`."""
         self.check_whole(stop)
+        return self.checked_finish(stop)
+
+    def checked_finish(self, stop: int) -> SampleFinish:
+        """The same where `check_whole` was asked before."""
         request = self.request
         # A prompt's capture ends with its last row, however much of the text is written by then.
         metadata = {"finish_reason": _finish_reason(request) if self.params.include_output_tokens else "prompt"}

@@ -120,13 +120,11 @@ class PageAllocator:
         step, self._step = self._step, self._step + 1
         if self._taken_out:
             self._end_taken_out()
+        has_time = not (self._let_go or self._changes)
         if self._let_go:
             self._free.extend(self._let_go)
             self._let_go.clear()
-            most = self.shape.pages * 3 // 4
-        else:
-            most = self.shape.pages // 2  # Sooner in a plan that has read nothing: its step is short.
-        if self._given > most:
+        if self._given * 4 > self.shape.pages * (2 if has_time else 3):
             self._sort()
         if not self._changes and not self._ending and not self._clear:
             return None
