@@ -453,13 +453,13 @@ def test_pages_that_are_kept_for_a_request_stay_its_own_when_all_its_rows_are_re
 
 
 def test_a_plan_reads_from_few_requests_and_the_next_from_others() -> None:
-    """What is worth reading in one step leaves in sixteen: 64 prompts, and the rows that they have written since."""
+    """What is worth reading in one step leaves in eight: 64 prompts, and the rows that they have written since."""
     rig = PlanRig(output_rows_per_chunk=32)
     names = [rig.add(16).request_id for _ in range(64)]
     for _ in range(2):
         assert not rig.step().rows
-    plans = [rows_of(rig.step()) for _ in range(17)]
-    assert [len(plan) for plan in plans] == [REQUESTS] * 15 + [0, REQUESTS]  # One of them gives 64 pages.
+    plans = [rows_of(rig.step()) for _ in range(9)]
+    assert [len(plan) for plan in plans] == [REQUESTS] * 8 + [0]
     assert [req_id for plan in plans for req_id, _, _ in plan] == names
     more = [rows_of(rig.step()) for _ in range(34 + STEPS_MAX)]
     assert {len(plan) for plan in more} == {0, REQUESTS}
@@ -468,12 +468,12 @@ def test_a_plan_reads_from_few_requests_and_the_next_from_others() -> None:
 
 def test_a_plan_that_gives_many_pages_leaves_reads_to_the_next_one_and_that_one_to_nobody() -> None:
     rig = PlanRig()
-    for number in range(80):
+    for number in range(140):
         rig.add(16 + number % 2)
     plans = [rig.step() for _ in range(22)]
     given = [sum(page >= 0 for page in plan.table.entries.values()) if plan.table else 0 for plan in plans]
-    assert [step for step, pages in enumerate(given) if pages >= 40] == [0, 1, 16, 17]
-    assert [len(rows_of(plan)) for plan in plans[2:]] == [5] + [4] * 13 + [0] + [4] * 5
+    assert [step for step, pages in enumerate(given) if pages >= 70] == [0, 1, 16, 17]
+    assert [len(rows_of(plan)) for plan in plans[2:]] == [8] * 14 + [0] + [8] * 3 + [4, 0]
 
 
 def test_a_plan_behind_many_ends_leaves_reads_to_the_next_one() -> None:
@@ -485,7 +485,7 @@ def test_a_plan_behind_many_ends_leaves_reads_to_the_next_one() -> None:
         assert rig.finish(request)["num_tokens"] == 101
     plans = [rig.step() for _ in range(STEPS_MAX + 1)]
     ended = [len(plan.finishes) for plan in plans]
-    assert ended[:3] == [0, 4, 4]
+    assert ended[:3] == [0, 8, 0]
     assert sum(ended) == 9  # The last one goes along with those that run.
     assert rig.pages.in_use == 3
 

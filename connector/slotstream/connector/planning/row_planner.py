@@ -31,7 +31,7 @@ STEPS_MAX = 8  # That rows wait for company.
 BUSY_STEPS_MAX = 32  # That they wait for a step whose thread has time.
 OUTPUT_ROWS = 48  # Of a request that are worth reading, where nobody says how many,
 OUTPUT_ROWS_MAX = 192  # and where pages have room for more. Most answers are then read once, at their end.
-REQUESTS = 4  # That a plan reads from, where nothing is urgent: the next plan reads from others, and no step gets long.
+REQUESTS = 8  # That a plan reads from, where nothing is urgent: the next plan reads from others, and no step gets long.
 REQUESTS_MAX = 16  # The same where the thread's time is short: a read of few costs it nearly as much.
 _CHANGES = 8  # Captures that get a page or end with a plan: more of them are enough for its step.
 
@@ -132,7 +132,7 @@ class RowPlanner:
         self._places.put_back(ended.place)
         computed = capture.is_computed(stop)
         self._rows.append(RowPlan(req_id, start, stop, start - capture.start, ended.place, computed))
-        self._finishes.append(capture.sample_finish(stop))
+        self._finishes.append(capture.checked_finish(stop))
 
     def _rows_can_wait(self, live: Live) -> bool:
         """Whether more rows may wait beside those that do."""
