@@ -14,7 +14,7 @@ from support.plan_rig import PlannedRequest, PlanRig, rows_of
 from slotstream.connector.plan import PagePlace, SampleAbort, SampleFinish, SampleOpen, StepPlan
 from slotstream.connector.planning.captured_request import CapturedRequest
 from slotstream.connector.planning.page_allocator import NO_STEP, NULL_BLOCK, PageAllocator
-from slotstream.connector.planning.row_planner import BUSY_STEPS_MAX, REQUESTS, STEPS_MAX
+from slotstream.connector.planning.row_planner import BUSY_STEPS_MAX, REQUESTS, REQUESTS_MAX, STEPS_MAX
 from slotstream.connector.row_pool import RowPoolShape
 
 
@@ -488,6 +488,25 @@ def test_a_plan_behind_many_ends_leaves_reads_to_the_next_one() -> None:
     assert ended[:3] == [0, 8, 0]
     assert sum(ended) == 9  # The last one goes along with those that run.
     assert rig.pages.in_use == 3
+
+
+def test_beside_prompts_requests_that_ended_go_along_with_others_and_are_all_read_after_32_steps() -> None:
+    rig = PlanRig(step_tokens=1400)
+    requests = [rig.add(20) for _ in range(30)]
+    assert not rig.step().rows
+    for request in requests[:29]:
+        rig.finish(request)
+    rig.add(20, capture=False)
+    assert not rig.step().rows  # Those of 30 are less than half a step's.
+    rig.add(100)  # With these there are more. Once they are read, the others can wait.
+    plan = rig.step()
+    assert {rows.req_id for rows in plan.rows} >= {"r29", "r31"}
+    assert (len(plan.rows), len(plan.finishes)) == (REQUESTS_MAX, REQUESTS_MAX - 2)
+    for _ in range(BUSY_STEPS_MAX - 2):
+        rig.add(20, capture=False)
+        assert not rig.step().finishes
+    rig.add(20, capture=False)
+    assert len(rig.step().finishes) == 29 - (REQUESTS_MAX - 2)
 
 
 def test_more_requests_than_plans_read_from_leave_in_larger_parts() -> None:

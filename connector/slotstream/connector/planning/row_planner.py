@@ -116,15 +116,15 @@ class RowPlanner:
         # Where vLLM runs in its caller's process, no step may follow.
         if not (self._may_wait and live and output.num_scheduled_tokens) or places.reads_early or not places.has_room:
             return count
-        waited = self._step - next(iter(self._ended.values())).since
+        waited, too_many = self._step - next(iter(self._ended.values())).since, not self._rows_can_wait(live)
         if self._is_busy(output):
-            is_due, most = waited >= BUSY_STEPS_MAX, max(REQUESTS_MAX, count // 4)
-        else:
-            is_due, most = waited >= STEPS_MAX or count >= REQUESTS, _few(count)
-        if not (is_due or self._rows or not self._rows_can_wait(live)) or self._puts_off(live):
+            if waited >= BUSY_STEPS_MAX or too_many:
+                return count
+            return max(0, REQUESTS_MAX - len(self._rows)) if self._rows else 0
+        is_due = waited >= STEPS_MAX or count >= REQUESTS or too_many
+        if not (is_due or self._rows) or self._puts_off(live):
             return 0
-        left = most - len(self._rows)
-        return most if waited >= BUSY_STEPS_MAX else max(0, left)
+        return max(_few(count) - len(self._rows), REQUESTS if waited >= BUSY_STEPS_MAX else 0)
 
     def _read_ended(self, req_id: str, ended: _Ended) -> None:
         """Have this plan read the last rows of a request, and end its sample."""
@@ -378,11 +378,10 @@ class RowPlanner:
         waited, too_many = self._step - next(iter(self._waiting.values())), not self._rows_can_wait(live)
         if len(waiting) < REQUESTS and waited < STEPS_MAX and not too_many:
             return
-        if self._puts_off(live):
-            return
         if not self._is_busy(output):
-            most = _few(len(waiting))
-            yield from self._with_company(waiting[:most], most, live, output)
+            if not self._puts_off(live):
+                most = _few(len(waiting))
+                yield from self._with_company(waiting[:most], most, live, output)
         elif waited >= BUSY_STEPS_MAX or too_many:
             yield from waiting[: max(REQUESTS_MAX, len(waiting) // 4)]
 
