@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from types import FrameType, SimpleNamespace
 from typing import Any
 
@@ -106,6 +107,22 @@ def test_64_captures_whose_rows_are_worth_reading_at_once_cost_no_step_more_than
     assert sum(rows for _, rows in reads) >= 2 * 64
     assert max(rows for _, rows in reads) == REQUESTS
     assert max(count for count, _ in reads) <= 302
+
+
+@pytest.mark.parametrize("steps", [20, 180])
+def test_the_end_of_a_request_costs_the_same_whatever_its_length(steps: int) -> None:
+    rig = _decoding(8)
+    for _ in range(steps):
+        rig.step()
+    ended = list(rig.running.values())[:3]
+    found = []
+    for request in ended:
+        del rig.running[request.request_id]
+        request.status = SimpleNamespace(name="FINISHED_LENGTH_CAPPED")
+        found.append(calls(partial(rig.half.on_finished, request, request.table)))
+    assert max(found[1:]) <= 41  # The first one's sample is opened.
+    plans = [rig.step() for _ in range(STEPS_MAX + 1)]
+    assert sorted(finish.req_id for plan in plans for finish in plan.finishes) == [request.request_id for request in ended]
 
 
 class _Launch:
