@@ -645,7 +645,7 @@ def test_steps_like_the_one_before_plan_what_they_would_plan_if_they_looked_at_e
     quiet = 0
     for _ in range(300):
         what, name = chance.random(), chance.choice([*rigs[0].running, ""])
-        if what < 0.06 and len(rigs[0].running) < REQUESTS:
+        if what < 0.06 and len(rigs[0].running) < 6:
             params = {"capture": chance.random() < 0.8, "include_output_tokens": chance.random() < 0.7}
             prompt = chance.randrange(1, 60)
             for rig in rigs:
