@@ -39,12 +39,16 @@ class Step:
     wall: int = 0
     """0 where the engine waited for requests after the step."""
     cpu: int = 0
-    ours_wall: int = 0
     ours_cpu: int = 0
     hooks: dict[str, int] = field(default_factory=dict)
     """Wall time in each of our hooks, where they are clocked."""
     parts: dict[str, int] = field(default_factory=dict)
     """Wall time in parts of vLLM's own, and in the collector of garbage; one may be within another."""
+
+    @property
+    def ours_wall(self) -> int:
+        """Wall time in all of our hooks."""
+        return sum(self.hooks.values())
 
 
 @dataclass(slots=True)
@@ -93,7 +97,6 @@ class Notes:
         self.hooks.setdefault(name, []).append((wall, cpu))
         if self.steps:
             step = self.steps[-1]
-            step.ours_wall += wall
             step.ours_cpu += cpu
             step.hooks[name] = step.hooks.get(name, 0) + wall
 

@@ -110,7 +110,7 @@ def test_64_captures_whose_rows_are_worth_reading_at_once_cost_no_step_more_than
 
 
 @pytest.mark.parametrize("steps", [20, 180])
-def test_the_end_of_a_request_costs_the_same_whatever_its_length(steps: int) -> None:
+def test_the_end_of_a_request_costs_the_same_at_any_length(steps: int) -> None:
     rig = _decoding(8)
     for _ in range(steps):
         rig.step()
@@ -120,7 +120,7 @@ def test_the_end_of_a_request_costs_the_same_whatever_its_length(steps: int) -> 
         del rig.running[request.request_id]
         request.status = SimpleNamespace(name="FINISHED_LENGTH_CAPPED")
         found.append(calls(partial(rig.half.on_finished, request, request.table)))
-    assert max(found[1:]) <= 41  # The first one's sample is opened.
+    assert max(found[1:]) <= 41  # The first answer works out what all answers say of the rows.
     plans = [rig.step() for _ in range(STEPS_MAX + 1)]
     assert sorted(finish.req_id for plan in plans for finish in plan.finishes) == [request.request_id for request in ended]
 

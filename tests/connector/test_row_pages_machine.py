@@ -453,8 +453,8 @@ class _Engine:
         self.ripe, self.worth = ripe, worth
 
     def _held(self) -> list[int]:
-        ended = [page for ended in self.half._rows._ended.values() for page in ended.place.pages]
-        return ended + [page for held in self.allocator._held.values() for page in held.pages if page >= 0]
+        taken_out = [page for ended in self.half._rows._ended.values() for page in ended.place.pages]
+        return taken_out + [page for held in self.allocator._held.values() for page in held.pages if page >= 0]
 
     def _check_pages(self) -> None:
         held = self._held()

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from slotstream.connector.plan import SampleFinish, SampleOpen
+from slotstream.connector.plan import BlockPlace, PagePlace, RowPlan, SampleFinish, SampleOpen
 from slotstream.connector.planning.loss_mask import mask_columns, mask_names
 from slotstream.connector.planning.multimodal import describe
 from slotstream.connector.planning.request_params import CaptureParams, sequence_of
@@ -77,10 +77,15 @@ class CapturedRequest:
             final = prompt
         return final if final < stop else stop
 
-    def is_computed(self, stop: int) -> bool:
-        """Whether vLLM has the results of the steps that computed the rows before `stop`: it knows the token behind each."""
-        known = len(self.request.all_token_ids)  # As `final_rows`, with few calls.
-        return stop < known > self.request.num_prompt_tokens and not self.recomputed
+    def row_plan(self, stop: int, place: BlockPlace | PagePlace) -> RowPlan:
+        """The rows from the next one to `stop`, which lie at `place`.
+
+        vLLM has the results of the steps that computed them where it knows the token behind each.
+        """
+        request, start = self.request, self.next
+        known = len(request.all_token_ids)  # As `final_rows`, with few calls.
+        computed = stop < known > request.num_prompt_tokens and not self.recomputed
+        return RowPlan(request.request_id, start, stop, start - self.start, place, computed)
 
     @property
     def is_in_output(self) -> bool:

@@ -97,7 +97,7 @@ class RowPlanner:
         """The plan is made: the rows that it reads, the samples that end with it, and what it changes in the page table."""
         if self._ended and (count := self._ended_to_read(output, live)):
             for req_id in list(self._ended)[:count]:
-                self._read_ended(req_id, self._ended.pop(req_id))
+                self._read_ended(self._ended.pop(req_id))
         self._step += 1
         self._changed = 0
         self._last = output if live else None
@@ -116,23 +116,21 @@ class RowPlanner:
         # Where vLLM runs in its caller's process, no step may follow.
         if not (self._may_wait and live and output.num_scheduled_tokens) or places.reads_early or not places.has_room:
             return count
-        waited, too_many = self._step - next(iter(self._ended.values())).since, not self._rows_can_wait(live)
+        waited = self._step - next(iter(self._ended.values())).since
         if self._is_busy(output):
-            if waited >= BUSY_STEPS_MAX or too_many:
+            if waited >= BUSY_STEPS_MAX or not self._rows_can_wait(live):
                 return count
             return max(0, REQUESTS_MAX - len(self._rows)) if self._rows else 0
-        is_due = waited >= STEPS_MAX or count >= REQUESTS or too_many
-        if not (is_due or self._rows) or self._puts_off(live):
+        is_due = self._rows or waited >= STEPS_MAX or count >= REQUESTS or not self._rows_can_wait(live)
+        if not is_due or self._puts_off(live):
             return 0
         return max(_few(count) - len(self._rows), REQUESTS if waited >= BUSY_STEPS_MAX else 0)
 
-    def _read_ended(self, req_id: str, ended: _Ended) -> None:
+    def _read_ended(self, ended: _Ended) -> None:
         """Have this plan read the last rows of a request, and end its sample."""
-        capture, start, stop = ended.capture, ended.capture.next, ended.stop
         self._places.put_back(ended.place)
-        computed = capture.is_computed(stop)
-        self._rows.append(RowPlan(req_id, start, stop, start - capture.start, ended.place, computed))
-        self._finishes.append(capture.checked_finish(stop))
+        self._rows.append(ended.capture.row_plan(ended.stop, ended.place))
+        self._finishes.append(ended.capture.checked_finish(ended.stop))
 
     def _rows_can_wait(self, live: Live) -> bool:
         """Whether more rows may wait beside those that do."""
@@ -443,10 +441,8 @@ class RowPlanner:
 
     def _plan_rows(self, capture: CapturedRequest, stop: int, computed_from: int, table: Sequence[int]) -> None:
         """Have the rows up to `stop` read in the next plan. Raises RowsNotComputed."""
-        start = capture.next
-        place = self._places.read(capture, start, stop, computed_from, table)
-        computed = capture.is_computed(stop)
-        self._rows.append(RowPlan(capture.request.request_id, start, stop, start - capture.start, place, computed))
+        place = self._places.read(capture, capture.next, stop, computed_from, table)
+        self._rows.append(capture.row_plan(stop, place))
         capture.next = stop
 
     # -- between steps
