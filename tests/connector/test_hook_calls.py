@@ -106,7 +106,7 @@ def test_64_captures_whose_rows_are_worth_reading_at_once_cost_no_step_more_than
     reads = [(count, len(plan.rows)) for count, plan in found if plan.rows]
     assert sum(rows for _, rows in reads) >= 2 * 64
     assert max(rows for _, rows in reads) == REQUESTS
-    assert max(count for count, _ in reads) <= 302
+    assert max(count for count, _ in reads) <= 287
 
 
 @pytest.mark.parametrize("steps", [20, 180])

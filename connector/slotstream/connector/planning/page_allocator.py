@@ -290,7 +290,7 @@ class PageAllocator:
         """What is left to do of requests that were taken out: many may end in one step, whose thread has no time for it."""
         for held, first, end in self._taken_out:
             self._let_go += range(held.kept, held.kept_end)
-            self._drop(self._owned(held, 0, len(held.pages)))
+            self._drop(held, 0, len(held.pages))
             self._let_go += [page for page in held.pages[:first] + held.pages[end:] if page >= 0]
         self._taken_out.clear()
 
@@ -334,24 +334,25 @@ class PageAllocator:
             self._ending += self._owned(held, kept, count)
         pages = held.pages[:count]
         self._let_go += pages if -1 not in pages else [page for page in pages if page >= 0]
-        self._drop(self._owned(held, 0, kept))
+        self._drop(held, 0, kept)
         del held.pages[:count], held.entries[:count], held.steps[:count], held.live[:count]
         held.first += count
 
     def _end_entries(self, held: _Held, start: int, stop: int) -> None:
         """End the entries of some pages of a request, which goes on."""
-        self._drop(self._owned(held, start, stop))
+        self._drop(held, start, stop)
         held.live[start:stop] = _ints([-1]) * (stop - start)
 
-    def _drop(self, entries: list[int]) -> None:
-        """These entries end with this plan."""
+    def _drop(self, held: _Held, start: int, stop: int) -> None:
+        """The entries of some pages of a request end with this plan, but for those that another page was given to since."""
         table, changes = self._table, self._changes
-        for entry in entries:
-            del table[entry]
-            changes[entry] = -1
+        for entry, page in zip(held.live[start:stop], held.pages[start:stop], strict=True):
+            if entry in table and table[entry] == page:
+                del table[entry]
+                changes[entry] = -1
 
     def _owned(self, held: _Held, start: int, stop: int) -> list[int]:
-        """The entries of some pages of a request, but for those that another page was given to since."""
+        """The entries that `_drop` would end."""
         table = self._table
         pairs = zip(held.live[start:stop], held.pages[start:stop], strict=True)
         return [entry for entry, page in pairs if entry in table and table[entry] == page]

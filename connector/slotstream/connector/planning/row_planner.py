@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import compress
 from typing import TYPE_CHECKING
 
 from slotstream.connector.plan import PagePlace, RowPlan, SampleFinish, TableUpdate
@@ -235,8 +236,8 @@ class RowPlanner:
 
     def _noted(self, noted: list[CapturedRequest], live: Live, cached: CachedRequestData) -> list[Due]:
         """Who is due of those that noted this step, where it is even."""
-        if any(cached.new_block_ids):
-            for req_id, blocks in zip(cached.req_ids, cached.new_block_ids, strict=True):
+        if any(new := cached.new_block_ids):
+            for req_id, blocks in compress(zip(cached.req_ids, new, strict=True), new):
                 if blocks and req_id in live:
                     capture = live[req_id]
                     if capture.table is not None:
@@ -245,9 +246,8 @@ class RowPlanner:
             return []
         step = self._pace.steps
         due = [(c.request.request_id, c, c.lead + step - 1, c.lead + step) for c in noted if c.lead + step > c.placed_until]
-        placed = [c for c in noted if c.lead + step <= c.placed_until]
-        if placed:  # Also those whose rows were read since they noted this step.
-            self._rest_where_ripe(placed)
+        if len(due) < len(noted):  # Also those whose rows were read since they noted this step.
+            self._rest_where_ripe([c for c in noted if c.lead + step <= c.placed_until])
         return due
 
     def _all_due(self, noted: list[CapturedRequest], live: Live, output: SchedulerOutput) -> list[Due]:
@@ -373,15 +373,15 @@ class RowPlanner:
         if not (self._may_wait and self._places.has_room):
             yield from self._with_company(waiting, len(live), live, output)
             return
-        waited, too_many = self._step - next(iter(self._waiting.values())), not self._rows_can_wait(live)
-        if len(waiting) < REQUESTS and waited < STEPS_MAX and not too_many:
+        waited, too_many, count = self._step - next(iter(self._waiting.values())), not self._rows_can_wait(live), len(waiting)
+        if count < REQUESTS and waited < STEPS_MAX and not too_many:
             return
         if not self._is_busy(output):
             if not self._puts_off(live):
-                most = _few(len(waiting))
+                most = _few(count)
                 yield from self._with_company(waiting[:most], most, live, output)
         elif waited >= BUSY_STEPS_MAX or too_many:
-            yield from waiting[: max(REQUESTS_MAX, len(waiting) // 4)]
+            yield from waiting[: max(REQUESTS_MAX, count // 4)]
 
     def has_unread(self, live: Live) -> bool:
         """Whether there are rows that a step can read which computes nothing."""
@@ -495,7 +495,7 @@ class RowPlanner:
 
 def _few(count: int) -> int:
     """From how many of `count` a plan reads where the thread has time: a few, and of hundreds a sixteenth."""
-    return max(REQUESTS, count // 16)
+    return REQUESTS if count < REQUESTS * 16 else count // 16
 
 
 def _computes_prompts(output: SchedulerOutput) -> bool:

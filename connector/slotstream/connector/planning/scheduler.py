@@ -152,13 +152,16 @@ class SchedulerHalf:
                 if capture.hit_tokens is not None:
                     self._open(capture)
         rows, finishes, table = self._rows.end_plan(output, self._live)
-        if not (rows or finishes or table or pending.opens or pending.refused or pending.aborts or pending.releases):
+        if pending.opens or pending.refused or pending.aborts or pending.releases:
+            # Only now: had anything raised, the blocks that vLLM holds for us would never be released.
+            self._pending = _Pending()
+            self._undelivered = StepPlan(
+                (*pending.opens, *pending.refused), rows, finishes, tuple(pending.aborts), tuple(pending.releases), table
+            )
+        elif rows or finishes or table:
+            self._undelivered = StepPlan((), rows, finishes, (), (), table)
+        else:
             return EMPTY_PLAN
-        # Only now: had anything raised, the blocks that vLLM holds for us would never be released.
-        self._pending = _Pending()
-        self._undelivered = StepPlan(
-            (*pending.opens, *pending.refused), rows, finishes, tuple(pending.aborts), tuple(pending.releases), table
-        )
         return self._undelivered
 
     def delivered(self) -> None:
