@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import compress
+from itertools import compress, islice
 from typing import TYPE_CHECKING
 
 from slotstream.connector.plan import PagePlace, RowPlan, SampleFinish, TableUpdate
@@ -369,19 +369,22 @@ class RowPlanner:
             return
         if not self._waiting:
             return
-        waiting = [live[req_id] for req_id in self._waiting]
+        count = len(self._waiting)
         if not (self._may_wait and self._places.has_room):
-            yield from self._with_company(waiting, len(live), live, output)
+            yield from self._with_company(self._longest_waiting(count, live), len(live), live, output)
             return
-        waited, too_many, count = self._step - next(iter(self._waiting.values())), not self._rows_can_wait(live), len(waiting)
-        if count < REQUESTS and waited < STEPS_MAX and not too_many:
+        waited = self._step - next(iter(self._waiting.values()))
+        if self._is_busy(output):
+            if waited >= BUSY_STEPS_MAX or not self._rows_can_wait(live):
+                yield from self._longest_waiting(max(REQUESTS_MAX, count // 4), live)
             return
-        if not self._is_busy(output):
-            if not self._puts_off(live):
-                most = _few(count)
-                yield from self._with_company(waiting[:most], most, live, output)
-        elif waited >= BUSY_STEPS_MAX or too_many:
-            yield from waiting[: max(REQUESTS_MAX, count // 4)]
+        is_due = count >= REQUESTS or waited >= STEPS_MAX or not self._rows_can_wait(live)
+        if is_due and not self._puts_off(live):
+            most = _few(count)
+            yield from self._with_company(self._longest_waiting(most, live), most, live, output)
+
+    def _longest_waiting(self, most: int, live: Live) -> list[CapturedRequest]:
+        return [live[req_id] for req_id in islice(self._waiting, most)]
 
     def has_unread(self, live: Live) -> bool:
         """Whether there are rows that a step can read which computes nothing."""
@@ -419,13 +422,15 @@ class RowPlanner:
         company = [c for c in company if c.is_in_output and c.readable - c.next >= half]
         return chosen + company[: most - len(chosen)]
 
-    def read(self, capture: CapturedRequest, output: SchedulerOutput, computed: Mapping[str, int]) -> None:
+    def read(self, capture: CapturedRequest, output: SchedulerOutput) -> None:
         """Have the rows of a capture read that are there. Raises RowsNotComputed."""
         req_id, stop = capture.request.request_id, capture.readable
         self._waiting.pop(req_id, None)
         if stop > capture.next:
             table = self._table(req_id, output) if self._places.holds_blocks else ()
-            self._plan_rows(capture, stop, computed.get(req_id, NO_STEP), table)
+            scheduled = output.num_scheduled_tokens
+            computed_from = capture.covered - scheduled[req_id] if req_id in scheduled else NO_STEP
+            self._plan_rows(capture, stop, computed_from, table)
         is_quiet = stop < capture.request.num_prompt_tokens or stop >= capture.stop
         capture.quiet_until = ROWS_MAX if is_quiet else capture.lead + self._pace.steps + self._output_rows - 1
         if capture.quiet_until < capture.placed_until:

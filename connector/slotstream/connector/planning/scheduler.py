@@ -419,11 +419,9 @@ class SchedulerHalf:
                 self._rows.advance(capture, start, covered, output)
             except SlotStreamError as error:
                 self._refuse(req_id, error)
-        known: Mapping[str, int] | None = None
         for capture in self._rows.to_read(self._live, output):
-            known = _computed_tokens(output) if known is None else known
             try:
-                self._rows.read(capture, output, known)
+                self._rows.read(capture, output)
                 self._after_read(capture)
             except SlotStreamError as error:
                 self._refuse(capture.request.request_id, error)
