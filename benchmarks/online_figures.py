@@ -95,13 +95,13 @@ def why_void(turns: Iterable[Turn]) -> str | None:
     for turn in turns:
         watch = turn["watch"]
         if watch["preemptions"]:
-            return f"{turn['contender']} preempted {watch['preemptions']} times"
+            return f"{watch['preemptions']} preemptions in a turn of {turn['contender']}"
         if watch["kv_used_max"] > KV_USED_MAX:
-            return f"{turn['contender']} used {watch['kv_used_max']:.0%} of its KV cache"
+            return f"{watch['kv_used_max']:.0%} of the KV cache used in a turn of {turn['contender']}"
         if turn["failed"]:
-            return f"{turn['failed']} requests of {turn['contender']} failed"
+            return f"{turn['failed']} failed requests in a turn of {turn['contender']}"
         if turn["not_stored"]:
-            return f"{turn['not_stored']} samples of {turn['contender']} were not stored"
+            return f"{turn['not_stored']} samples not stored in a turn of {turn['contender']}"
     return None
 
 
@@ -176,7 +176,7 @@ def load_table(load: str, rounds: Sequence[dict[str, Turn]], *, keep_void: bool)
     void = [why for one in rounds if (why := why_void(one.values()))]
     names = contenders_of(turn for one in rounds for turn in one.values())
     metrics = metrics_of(load)
-    lines = [f"{load}: {len(good)} rounds" + (f"; {len(void)} {'kept' if keep_void else 'void'} ({void[0]})" if void else "")]
+    lines = [f"{load}: {len(good)} rounds" + (f"; {len(void)} {'kept' if keep_void else 'void'} (the first for {void[0]})" if void else "")]
     if not good:
         return lines[0]
     wide = max(len(metric.name) for metric in metrics)

@@ -189,7 +189,7 @@ def test_online_compares_turns_of_the_same_round_and_leaves_void_rounds_out(tmp_
         *(_turn("none", 4, 10.0), _turn("grpc", 4, 90.0) | {"not_stored": 1}),
     ]
     said, figures = _merged(tmp_path, [*one, *void], two)
-    assert "open-10: 3 rounds; 3 void (grpc preempted 1 times)" in said
+    assert "open-10: 3 rounds; 3 void (the first for 1 preemptions in a turn of grpc)" in said
     # exp(mean of log 1.1, 1.2, 1.15), and 4.303 times the standard error around it.
     assert re.search(r"^TTFT p50 +20 ms +1\.149 \(1\.032 to 1\.280\)$", said, re.M)
     assert "grpc: NOT met: TTFT p50 1.149" in said
