@@ -176,7 +176,8 @@ def load_table(load: str, rounds: Sequence[dict[str, Turn]], *, keep_void: bool)
     void = [why for one in rounds if (why := why_void(one.values()))]
     names = contenders_of(turn for one in rounds for turn in one.values())
     metrics = metrics_of(load)
-    lines = [f"{load}: {len(good)} rounds" + (f"; {len(void)} {'kept' if keep_void else 'void'} (the first for {void[0]})" if void else "")]
+    not_good = f"; {len(void)} {'kept' if keep_void else 'void'} (the first for {void[0]})" if void else ""
+    lines = [f"{load}: {len(good)} rounds{not_good}"]
     if not good:
         return lines[0]
     wide = max(len(metric.name) for metric in metrics)
