@@ -384,6 +384,7 @@ class RowPlanner:
             yield from self._with_company(self._longest_waiting(most, live), most, live, output)
 
     def _longest_waiting(self, most: int, live: Live) -> list[CapturedRequest]:
+        """Up to `most` of those whose rows are worth reading, who waited longest first."""
         return [live[req_id] for req_id in islice(self._waiting, most)]
 
     def has_unread(self, live: Live) -> bool:
