@@ -87,6 +87,7 @@ def _while_running(running: Stack, namespace: str, act: Callable[[list[Ask]], No
                 if metric(scrape(running.vllm_port), "vllm:num_requests_running") == len(asks):
                     act(asks)
                     return asks, answers.result()
+            answers.result()
     raise AssertionError(f"the requests ended before all of them ran, {ATTEMPTS} times")
 
 
@@ -124,7 +125,7 @@ def test_cache_resets_under_running_requests_which_start_over(managed: Stack, cl
     """vLLM preempts all of them, drops the tokens of the step that is under way, and computes every row again."""
     preempted = metric(scrape(managed.vllm_port), "vllm:num_preemptions_total")
 
-    def act(_: list[Ask]) -> None:
+    def act(asks: list[Ask]) -> None:
         assert not _order(managed, "/reset_prefix_cache?reset_external=true")["success"]  # Blocks are in use: no harm done.
         for _ in range(3):
             assert _order(managed, "/reset_prefix_cache?reset_running_requests=true&reset_external=true")["success"]
@@ -176,7 +177,7 @@ def test_weights_replaced_while_captures_are_under_way(
     """Paused, reloaded, resumed: a sample with rows of both says from which row on they are the new weights'."""
     _hit_tokens(managed, client, "weights-before")
 
-    def act(_: list[Ask]) -> None:
+    def act(asks: list[Ask]) -> None:
         _order(managed, "/pause?mode=keep")  # Which drops the caches too.
         _order(managed, "/collective_rpc", method="reload_weights", kwargs={"weights_path": str(other_weights)})
         _order(managed, "/resume")
