@@ -331,7 +331,7 @@ class PageAllocator:
         if held.read_in == self._step and held.written_from - held.first < count:
             # Some of the rows that this plan reads are computed in its very step.
             kept = max(held.written_from - held.first, 0)
-            self._ending += self._owned(held, kept, count)
+            self._drop(held, kept, count, later=True)
         pages = held.pages[:count]
         self._let_go += pages if -1 not in pages else [page for page in pages if page >= 0]
         self._drop(held, 0, kept)
@@ -343,19 +343,18 @@ class PageAllocator:
         self._drop(held, start, stop)
         held.live[start:stop] = _ints([-1]) * (stop - start)
 
-    def _drop(self, held: _Held, start: int, stop: int) -> None:
-        """The entries of some pages of a request end with this plan, but for those that another page was given to since."""
-        table, changes = self._table, self._changes
+    def _drop(self, held: _Held, start: int, stop: int, *, later: bool = False) -> None:
+        """The entries of some pages of a request end with this plan, or with the next one: but for those that another page was
+        given to since.
+        """
+        table, changes, ending = self._table, self._changes, self._ending
         for entry, page in zip(held.live[start:stop], held.pages[start:stop], strict=True):
             if entry in table and table[entry] == page:
+                if later:
+                    ending.append(entry)
+                    continue
                 del table[entry]
                 changes[entry] = -1
-
-    def _owned(self, held: _Held, start: int, stop: int) -> list[int]:
-        """The entries that `_drop` would end."""
-        table = self._table
-        pairs = zip(held.live[start:stop], held.pages[start:stop], strict=True)
-        return [entry for entry, page in pairs if entry in table and table[entry] == page]
 
     def _entries(self, table: Sequence[int], first: int, end: int) -> array[int]:
         """The table's index of each of a request's pages [first, end); -1 where its block is free."""
