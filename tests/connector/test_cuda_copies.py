@@ -217,6 +217,22 @@ def test_only_a_read_behind_the_model_waits_for_its_stream(copier: CudaCopier) -
     assert waits == [["record", "wait"], ["record", "wait"], ["record", "wait"] * 2]
 
 
+def test_a_read_waits_for_the_stream_that_was_current_where_it_was_remembered(
+    copier: CudaCopier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another thread reads, whose current stream is another one."""
+    copier.prepare(np.zeros(1, np.int64).ctypes.data)
+    recorded: list[Any] = []
+    monkeypatch.setattr(copier._ready, "record", recorded.append)
+    copier._model.cuda_stream = 0  # Another one than is current now.
+    copier.remember_stream()
+    model = copier._model
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: pytest.fail("of the thread that reads"))
+    copier.copy(_copies(2)[0], _copies(1)[0], 1, behind_model=True)
+    assert recorded == [model]
+    assert model.cuda_stream == 77
+
+
 def test_a_read_is_its_copies_and_its_number(copier: CudaCopier) -> None:
     word = np.full(1, 5, np.int64)
     copier.prepare(word.ctypes.data)

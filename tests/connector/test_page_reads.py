@@ -52,6 +52,9 @@ class _Device:
     def prepare(self, done_word: int) -> None:
         self._done = ctypes.c_int64.from_address(done_word)
 
+    def remember_stream(self) -> None:
+        pass
+
     def copy(self, rows: Copies, notes: Copies, number: int, *, behind_model: bool) -> None:
         self.behind_model.append(behind_model)
         self.copies.append(rows.count)

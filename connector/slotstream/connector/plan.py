@@ -124,6 +124,7 @@ class StepPlan(NamedTuple):
 
     `table` is done before the forward pass, the rest after it.
     `releases` names finished requests whose blocks vLLM holds for us until their last rows are read in this step.
+    `beside`: the rows may be read beside the engine's thread, until the next step begins: there will be one.
     """
 
     opens: tuple[SampleOpen, ...] = ()
@@ -132,6 +133,7 @@ class StepPlan(NamedTuple):
     aborts: tuple[SampleAbort, ...] = ()
     releases: tuple[str, ...] = ()
     table: TableUpdate | None = None
+    beside: bool = False
 
     def __bool__(self) -> bool:
         return bool(self.opens or self.rows or self.finishes or self.aborts or self.releases or self.table is not None)

@@ -15,6 +15,7 @@ from slotstream.connector.counters import WORKER_REASONS, capture_off
 from slotstream.connector.faults import SampleFault
 from slotstream.connector.hook_guard import HookGuard
 from slotstream.connector.plan import EMPTY_PLAN, StepPlan
+from slotstream.connector.reading.beside import Beside
 from slotstream.connector.reading.forward_capture import captures
 from slotstream.connector.reading.last_norm import FINAL_NORM_KEY
 from slotstream.connector.reading.releases import Releases, every_worker_reports
@@ -66,12 +67,14 @@ class WorkerSide:
             config = replace(config, metadata={**config.metadata, FINAL_NORM_KEY: self._capture.final_norm})
         staging = StagingPlan.of(config, step_tokens_max(vllm_config))
         self.half = WorkerHalf(config, source, sender_for(config, hello), staging)
+        self._beside = Beside(source.device)
 
     # -- hooks, in the order of a step
 
     def bind(self, plan: StepPlan) -> None:
         """A step of this engine begins."""
         if self.half is not None:
+            self._beside.finish()
             self._bound = plan = plan or EMPTY_PLAN  # One of another process is not the same object.
             self._in_step(self.half.bind, plan)
         elif self._releases is not None:
@@ -93,8 +96,18 @@ class WorkerSide:
         if self._guard.disabled:
             self._guard.run(self.half.fail_plan, None, self._bound)
         elif self._bound is not EMPTY_PLAN:
-            self._in_step(self.half.execute)
-            self._bound = EMPTY_PLAN
+            if self._bound.rows:
+                self._in_step(self.half.remember_stream)
+            if not (self._bound.beside and self._guard.holds(self._beside.hand_over, self._execute)):
+                self._execute()
+            return
+        self._guard.end_step()
+
+    def _execute(self) -> None:
+        """Do the step's plan: here, or on the thread beside."""
+        assert self.half is not None
+        self._in_step(self.half.execute)
+        self._bound = EMPTY_PLAN
         self._guard.end_step()
 
     def _in_step(self, hook: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
@@ -144,11 +157,13 @@ class WorkerSide:
     def wake(self) -> None:
         """After a sleep: the device's memory was given away, the row pool's too."""
         if self.half is not None:
+            self._beside.finish()
             self._guard.run(self.half.wake, None)
 
     def close(self) -> None:
         """Let what is in flight finish, and stop."""
         if self.half is not None:
+            self._beside.close()
             self._guard.run(self.half.close, None)
 
     def _count_fault(self) -> None:

@@ -152,14 +152,15 @@ class SchedulerHalf:
                 if capture.hit_tokens is not None:
                     self._open(capture)
         rows, finishes, table = self._rows.end_plan(output, self._live)
+        # Behind a step that computes nothing, vLLM may give the device's memory away.
+        beside = rows != () and self._live != {} and output.num_scheduled_tokens != {} and self._rows.computes_all
         if pending.opens or pending.refused or pending.aborts or pending.releases:
             # Only now: had anything raised, the blocks that vLLM holds for us would never be released.
             self._pending = _Pending()
-            self._undelivered = StepPlan(
-                (*pending.opens, *pending.refused), rows, finishes, tuple(pending.aborts), tuple(pending.releases), table
-            )
+            opens, aborts, releases = (*pending.opens, *pending.refused), tuple(pending.aborts), tuple(pending.releases)
+            self._undelivered = StepPlan(opens, rows, finishes, aborts, releases, table, beside)
         elif rows or finishes or table:
-            self._undelivered = StepPlan((), rows, finishes, (), (), table)
+            self._undelivered = StepPlan((), rows, finishes, (), (), table, beside)
         else:
             return EMPTY_PLAN
         return self._undelivered

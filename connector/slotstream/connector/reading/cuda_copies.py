@@ -155,11 +155,14 @@ class CudaCopier:
         if error:
             raise ConfigError(f"a GPU that cannot write into host memory cannot be read: CUDA error {error}")
 
+    def remember_stream(self) -> None:
+        """See `Copier`."""
+        if torch._C._cuda_getCurrentRawStream(self._device.index) != self._model.cuda_stream:
+            self._model = torch.cuda.current_stream(self._device)
+
     def copy(self, rows: Copies, notes: Copies, number: int, *, behind_model: bool) -> None:
         """See `Copier`. Raises RuntimeError."""
         if behind_model:
-            if torch._C._cuda_getCurrentRawStream(self._device.index) != self._model.cuda_stream:
-                self._model = torch.cuda.current_stream(self._device)
             self._ready.record(self._model)
             self._ready.wait(self._side)
         if self._done.is_copied:

@@ -42,6 +42,9 @@ class Copier(Protocol):
     def prepare(self, done_word: int) -> None:
         """Before the first copy: the address where numbers go. Raises ConfigError."""
 
+    def remember_stream(self) -> None:
+        """This thread's current stream is the model's. Before each `copy`."""
+
     def copy(self, rows: Copies, notes: Copies, number: int, *, behind_model: bool) -> None:
         """Start copying: the rows, behind them their notes, and then the number.
 
@@ -130,6 +133,10 @@ class PageReads:
                 left -= run
                 behind = 0
         rows.count = notes.count = count
+
+    def remember_stream(self) -> None:
+        """See `RowSource`."""
+        self._device.remember_stream()
 
     def wait_for(self, pages: Iterable[int]) -> None:
         """Before these pages are given to somebody, -1 for none: what still reads one of them is waited for, on the device."""

@@ -121,6 +121,11 @@ class RowPages:
     def remember_slot_mapping(self, slot_mapping: torch.Tensor) -> None:
         """The forward pass notes its slots itself."""
 
+    def remember_stream(self) -> None:
+        """See `RowSource`."""
+        if self._reads is not None:
+            self._reads.remember_stream()
+
     def locate(self, plans: Sequence[RowPlan], rows_per_slot: int) -> Located:
         """See `RowSource`."""
         if self._off:

@@ -22,7 +22,9 @@ from slotstream.wire.errors import ConfigError, SlotMismatch, SlotStreamError
 
 
 class RowSource(Protocol):
-    """Rows [layers, hidden] on `device`. All methods are called on the engine's thread, in the order of a step."""
+    """Rows [layers, hidden] on `device`. All methods are called in the order of a step, and one at a time: on the engine's
+    thread, or on one beside it from `locate` on.
+    """
 
     device: torch.device
     made_for: RowKind
@@ -36,6 +38,9 @@ class RowSource(Protocol):
 
     def remember_slot_mapping(self, slot_mapping: torch.Tensor) -> None:
         """This step's slot mapping, int [tokens], on the device: only remembered here."""
+
+    def remember_stream(self) -> None:
+        """This step's forward pass ran in this thread's current stream. Its rows may be asked for on another thread."""
 
     def locate(self, plans: Sequence[RowPlan], rows_per_slot: int) -> Located:
         """Where the rows of these plans are, in parts of at most `rows_per_slot` rows."""
@@ -90,6 +95,9 @@ class CachedRows:
     def remember_slot_mapping(self, slot_mapping: torch.Tensor) -> None:
         """See `RowSource`."""
         self._slot_mapping = slot_mapping
+
+    def remember_stream(self) -> None:
+        """Not needed: these are read on the engine's thread, by kernels in its current stream."""
 
     def locate(self, plans: Sequence[RowPlan], rows_per_slot: int) -> Located:
         """See `RowSource`. The columns are the slots of all rows, and what of them this step must have written, else -1."""

@@ -37,7 +37,8 @@ _LINK_GAUGES = {
 
 
 class WorkerHalf:
-    """Runs in the worker process, on its engine thread. Every method is called through the hook guard but the constructor.
+    """Runs in the worker process, on its engine thread, and `execute` may run beside it. Every method is called through the
+    hook guard but the constructor.
 
     `source`: where rows lie. `make_sender`: see `sender`. Raises ConfigError when staging cannot be had.
     """
@@ -92,6 +93,10 @@ class WorkerHalf:
     def remember_slot_mapping(self, slot_mapping: torch.Tensor) -> None:
         """This step's slot mapping, int [tokens], on the device: only remembered here."""
         self._source.remember_slot_mapping(slot_mapping)
+
+    def remember_stream(self) -> None:
+        """This step's forward pass ran in this thread's current stream. It may be another thread that calls `execute`."""
+        self._source.remember_stream()
 
     def execute(self) -> None:
         """Do the step's plan. After the forward passes: the rows are where the source has them."""

@@ -21,7 +21,10 @@ EnginePost = SampleOpen | RowBatch | SampleFinish | SampleAbort | FailSample
 
 
 class Sender(Protocol):
-    """All methods are called from the engine's thread. None but `start`, `lease` and `close` ever waits."""
+    """All methods are called from the engine's thread, and at times a step's from the one beside it, which it then waits for.
+
+    None but `start`, `lease` and `close` ever waits.
+    """
 
     def start(self) -> None:
         """Begin. Raises ConfigError where the options cannot work here."""
