@@ -92,6 +92,20 @@ def test_many_pieces_are_each_done_once_and_in_order(beside: Beside) -> None:
     assert done == list(range(300))
 
 
+def test_what_work_raises_is_told_to_who_finishes_it_once(beside: Beside) -> None:
+    def work() -> None:
+        raise RuntimeError("of a test")
+
+    beside.hand_over(work)
+    with pytest.raises(RuntimeError, match="of a test"):
+        beside.finish()
+    beside.finish()
+    done = []
+    beside.hand_over(lambda: done.append(1))
+    beside.finish()
+    assert done == [1]
+
+
 def test_closing_finishes_what_there_is_and_ends_the_thread(beside: Beside) -> None:
     _hold(beside).set()
     done = []
@@ -194,27 +208,19 @@ def test_nothing_of_a_worker_ends_before_its_rows_are_read(side: Any, end: str) 
     assert [what for what, _ in side.half.asked] == ["bind", "remember_stream", "execute", end]
 
 
-def test_a_fault_beside_fails_the_samples_of_its_step_and_no_others(side: Any) -> None:
+def test_a_fault_beside_is_answered_where_the_model_runs_and_fails_the_samples_of_its_step(side: Any) -> None:
     side.half.fails = True
     side.bind(StepPlan(rows=ROWS, beside=True))
     side.save()
+    assert side.half.executed.wait(30)
+    side.half.fails = False
     side.bind(EMPTY_PLAN)
     side.save()
-    side.half.fails = False
     side.bind(StepPlan(rows=ROWS))
     side.save()
-    steps = [what for what, _ in side.half.asked]
-    assert steps == [
-        "bind",
-        "remember_stream",
-        "execute",
-        "count_fault",
-        "fail_plan",
-        "bind",
-        "bind",
-        "remember_stream",
-        "execute",
-    ]
+    expected = [("execute", READER), ("count_fault", ENGINE), ("fail_plan", ENGINE), ("bind", ENGINE)]
+    assert side.half.asked[2:6] == expected
+    assert [what for what, _ in side.half.asked[6:]] == ["bind", "remember_stream", "execute"]
 
 
 def test_where_no_thread_can_be_had_rows_are_read_all_the_same(side: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -74,7 +74,8 @@ class WorkerSide:
     def bind(self, plan: StepPlan) -> None:
         """A step of this engine begins."""
         if self.half is not None:
-            self._beside.finish()
+            if self._bound is not EMPTY_PLAN:
+                self._in_step(self._beside.finish)
             self._bound = plan = plan or EMPTY_PLAN  # One of another process is not the same object.
             self._in_step(self.half.bind, plan)
         elif self._releases is not None:
@@ -98,16 +99,9 @@ class WorkerSide:
         elif self._bound is not EMPTY_PLAN:
             if self._bound.rows:
                 self._in_step(self.half.remember_stream)
-            if not (self._bound.beside and self._guard.holds(self._beside.hand_over, self._execute)):
-                self._execute()
-            return
-        self._guard.end_step()
-
-    def _execute(self) -> None:
-        """Do the step's plan: here, or on the thread beside."""
-        assert self.half is not None
-        self._in_step(self.half.execute)
-        self._bound = EMPTY_PLAN
+            if not (self._bound.beside and self._guard.holds(self._beside.hand_over, self.half.execute)):
+                self._in_step(self.half.execute)
+                self._bound = EMPTY_PLAN
         self._guard.end_step()
 
     def _in_step(self, hook: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
@@ -157,13 +151,13 @@ class WorkerSide:
     def wake(self) -> None:
         """After a sleep: the device's memory was given away, the row pool's too."""
         if self.half is not None:
-            self._beside.finish()
+            self._in_step(self._beside.finish)
             self._guard.run(self.half.wake, None)
 
     def close(self) -> None:
         """Let what is in flight finish, and stop."""
         if self.half is not None:
-            self._beside.close()
+            self._in_step(self._beside.close)
             self._guard.run(self.half.close, None)
 
     def _count_fault(self) -> None:

@@ -14,14 +14,16 @@ import torch
 
 
 class Beside:
-    """One piece of work at a time, which must not raise. It asks CUDA for this `device`.
+    """One piece of work at a time. It asks CUDA for this `device`.
 
-    The thread starts with the first piece. All methods are called from the engine's thread.
+    The thread starts with the first piece. All methods are called from the engine's thread. What the work raises, `finish`
+    raises: what a fault asks of the device is asked in the model's stream.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._work: Callable[[], None] | None = None  # Until it is done.
+        self._raised: Exception | None = None
         self._working = threading.Lock()
         self._calls: queue.SimpleQueue[bool] = queue.SimpleQueue()  # One for each piece; False: it was the last.
         self._thread: threading.Thread | None = None
@@ -37,17 +39,20 @@ class Beside:
         self._calls.put(True)
 
     def finish(self) -> None:
-        """Return once it is done. Where the thread has not begun, the caller does it."""
+        """Return once it is done. Where the thread has not begun, the caller does it. Raises what it raised."""
         if self._work is not None:
             self._do()
+        if self._raised is not None:
+            raised, self._raised = self._raised, None
+            raise raised
 
     def close(self) -> None:
-        """Finish, and stop."""
-        self.finish()
+        """Stop, and finish."""
         if self._thread is not None:
-            self._calls.put(False)
+            self._calls.put(False)  # What there is comes before it.
             self._thread.join()
             self._thread = None
+        self.finish()
 
     def _run(self) -> None:
         # Each thread has a device and a mode of its own. vLLM runs its own in this one: its tensors are written in no other.
@@ -63,5 +68,6 @@ class Beside:
                 return  # The other thread was first.
             try:
                 self._work()
-            finally:
-                self._work = None
+            except Exception as error:
+                self._raised = error
+            self._work = None
