@@ -60,7 +60,7 @@ class _Nowhere:
     """A `Sender` that drops what it gets: the rows are read into staging, and that is all."""
 
     server = None
-    has_faults = False
+    has_faults = looks = False
 
     def __init__(self, slots: int) -> None:
         self._free = deque(range(slots))

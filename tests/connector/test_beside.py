@@ -135,6 +135,8 @@ def test_vllms_tensors_are_written_in_the_mode_that_vllm_runs_in(beside: Beside)
 class _Half:
     """A worker half that says what it was asked for, and by whom."""
 
+    begins_every_step = True
+
     def __init__(self) -> None:
         self.asked: list[tuple[str, str]] = []
         self.executed = threading.Event()
@@ -197,6 +199,14 @@ def test_rows_are_read_beside_and_the_next_step_begins_behind_that(side: Any) ->
     side.save()
     assert side.half.executed.wait(30)
     assert side.half.asked[-2:] == [("remember_stream", ENGINE), ("execute", READER)]
+
+
+def test_a_step_without_a_plan_asks_nothing_of_a_worker_that_has_nothing_to_do_in_each(side: Any) -> None:
+    side.half.begins_every_step = False
+    for plan in (EMPTY_PLAN, StepPlan(), StepPlan(rows=ROWS), EMPTY_PLAN):
+        side.bind(plan)
+        side.save()
+    assert [what for what, _ in side.half.asked] == ["bind", "remember_stream", "execute"]
 
 
 @pytest.mark.parametrize("end", ["wake", "close"])

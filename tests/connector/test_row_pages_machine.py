@@ -439,15 +439,17 @@ class _Engine:
         if busy and scheduled and read and not self.places.were_short:
             waited = {req_id for req_id, since in self.worth.items() if self.steps - since >= BUSY_STEPS_MAX}
             assert read & waited, "rows are read where the thread has no time, without a reason"
-        if self.places.were_short or (len(ripe) > REQUESTS and not busy):
+        step = self.half._rows._step - 1  # For what is in the page table, and then for what comes into it.
+        put_off = int(self.half._rows._read_in == step - 1) or 2 * (self.half._rows._put_off == step)
+        if self.places.were_short or (len(ripe) > REQUESTS and not (busy or put_off)):
             assert not ripe, "rows wait though nothing speaks against reading them"
-        most = BUSY_STEPS_MAX if busy else STEPS_MAX
+        most = BUSY_STEPS_MAX if busy else STEPS_MAX + put_off
         assert all(self.steps - since < most + self.drafts for since in ripe.values()), "rows wait for too long"
         for rows in plan.rows:
             self.over.pop(rows.req_id, None)
         waiting = [self.steps - self.over[req_id] for req_id in self.half._rows._ended]
         # Behind many steps whose thread has no time, more may wait than one plan reads from.
-        is_full = not busy and len(plan.rows) >= REQUESTS
+        is_full = not busy and (len(plan.rows) >= REQUESTS or put_off > 0)
         assert is_full or all(waited < most for waited in waiting), "the last rows of a request wait for too long"
         assert all(waited < BUSY_STEPS_MAX + STEPS_MAX for waited in waiting), "the last rows of a request wait for too long"
         assert (scheduled and self.half._live) or not waiting, "they wait for steps that may never come"

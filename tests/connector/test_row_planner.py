@@ -13,7 +13,7 @@ from support.plan_rig import PlannedRequest, PlanRig, rows_of
 
 from slotstream.connector.plan import PagePlace, SampleAbort, SampleFinish, SampleOpen, StepPlan
 from slotstream.connector.planning.captured_request import CapturedRequest
-from slotstream.connector.planning.page_allocator import NO_STEP, NULL_BLOCK, PageAllocator
+from slotstream.connector.planning.page_allocator import NULL_BLOCK, PageAllocator
 from slotstream.connector.planning.row_planner import BUSY_STEPS_MAX, REQUESTS, REQUESTS_MAX, STEPS_MAX
 from slotstream.connector.row_pool import RowPoolShape
 
@@ -357,7 +357,7 @@ def test_an_entry_ends_in_the_plan_in_which_its_block_is_no_more_the_requests_an
     second = pages.end_plan()
     assert second is not None
     assert (dict(second.entries), second.live) == ({5: -1}, 2)
-    place = pages.read("a", 0, 40, NO_STEP)
+    place = pages.read("a", 0, 40, runs=False)
     assert [list(values) for values in (place.pages, place.entries, place.steps)] == [[0, 1, 2], [5, 6, 7], [1, 1, 1]]
 
 
@@ -453,17 +453,27 @@ def test_pages_that_are_kept_for_a_request_stay_its_own_when_all_its_rows_are_re
 
 
 def test_a_plan_reads_from_few_requests_and_the_next_from_others() -> None:
-    """What is worth reading in one step leaves in eight: 64 prompts, and the rows that they have written since."""
+    """What is worth reading in one step leaves in every second of 16: 64 prompts, and the rows that they have written since."""
     rig = PlanRig(output_rows_per_chunk=32)
     names = [rig.add(16).request_id for _ in range(64)]
     for _ in range(2):
         assert not rig.step().rows
-    plans = [rows_of(rig.step()) for _ in range(9)]
-    assert [len(plan) for plan in plans] == [REQUESTS] * 8 + [0]
+    plans = [rows_of(rig.step()) for _ in range(17)]
+    assert [len(plan) for plan in plans] == [REQUESTS, 0] * 8 + [0]
     assert [req_id for plan in plans for req_id, _, _ in plan] == names
     more = [rows_of(rig.step()) for _ in range(34 + STEPS_MAX)]
     assert {len(plan) for plan in more} == {0, REQUESTS}
     assert [req_id for plan in more for req_id, _, _ in plan] == names
+
+
+def test_what_a_plan_reads_ends_in_the_page_table_with_the_next_one_which_reads_nothing() -> None:
+    rig = PlanRig()
+    for _ in range(24):
+        rig.add(100)
+    plans = [rig.step() for _ in range(9)]
+    assert [len(plan.rows) for plan in plans] == [0, 0, 8, 0, 8, 0, 8, 0, 0]
+    ended = [sum(page < 0 for page in plan.table.entries.values()) if plan.table else 0 for plan in plans]
+    assert ended == [0, 0, 0, 8 * 6, 0, 8 * 6, 0, 8 * 6, 0]
 
 
 def test_a_plan_that_gives_many_pages_leaves_reads_to_the_next_one_and_that_one_to_nobody() -> None:
@@ -473,7 +483,7 @@ def test_a_plan_that_gives_many_pages_leaves_reads_to_the_next_one_and_that_one_
     plans = [rig.step() for _ in range(22)]
     given = [sum(page >= 0 for page in plan.table.entries.values()) if plan.table else 0 for plan in plans]
     assert [step for step, pages in enumerate(given) if pages >= 70] == [0, 1, 16, 17]
-    assert [len(rows_of(plan)) for plan in plans[2:]] == [8] * 14 + [0] + [8] * 3 + [4, 0]
+    assert [len(rows_of(plan)) for plan in plans[2:]] == [8, 0] * 7 + [0] + [8, 0] * 2 + [8]
 
 
 def test_a_plan_behind_many_ends_leaves_reads_to_the_next_one() -> None:
@@ -515,7 +525,7 @@ def test_more_requests_than_plans_read_from_leave_in_larger_parts() -> None:
         rig.add(16)
     for _ in range(2):
         rig.step()
-    plans = [len(rig.step().rows) for _ in range(40)]
+    plans = [len(rig.step().rows) for _ in range(48)]
     assert sum(plans) == 200
     assert plans[0] == 200 // 16
 

@@ -86,6 +86,7 @@ class SlotStreamConnector(KVConnectorBase_V1, SupportsHMA):
         self._told_off: str | None = ""  # Why nothing is captured, as vLLM heard it last; "" while it heard nothing.
         self._sides: dict[str, WorkerSide] = {}  # In a worker: by engine id.
         self._side: WorkerSide | Stranger | None = None  # Of the engine whose step this is.
+        self._quiet = SlotStreamMetadata(EMPTY_PLAN, self._config.engine_id)  # Of each step in which nothing is to be done.
         self._group = row_group(self._config, vllm_config, kv_cache_config)
         if role is KVConnectorRole.SCHEDULER:
             keep_caller_ids()
@@ -196,8 +197,9 @@ class SlotStreamConnector(KVConnectorBase_V1, SupportsHMA):
             plan = EMPTY_PLAN
         elif plan is not EMPTY_PLAN:
             self._scheduler.delivered()
-        self._guard.end_step()
-        return SlotStreamMetadata(plan, self._config.engine_id)
+        if not self._guard.is_clean:
+            self._guard.end_step()
+        return self._quiet if plan is EMPTY_PLAN else SlotStreamMetadata(plan, self._config.engine_id)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         meta = getattr(connector_output, "kv_connector_worker_meta", None)

@@ -25,6 +25,7 @@ class HookGuard:
 
     def __init__(self, on_fault: Callable[[], None], clock: Callable[[], float] = time.monotonic) -> None:
         self.disabled = False
+        self.is_clean = True  # Else `end_step` has to be called.
         self._on_fault = on_fault
         self._clock = clock
         self._faults = 0
@@ -50,9 +51,10 @@ class HookGuard:
         return True
 
     def end_step(self) -> None:
-        """Called once a step: a step without a fault clears the record."""
+        """Called once a step, but for those without a fault behind one without: a step without a fault clears the record."""
         if self._faults == self._faults_before_step:
             self._bad_since = None
+            self.is_clean = True
             return
         self._faults_before_step = self._faults
         if self._bad_since is None:
@@ -68,6 +70,7 @@ class HookGuard:
 
     def _count(self, name: str) -> None:
         self._faults += 1
+        self.is_clean = False
         self._on_fault()
         if self._throttle.admit(name) is not None:
             logger.exception("slotstream: %s failed (fault %d); the engine goes on without its samples", name, self._faults)

@@ -76,8 +76,11 @@ class WorkerSide:
         if self.half is not None:
             if self._bound is not EMPTY_PLAN:
                 self._in_step(self._beside.finish)
-            self._bound = plan = plan or EMPTY_PLAN  # One of another process is not the same object.
-            self._in_step(self.half.bind, plan)
+            if plan is not EMPTY_PLAN and not plan:
+                plan = EMPTY_PLAN  # One of another process is not the same object.
+            self._bound = plan
+            if plan is not EMPTY_PLAN or self.half.begins_every_step:
+                self._in_step(self.half.bind, plan)
         elif self._releases is not None:
             self._releases.bind(plan)
 
@@ -102,7 +105,8 @@ class WorkerSide:
             if not (self._bound.beside and self._guard.holds(self._beside.hand_over, self.half.execute)):
                 self._in_step(self.half.execute)
                 self._bound = EMPTY_PLAN
-        self._guard.end_step()
+        if not self._guard.is_clean:
+            self._guard.end_step()
 
     def _in_step(self, hook: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
         """A part of a step: when it fails, so does every sample of the step, for some of its rows may be missing."""

@@ -1,9 +1,10 @@
 """Row pages as the engine core's half keeps them: which page belongs to which rows, and since when.
 
 Two things end at different times. A *table entry* (KV-cache slots -> page) ends in the first plan in which its slots may belong
-to another request. A *page* is free again once its rows are read. Rows are read at the end of a step, so the pages that a plan
-frees are given again from the next plan on. The read itself may last longer than its step: before a page is written again, the
-worker has the model's stream wait for the read (`page_reads.PageReads.wait_for`).
+to another request, or its page. A *page* is free again once its rows are read. Rows are read at the end of a step, so the pages
+that a plan frees are given again from the next plan on, and the entries of those whose request goes on end with that one. The
+read itself may last longer than its step: before a page is written again, the worker has the model's stream wait for the read
+(`page_reads.PageReads.wait_for`).
 
 Pages are kept in arrays, and moved in slices: what a prompt costs hardly depends on its length. Rows in pages next to each
 other are one copy where they are read. So free pages are sorted now and then. While there are many, a request that gets a page
@@ -24,7 +25,6 @@ from slotstream.connector.row_pool import RowPoolShape
 from slotstream.wire.errors import RowPoolFull, RowsNotComputed
 
 NULL_BLOCK = 0  # vLLM's placeholder for blocks that a request needs no longer: nobody's slots.
-NO_STEP = 1 << 62  # As `computed_from`: no position is computed in the step that is planned.
 _KEPT_PAGES = 3  # That are kept for a request behind one of its output: a read takes about so many.
 
 
@@ -36,9 +36,8 @@ def _ints(values: Sequence[int] = ()) -> array[int]:
 class _Held:
     """A request's pages, one after another from the one of position `first` * page rows on; -1 where there is none.
 
-    `entries`: whose slots each was given for, in `steps`. `live`: the same while the table says so, then -1.
-    `written_from`: pages from this one on are written in the step whose plan is `read_in`. Free pages [kept, kept_end) are kept
-    for it.
+    `entries`: whose slots each was given for, in `steps`. `live`: the same while the table says so, then -1. `read_in`: the
+    last step that computes tokens of it and whose plan reads from it. Free pages [kept, kept_end) are kept for it.
     """
 
     first: int
@@ -46,7 +45,6 @@ class _Held:
     entries: array[int] = field(default_factory=_ints)
     steps: array[int] = field(default_factory=_ints)
     live: array[int] = field(default_factory=_ints)
-    written_from: int = 0
     read_in: int = 0
     kept: int = 0
     kept_end: int = 0
@@ -86,7 +84,10 @@ class PageAllocator:
         self._taken_out: list[tuple[_Held, int, int]] = []  # Since the last plan, and which of the pages stay taken.
         self._table: dict[int, int] = {}  # As the device has it after this plan's update: entry -> page.
         self._changes: dict[int, int] = {}  # What that update says.
-        self._ending: list[int] = []  # Entries that this plan's step still needs: the next plan drops them.
+        # Entries of pages that this plan reads, and their pages. They end with the next one: this plan's step may still write
+        # some of the rows, and its thread has enough to do.
+        self._reading: list[tuple[array[int], array[int]]] = []
+        self._ending: list[tuple[array[int], array[int]]] = []  # The same of the last plan.
         self._clear = True  # Whatever the device has there: it may be what an earlier engine left.
         self._step = 1  # Of the plan that is being made; the device's notes begin at 0.
 
@@ -118,6 +119,8 @@ class PageAllocator:
     def end_plan(self) -> TableUpdate | None:
         """The plan is made: what it has to change in the table, None for nothing. The next one may give the pages it freed."""
         step, self._step = self._step, self._step + 1
+        if self._ending:
+            self._end_read()
         if self._taken_out:
             self._end_taken_out()
         has_time = not (self._let_go or self._changes)
@@ -126,13 +129,21 @@ class PageAllocator:
             self._let_go.clear()
         if self._given * 4 > self.shape.pages * (2 if has_time else 3):
             self._sort()
-        if not self._changes and not self._ending and not self._clear:
+        self._ending, self._reading = self._reading, []
+        if not self._changes and not self._clear:
             return None
-        changes, clear, live = self._changes, self._clear, len(self._table)
-        self._changes, self._ending, self._clear = dict.fromkeys(self._ending, -1), [], False
-        for entry in self._changes:
-            del self._table[entry]
-        return TableUpdate(step, changes, clear, live) if changes or clear else None
+        changes, clear = self._changes, self._clear
+        self._changes, self._clear = {}, False
+        return TableUpdate(step, changes, clear, len(self._table))
+
+    def _end_read(self) -> None:
+        """End the entries of pages that the last plan read: but for those that this plan gave a page."""
+        table, changes = self._table, self._changes
+        for entries, pages in self._ending:
+            for entry, page in zip(entries, pages, strict=True):
+                if entry in table and table[entry] == page and entry not in changes:
+                    del table[entry]
+                    changes[entry] = -1
 
     def cover(self, req_id: str, start: int, stop: int, table: Sequence[int]) -> None:
         """See that the positions [start, stop) of a request, which this step computes, have pages. `table`: its block table.
@@ -255,17 +266,18 @@ class PageAllocator:
         until = len(free) * 3 // 4
         self._free, self._given = array("q", np.sort(free[:until]).tobytes()) + free[until:], 0
 
-    def read(self, req_id: str, start: int, stop: int, computed_from: int) -> PagePlace:
+    def read(self, req_id: str, start: int, stop: int, *, runs: bool) -> PagePlace:
         """Where the rows of positions [start, stop) are, which this plan reads; pages without rows from `stop` on go back.
 
-        `computed_from`: from which position on the plan's step computes the request's tokens; NO_STEP where it does not.
+        `runs`: this plan's step computes tokens of the request. Else its slots may be another's in that very step.
         Raises RowsNotComputed when some rows never had a page.
         """
         held = self._held.get(req_id)
         if held is None:
             raise _not_computed()
         place = self._find(held, start, stop)
-        held.written_from, held.read_in = computed_from // self._page_rows, self._step
+        if runs:
+            held.read_in = self._step
         read = stop // self._page_rows - held.first
         if read > 0:
             self._give_back(held, read)
@@ -319,6 +331,7 @@ class PageAllocator:
         self._taken_out.clear()
         self._table.clear()
         self._changes.clear()
+        self._reading.clear()
         self._ending.clear()
         self._let_go.clear()
         self._free = _ints(range(self.shape.pages))
@@ -327,14 +340,12 @@ class PageAllocator:
 
     def _give_back(self, held: _Held, count: int) -> None:
         """The first `count` pages of a request hold no row that a later plan wants."""
-        kept = count
-        if held.read_in == self._step and held.written_from - held.first < count:
-            # Some of the rows that this plan reads are computed in its very step.
-            kept = max(held.written_from - held.first, 0)
-            self._drop(held, kept, count, later=True)
         pages = held.pages[:count]
         self._let_go += pages if -1 not in pages else [page for page in pages if page >= 0]
-        self._drop(held, 0, kept)
+        if held.read_in == self._step:
+            self._reading.append((held.live[:count], pages))
+        else:
+            self._drop(held, 0, count)
         del held.pages[:count], held.entries[:count], held.steps[:count], held.live[:count]
         held.first += count
 
@@ -343,16 +354,11 @@ class PageAllocator:
         self._drop(held, start, stop)
         held.live[start:stop] = _ints([-1]) * (stop - start)
 
-    def _drop(self, held: _Held, start: int, stop: int, *, later: bool = False) -> None:
-        """The entries of some pages of a request end with this plan, or with the next one: but for those that another page was
-        given to since.
-        """
-        table, changes, ending = self._table, self._changes, self._ending
+    def _drop(self, held: _Held, start: int, stop: int) -> None:
+        """The entries of some pages of a request end with this plan: but for those that another page was given to since."""
+        table, changes = self._table, self._changes
         for entry, page in zip(held.live[start:stop], held.pages[start:stop], strict=True):
             if entry in table and table[entry] == page:
-                if later:
-                    ending.append(entry)
-                    continue
                 del table[entry]
                 changes[entry] = -1
 

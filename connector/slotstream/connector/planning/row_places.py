@@ -15,6 +15,7 @@ from slotstream.connector.planning.page_allocator import PageAllocator
 from slotstream.wire.errors import RowsNotComputed
 from slotstream.wire.names import ROWS_MAX
 
+NO_STEP = 1 << 62  # As `computed_from`: no position is computed in the step that is planned.
 Table = Sequence[int]  # A request's blocks in the group whose slots name its rows, in the order of its positions.
 
 
@@ -199,7 +200,7 @@ class PagePlaces:
 
     def read(self, capture: CapturedRequest, start: int, stop: int, computed_from: int, table: Table) -> PagePlace:
         """See `RowPlaces`."""
-        return self._pages.read(capture.request.request_id, start, stop, computed_from)
+        return self._pages.read(capture.request.request_id, start, stop, runs=computed_from != NO_STEP)
 
     def take_out(self, capture: CapturedRequest, start: int, stop: int) -> PagePlace:
         """See `RowPlaces`."""

@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING
 
 from slotstream.connector.plan import PagePlace, RowPlan, SampleFinish, TableUpdate
 from slotstream.connector.planning.captured_request import CapturedRequest, Due, Pace
-from slotstream.connector.planning.page_allocator import NO_STEP
-from slotstream.connector.planning.row_places import RowPlaces
+from slotstream.connector.planning.row_places import NO_STEP, RowPlaces
 from slotstream.wire.names import ROWS_MAX
 
 if TYPE_CHECKING:
@@ -82,6 +81,8 @@ class RowPlanner:
         self._step = 0  # Of the plan that is being made.
         self._changed = 0  # How many captures get a page with it, or ended since the last one,
         self._put_off = -1  # and the last step whose reads were left to the next one for that.
+        self._read_in = -1  # The last step that read.
+        self._was_short = False  # Whether `to_read` found pages short.
         self._pace = Pace()
         self._looks: dict[int, list[CapturedRequest]] = {}  # By step of the pace, who noted it as its `next_look`.
         self._even: _Even | None = None
@@ -99,6 +100,8 @@ class RowPlanner:
         if self._ended and (count := self._ended_to_read(output, live)):
             for req_id in list(self._ended)[:count]:
                 self._read_ended(self._ended.pop(req_id))
+        if self._rows:
+            self._read_in = self._step
         self._step += 1
         self._changed = 0
         self._last = output if live else None
@@ -123,7 +126,7 @@ class RowPlanner:
                 return count
             return max(0, REQUESTS_MAX - len(self._rows)) if self._rows else 0
         is_due = self._rows or waited >= STEPS_MAX or count >= REQUESTS or not self._rows_can_wait(live)
-        if not is_due or self._puts_off(live):
+        if not is_due or (self._puts_off(live) and self._rows_can_wait(live)):
             return 0
         return max(_few(count) - len(self._rows), REQUESTS if waited >= BUSY_STEPS_MAX else 0)
 
@@ -142,7 +145,11 @@ class RowPlanner:
         return self._places.rows_can_wait(rows)
 
     def _puts_off(self, live: Live) -> bool:
-        """Whether this plan has so much to do that it leaves what it would read to the next one, as never two do in a row."""
+        """Whether this plan has so much to do that it leaves what it would read to the next one: it ends in the page table what
+        the last plan read, or many captures get a page or ended. Of the latter never two do it in a row.
+        """
+        if self._read_in == self._step - 1:
+            return True
         if self._changed <= _CHANGES or self._changed * _CHANGES <= len(live) or self._put_off == self._step - 1:
             return False
         self._put_off = self._step
@@ -356,15 +363,21 @@ class RowPlanner:
 
     # -- reading
 
-    def to_read(self, live: Live, output: SchedulerOutput) -> Iterator[CapturedRequest]:
+    def to_read(self, live: Live, output: SchedulerOutput) -> Iterable[CapturedRequest]:
         """The captures that `read` is to read from in this plan: to be asked for once all have advanced.
 
         What is read from one decides whether another one is named.
         """
+        if not (self._waiting or self._changed or self._was_short) and output.num_scheduled_tokens:
+            return ()  # As it was: nothing is worth reading, and there is room.
+        return self._to_read(live, output)
+
+    def _to_read(self, live: Live, output: SchedulerOutput) -> Iterator[CapturedRequest]:
         if not output.num_scheduled_tokens and self._places.computes_all:
             yield from self.unread(live)
             return
-        if self._places.reads_early:
+        self._was_short = self._places.reads_early
+        if self._was_short:
             yield from self._until_there_is_room(live)
             return
         if not self._waiting:
@@ -379,7 +392,7 @@ class RowPlanner:
                 yield from self._longest_waiting(max(REQUESTS_MAX, count // 4), live)
             return
         is_due = count >= REQUESTS or waited >= STEPS_MAX or not self._rows_can_wait(live)
-        if is_due and not self._puts_off(live):
+        if is_due and not (self._puts_off(live) and self._rows_can_wait(live)):
             most = _few(count)
             yield from self._with_company(self._longest_waiting(most, live), most, live, output)
 

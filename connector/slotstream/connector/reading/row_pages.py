@@ -34,6 +34,8 @@ class RowPages:
     `made_for` says what the rows are. Raises ConfigError where there is not so much memory.
     """
 
+    begins_every_step = False
+
     def __init__(self, rows: int, made_for: RowKind, hidden: int, dtype: torch.dtype, device: torch.device) -> None:
         self.device = device
         self.made_for = made_for

@@ -29,6 +29,8 @@ class RowSource(Protocol):
     device: torch.device
     made_for: RowKind
     """What the rows are. Who reads them compares."""
+    begins_every_step: bool
+    """Whether `begin_step` has something to do where a plan is empty."""
 
     def use_staging(self, memory: StagingMemory) -> None:
         """Read into this from now on. Once, before anything is read."""
@@ -69,6 +71,8 @@ class CachedRows:
 
     Rows stay where they are for as long as their blocks do, so a step's slot mapping speaks only of rows that the step wrote.
     """
+
+    begins_every_step = True
 
     def __init__(self, cache: torch.Tensor, made_for: RowKind, hidden: int) -> None:
         """Raises ConfigError for a cache of another shape."""

@@ -54,6 +54,8 @@ class WorkerHalf:
         source.use_staging(memory)
         self._counters = Counters()
         self._sender = make_sender(memory, shape, self._counters)
+        self.begins_every_step = self._sender.looks or source.begins_every_step
+        """Whether `bind` has something to do where a plan is empty."""
         self._plan: StepPlan = EMPTY_PLAN
         self._failed_plan: StepPlan | None = None
         self._told_link: dict[str, float] = {}

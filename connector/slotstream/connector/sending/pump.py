@@ -58,6 +58,8 @@ _Event = Said | SpoolEvent
 class Pump:
     """See the module. `post` never blocks; everything else happens on the pump's thread. For `on_end` see `Outbox`."""
 
+    looks = True
+
     def __init__(
         self,
         config: ConnectorConfig,

@@ -26,6 +26,9 @@ class Sender(Protocol):
     None but `start`, `lease` and `close` ever waits.
     """
 
+    looks: bool
+    """Whether `look` does anything."""
+
     def start(self) -> None:
         """Begin. Raises ConfigError where the options cannot work here."""
 
