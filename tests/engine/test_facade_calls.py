@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from support.calls import calls
@@ -48,8 +49,9 @@ def test_a_quiet_step_of_a_worker_begins_and_ends_in_a_few_calls() -> None:
     from slotstream.connector.facade import SlotStreamConnector, SlotStreamMetadata
     from slotstream.connector.worker_side import WorkerSide
 
+    half: Any = SimpleNamespace(begins_every_step=False)
     side = object.__new__(WorkerSide)
-    side.half, side._guard, side._bound = SimpleNamespace(begins_every_step=False), HookGuard(lambda: None), EMPTY_PLAN
+    side.half, side._guard, side._bound = half, HookGuard(lambda: None), EMPTY_PLAN
     side.wants_layers = False
     connector = object.__new__(SlotStreamConnector)
     connector._sides, connector._side = {"engine": side}, None
