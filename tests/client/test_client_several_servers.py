@@ -20,10 +20,11 @@ from support.server import ServerProcess
 from support.synthetic import SyntheticSample
 from support.waiting import wait_until
 
-from slotstream.client import Client, ConfigError, SampleNotFound, ServerUnavailable, connect, rows
+from slotstream.client import Client, ConfigError, SampleNotFound, ServerUnavailable, connect, many, rows
 from slotstream.client.connection import Connection
 from slotstream.v1 import samples_pb2 as pb
 from slotstream.wire.errors import PermissionDenied, SlotStreamError
+from slotstream.wire.frames import Frame
 
 LENGTHS = [20_000] * 12
 SAMPLE = SyntheticSample("s", dtype="F32", num_tokens=40)
@@ -104,6 +105,28 @@ def test_a_kill_amid_many_reads_costs_none_of_them(
         found += answers
         assert asked(client, twins) is not first
         assert_numbers({answer.sample_id: answer.sample for answer in found}, stored[1])
+
+
+@pytest.mark.parametrize("behind", [1, 2])
+def test_a_server_that_goes_right_behind_the_last_row_of_a_sample_costs_none(
+    twins: list[ServerProcess], stored: tuple[Path, list[NumberedSample]], behind: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    take, headers = many._Call.take, 0
+
+    def breaks(call: many._Call, limit_s: float) -> Frame | None:
+        nonlocal headers
+        frame = take(call, limit_s)
+        headers += frame is not None and frame[0] == many._HEADER_TAG
+        if headers == behind + 1:
+            headers = -len(stored[1])  # Once.
+            raise ServerUnavailable("of a test")
+        return frame
+
+    monkeypatch.setattr(many._Call, "take", breaks)
+    with connect(addresses(twins)) as client:
+        found = list(client.get_many(client.list(namespace="n"), retry_s=0))
+    assert headers < 0
+    assert_numbers({answer.sample_id: answer.sample for answer in found}, stored[1])
 
 
 def test_a_kill_amid_rows_costs_none_of_them(twins: list[ServerProcess], stored: tuple[Path, list[NumberedSample]]) -> None:

@@ -255,9 +255,7 @@ class ManyReads:
             reader = self._opened(number, None)
             reader.go_on_with(functools.partial(self._again, number))
             answer = receive(reader)
-            # Where `receive` wanted fewer rows: the next read's come after them.
-            while self._turn is not None and not self._turn.is_over:
-                self._turn.receive(self._stall_limit_s)
+            self._pass_rest()
             return answer
         except SlotStreamError as error:
             if isinstance(error, _ENDING):
@@ -265,6 +263,18 @@ class ManyReads:
             return error
         finally:
             self._is_well()
+
+    def _pass_rest(self) -> None:
+        """What is left of a read that is answered, where `receive` wanted fewer rows: the next read's come after it.
+
+        A connection that breaks here costs the answer nothing: the next read begins another call.
+        """
+        try:
+            while self._turn is not None and not self._turn.is_over:
+                self._turn.receive(self._stall_limit_s)
+        except (*AWAY, DeadlineExceeded) as error:
+            _log.debug("the next read begins another call: %s", error)
+            self._end_call()
 
     def _is_well(self) -> None:
         self._ends, self._pause_s, self._moves = 0.0, _PAUSE_S, 0
