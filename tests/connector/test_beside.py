@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from support.plan_rig import PlanRig
+from support.worker_rig import config
 
 from slotstream.connector.hook_guard import HookGuard
 from slotstream.connector.plan import EMPTY_PLAN, PagePlace, RowPlan, StepPlan
@@ -24,7 +25,7 @@ CPU = torch.device("cpu")
 def beside() -> Iterator[Beside]:
     made = Beside(CPU)
     yield made
-    made.close()
+    made.close(30)
 
 
 def _hold(beside: Beside) -> threading.Event:
@@ -60,7 +61,7 @@ def test_who_finishes_work_that_was_not_begun_does_it(beside: Beside) -> None:
         beside.hand_over(lambda: names.append(threading.current_thread().name))
         beside.finish()
     may_begin.set()
-    beside.close()
+    beside.close(30)
     assert names == [threading.main_thread().name] * 3
 
 
@@ -111,11 +112,11 @@ def test_closing_finishes_what_there_is_and_ends_the_thread(beside: Beside) -> N
     done = []
     beside.hand_over(lambda: done.append(1))
     thread = beside._thread
-    beside.close()
+    beside.close(30)
     assert done == [1]
     assert thread is not None
     assert not thread.is_alive()
-    beside.close()
+    beside.close(30)
 
 
 def test_vllms_tensors_are_written_in_the_mode_that_vllm_runs_in(beside: Beside) -> None:
@@ -130,6 +131,20 @@ def test_vllms_tensors_are_written_in_the_mode_that_vllm_runs_in(beside: Beside)
     beside.hand_over(work)
     assert done.wait(30)
     assert tensor.tolist() == [1.0] * 4
+
+
+def test_work_that_hangs_does_not_hold_up_who_closes(beside: Beside) -> None:
+    begun, may_end = threading.Event(), threading.Event()
+
+    def work() -> None:
+        begun.set()
+        may_end.wait(30)
+
+    beside.hand_over(work)
+    assert begun.wait(30)
+    beside.close(0.01)
+    assert beside._work is not None
+    may_end.set()
 
 
 class _Half:
@@ -174,7 +189,7 @@ class _Half:
 @pytest.fixture
 def side(beside: Beside) -> Any:
     made = object.__new__(WorkerSide)
-    made.half = _Half()  # type: ignore[assignment]
+    made.half, made.config = _Half(), config()  # type: ignore[assignment]
     made._guard, made._beside, made._bound = HookGuard(made._count_fault), beside, EMPTY_PLAN
     return made
 

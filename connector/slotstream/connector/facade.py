@@ -86,7 +86,7 @@ class SlotStreamConnector(KVConnectorBase_V1, SupportsHMA):
         self._told_off: str | None = ""  # Why nothing is captured, as vLLM heard it last; "" while it heard nothing.
         self._sides: dict[str, WorkerSide] = {}  # In a worker: by engine id.
         self._side: WorkerSide | Stranger | None = None  # Of the engine whose step this is.
-        self._quiet = SlotStreamMetadata(EMPTY_PLAN, self._config.engine_id)  # Of each step in which nothing is to be done.
+        self._quiet = SlotStreamMetadata(EMPTY_PLAN, self._config.engine_id)  # Of each step without a plan.
         self._group = row_group(self._config, vllm_config, kv_cache_config)
         if role is KVConnectorRole.SCHEDULER:
             keep_caller_ids()

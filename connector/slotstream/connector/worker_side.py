@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 logger = connector_logger(__name__)
+
+_READ_S = 5.0  # That a read may take beside waiting for room.
 P = ParamSpec("P")
 
 
@@ -161,7 +163,7 @@ class WorkerSide:
     def close(self) -> None:
         """Let what is in flight finish, and stop."""
         if self.half is not None:
-            self._in_step(self._beside.close)
+            self._in_step(self._beside.close, self.config.options.wait_s_max + _READ_S)
             self._guard.run(self.half.close, None)
 
     def _count_fault(self) -> None:

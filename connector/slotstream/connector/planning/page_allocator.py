@@ -14,7 +14,7 @@ for its output has the next ones kept for it.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -119,8 +119,8 @@ class PageAllocator:
     def end_plan(self) -> TableUpdate | None:
         """The plan is made: what it has to change in the table, None for nothing. The next one may give the pages it freed."""
         step, self._step = self._step, self._step + 1
-        if self._ending:
-            self._end_read()
+        for entries, pages in self._ending:
+            self._drop(entries, pages, but=self._changes)  # Which may have given the same page to the same entry.
         if self._taken_out:
             self._end_taken_out()
         has_time = not (self._let_go or self._changes)
@@ -135,15 +135,6 @@ class PageAllocator:
         changes, clear = self._changes, self._clear
         self._changes, self._clear = {}, False
         return TableUpdate(step, changes, clear, len(self._table))
-
-    def _end_read(self) -> None:
-        """End the entries of pages that the last plan read: but for those that this plan gave a page."""
-        table, changes = self._table, self._changes
-        for entries, pages in self._ending:
-            for entry, page in zip(entries, pages, strict=True):
-                if entry in table and table[entry] == page and entry not in changes:
-                    del table[entry]
-                    changes[entry] = -1
 
     def cover(self, req_id: str, start: int, stop: int, table: Sequence[int]) -> None:
         """See that the positions [start, stop) of a request, which this step computes, have pages. `table`: its block table.
@@ -302,7 +293,7 @@ class PageAllocator:
         """What is left to do of requests that were taken out: many may end in one step, whose thread has no time for it."""
         for held, first, end in self._taken_out:
             self._let_go += range(held.kept, held.kept_end)
-            self._drop(held, 0, len(held.pages))
+            self._drop(held.live, held.pages)
             self._let_go += [page for page in held.pages[:first] + held.pages[end:] if page >= 0]
         self._taken_out.clear()
 
@@ -340,25 +331,25 @@ class PageAllocator:
 
     def _give_back(self, held: _Held, count: int) -> None:
         """The first `count` pages of a request hold no row that a later plan wants."""
-        pages = held.pages[:count]
+        entries, pages = held.live[:count], held.pages[:count]
         self._let_go += pages if -1 not in pages else [page for page in pages if page >= 0]
         if held.read_in == self._step:
-            self._reading.append((held.live[:count], pages))
+            self._reading.append((entries, pages))
         else:
-            self._drop(held, 0, count)
+            self._drop(entries, pages)
         del held.pages[:count], held.entries[:count], held.steps[:count], held.live[:count]
         held.first += count
 
     def _end_entries(self, held: _Held, start: int, stop: int) -> None:
         """End the entries of some pages of a request, which goes on."""
-        self._drop(held, start, stop)
+        self._drop(held.live[start:stop], held.pages[start:stop])
         held.live[start:stop] = _ints([-1]) * (stop - start)
 
-    def _drop(self, held: _Held, start: int, stop: int) -> None:
-        """The entries of some pages of a request end with this plan: but for those that another page was given to since."""
+    def _drop(self, entries: array[int], pages: array[int], but: Container[int] = ()) -> None:
+        """The entries of these pages end with this plan: but for those that another page was given to since, and `but` some."""
         table, changes = self._table, self._changes
-        for entry, page in zip(held.live[start:stop], held.pages[start:stop], strict=True):
-            if entry in table and table[entry] == page:
+        for entry, page in zip(entries, pages, strict=True):
+            if entry in table and table[entry] == page and entry not in but:
                 del table[entry]
                 changes[entry] = -1
 

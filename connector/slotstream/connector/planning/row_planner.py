@@ -126,7 +126,7 @@ class RowPlanner:
                 return count
             return max(0, REQUESTS_MAX - len(self._rows)) if self._rows else 0
         is_due = self._rows or waited >= STEPS_MAX or count >= REQUESTS or not self._rows_can_wait(live)
-        if not is_due or (self._puts_off(live) and self._rows_can_wait(live)):
+        if not is_due or self._puts_off(live):
             return 0
         return max(_few(count) - len(self._rows), REQUESTS if waited >= BUSY_STEPS_MAX else 0)
 
@@ -146,14 +146,14 @@ class RowPlanner:
 
     def _puts_off(self, live: Live) -> bool:
         """Whether this plan has so much to do that it leaves what it would read to the next one: it ends in the page table what
-        the last plan read, or many captures get a page or ended. Of the latter never two do it in a row.
+        the last plan read, or many captures get a page or ended. Of the latter never two do it in a row; none does it where no
+        more rows can wait.
         """
-        if self._read_in == self._step - 1:
-            return True
-        if self._changed <= _CHANGES or self._changed * _CHANGES <= len(live) or self._put_off == self._step - 1:
-            return False
-        self._put_off = self._step
-        return True
+        if self._read_in != self._step - 1:
+            if self._changed <= _CHANGES or self._changed * _CHANGES <= len(live) or self._put_off == self._step - 1:
+                return False
+            self._put_off = self._step
+        return self._rows_can_wait(live)
 
     def _is_busy(self, output: SchedulerOutput) -> bool:
         """Whether the thread has no time to spare in this step."""
@@ -392,7 +392,7 @@ class RowPlanner:
                 yield from self._longest_waiting(max(REQUESTS_MAX, count // 4), live)
             return
         is_due = count >= REQUESTS or waited >= STEPS_MAX or not self._rows_can_wait(live)
-        if is_due and not (self._puts_off(live) and self._rows_can_wait(live)):
+        if is_due and not self._puts_off(live):
             most = _few(count)
             yield from self._with_company(self._longest_waiting(most, live), most, live, output)
 

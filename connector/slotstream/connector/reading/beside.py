@@ -46,11 +46,13 @@ class Beside:
             raised, self._raised = self._raised, None
             raise raised
 
-    def close(self) -> None:
-        """Stop, and finish."""
+    def close(self, timeout_s: float) -> None:
+        """Stop, and finish. Work that still runs after so long, in a driver that hangs, is left alone."""
         if self._thread is not None:
             self._calls.put(False)  # What there is comes before it.
-            self._thread.join()
+            self._thread.join(timeout_s)
+            if self._thread.is_alive():
+                return
             self._thread = None
         self.finish()
 
